@@ -1,0 +1,26 @@
+# make run: train once on synthetic images.  make test: everything CI runs.  The environment is made at the first call.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+$(VENV)/ready: requirements.txt tests/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
+	touch $@
+
+.PHONY: run test lint chaos bench
+run: $(VENV)/ready
+	$(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --output_dir output_dir/run --resume never --overwrite true
+
+test: $(VENV)/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+chaos: $(VENV)/ready
+	$(BIN)/python -m tests.chaos.kill --runs 100 --seed 1
+
+bench: $(VENV)/ready
+	$(BIN)/python -m tests.benchmarks.base

@@ -1,0 +1,200 @@
+"""What survives a kill: a file of tensors, and beside it a manifest that is written last and says what the file must be.
+
+    checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and the manifest's own words
+    checkpoints/000000012800.json    SHA-256, size, epoch, position in it, global batch, arguments, versions
+
+No manifest, no checkpoint. Both appear under their names by a rename of a flushed temporary file. The digest is checked
+before a byte is parsed, and only tensors and plain types are ever loaded (weights_only).
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import threading
+
+import torch
+
+from common.errors import TrainingFailed, UserError, one_line
+
+NAME = re.compile(r"(\d{12})\.json")
+TEMPORARY = ".unfinished"
+
+
+def plain_keys(state):
+    """A state_dict without the prefixes of the wrappers (DataParallel, DDP, compile), so that every job loads every other's."""
+    return {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
+
+
+def snapshot(value):
+    """A copy on the CPU of every tensor in a nest of dicts and lists, safe from the next step."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [snapshot(item) for item in value]
+    return value
+
+
+def finite(value):
+    """Whether every floating point tensor in the nest is free of NaN and infinity."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return all(finite(item) for item in items)
+
+
+def write_atomically(path, content):
+    """The file is under its name whole or not at all, also after a power cut."""
+    with open(path + TEMPORARY, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + TEMPORARY, path)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError:
+        pass  # some mounted stores cannot; the manifest's digest still tells
+    finally:
+        os.close(folder)
+
+
+def encode(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getbuffer()
+
+
+def _encode_manifest(manifest):
+    return json.dumps(manifest, indent=1).encode()
+
+
+def write(folder, state, about):
+    """Write `state` as checkpoint number about["samples_seen"]."""
+    about = json.loads(json.dumps(about))  # plain types only, or weights_only would refuse them at the next start
+    path = os.path.join(folder, f"{about['samples_seen']:012d}")
+    content = encode({**state, "about": about})
+    manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    if os.path.exists(f"{path}.json"):  # the same number again: it must not vouch for bytes that are being replaced
+        os.unlink(f"{path}.json")
+    write_atomically(f"{path}.pt", content)
+    write_atomically(f"{path}.json", _encode_manifest(manifest))
+
+
+def numbers(folder):
+    """The numbers of the checkpoints that have a manifest, oldest first."""
+    if not os.path.isdir(folder):
+        return []
+    return sorted(int(match.group(1)) for match in map(NAME.fullmatch, os.listdir(folder)) if match)
+
+
+def read(path):
+    """The state in `path` (a .pt with its .json beside it), or UserError saying what is wrong with it."""
+    manifest, content = read_verified(path)
+    return parse(content, manifest, path)
+
+
+def read_verified(path):
+    """(manifest, bytes) of a checkpoint whose bytes are what the manifest says; nothing is parsed but the manifest."""
+    try:
+        with open(re.sub(r"\.pt$", "", path) + ".json", "rb") as file:
+            written = file.read()
+        manifest = json.loads(written)
+        if written != _encode_manifest(manifest):
+            raise ValueError("its manifest was changed")
+        with open(path, "rb") as file:
+            content = file.read()
+        if len(content) != manifest["size"]:
+            raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
+        if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
+            raise ValueError("its bytes are not those that were written (SHA-256 differs)")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {path} is damaged: {one_line(error)}") from None
+    return manifest, content
+
+
+def parse(content, manifest, path):
+    """The state in verified bytes. The manifest's words are inside too, so a changed manifest is found out."""
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(f"checkpoint {path} is refused: it holds something other than tensors and plain values") from None
+    about = state.pop("about")
+    if {**about, "sha256": manifest["sha256"], "size": manifest["size"]} != manifest:
+        raise UserError(f"checkpoint {path} is damaged: its manifest was changed")
+    return state, about
+
+
+def newest(folder, say=print):
+    """(state, about, path) of the newest valid checkpoint, naming every damaged one on the way; None where there is none."""
+    found = numbers(folder)
+    for number in reversed(found):
+        path = os.path.join(folder, f"{number:012d}.pt")
+        try:
+            return (*read(path), path)
+        except UserError as error:
+            say(f"warning: {error}; trying the one before")
+    if found:
+        raise UserError(
+            f"all {len(found)} checkpoints in {folder} are damaged; start afresh with --resume never --overwrite true"
+        )
+    return None
+
+
+def sweep(folder):
+    """Remove what a killed run left half-written. Only at the start, when nobody is writing."""
+    for name in os.listdir(folder):
+        if name.endswith(TEMPORARY):
+            os.unlink(os.path.join(folder, name))
+
+
+def prune(folder, output_dir, keep, best):
+    """Keep the last `keep` checkpoints and weight files, and the best of each."""
+    best = best or {}
+    for number in numbers(folder)[:-keep]:
+        if number != best.get("samples_seen"):
+            for suffix in (".json", ".pt"):  # the manifest first: no manifest, no checkpoint
+                _unlink(os.path.join(folder, f"{number:012d}{suffix}"))
+    epochs = sorted(
+        int(match.group(1)) for match in map(re.compile(r"epoch_(\d+)\.pth").fullmatch, os.listdir(output_dir)) if match
+    )
+    for epoch in epochs[:-keep]:
+        if epoch != best.get("epoch"):
+            _unlink(os.path.join(output_dir, f"epoch_{epoch}.pth"))
+
+
+def _unlink(path):
+    if os.path.exists(path):
+        os.unlink(path)
+
+
+class Writer:
+    """Saves in the background, one at a time and in the order asked; a failure is raised at the next call."""
+
+    def __init__(self):
+        self._thread = self._error = None
+
+    def submit(self, work):
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer")
+        self._thread.start()
+
+    def wait(self):
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, work):
+        try:
+            work()
+        except OSError as error:
+            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; the ones before are intact")
+        except Exception as error:
+            self._error = error

@@ -1,0 +1,50 @@
+"""Which device this process computes on, said once in the log, and refused with a remedy where it cannot be had."""
+
+import torch
+
+from common import world
+from common.errors import UserError
+
+
+def choose(args):
+    """The GPU of this process's local rank, or the CPU. --enable_gpu decides; unset, the GPU if there is one."""
+    here = world.here(args)
+    usable = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
+        wanted = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
+        raise UserError(f"{wanted}, but torch sees no GPU: {_diagnosis()}; or give --enable_gpu false to train on the CPU")
+    if args.enable_gpu is False or not usable:
+        return torch.device("cpu")
+    if here.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {here.local_rank} has no GPU: this node has {torch.cuda.device_count()}; start fewer processes"
+        )
+    device = torch.device("cuda", here.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def describe(device):
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def _diagnosis():
+    """torch's build and the driver, and which of the two to change."""
+    driver = _driver()
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build; install one for CUDA"
+    if driver is None:
+        remedy = "choose a GPU flavor or start the container with its GPUs"
+        return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} but no NVIDIA driver is loaded; {remedy}"
+    remedy = "update the driver, or install a torch built for an older CUDA"
+    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {driver}; {remedy}"
+
+
+def _driver():
+    try:
+        with open("/sys/module/nvidia/version") as file:
+            return file.read().strip()
+    except OSError:
+        return None

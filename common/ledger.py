@@ -1,0 +1,44 @@
+"""Which samples were trained on, step by step: the evidence that no restart loses or repeats one (--ledger true).
+
+ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every start and {"step": [epoch, consumed],
+"ids": [...], "t": ...} for every step. A step that a later start went back behind does not count: `trained` leaves it out.
+"""
+
+import glob
+import json
+import os
+import time
+
+
+class Ledger:
+    def __init__(self, output_dir, rank, wanted, epoch, consumed):
+        self._file = None
+        if wanted:
+            os.makedirs(os.path.join(output_dir, "ledger"), exist_ok=True)
+            self._file = open(  # noqa: SIM115 (it stays open for the whole run)
+                os.path.join(output_dir, "ledger", f"rank_{rank}.jsonl"), "ab", buffering=0
+            )
+            self._write({"start": [epoch, consumed]})
+
+    def step(self, epoch, consumed, ids):
+        if self._file:
+            self._write({"step": [epoch, consumed], "ids": ids.tolist()})
+
+    def _write(self, line):
+        self._file.write(json.dumps({**line, "t": time.time()}).encode() + b"\n")
+
+
+def trained(folders):
+    """{epoch: {consumed: [ids of all ranks]}} of the steps that count, from the ledgers of every node's output folder."""
+    lines = []
+    for folder in folders:
+        for path in glob.glob(os.path.join(glob.escape(folder), "ledger", "rank_*.jsonl")):
+            with open(path) as file:
+                lines += [json.loads(line) for line in file if line.endswith("\n")]
+    starts = [(line["t"], line["start"]) for line in lines if "start" in line]
+    epochs = {}
+    for line in lines:
+        if "step" in line and not any(begun > line["t"] and start <= line["step"] for begun, start in starts):
+            epoch, consumed = line["step"]
+            epochs.setdefault(epoch, {}).setdefault(consumed, []).extend(line["ids"])
+    return epochs

@@ -1,0 +1,69 @@
+"""Where a job reads and writes: from its arguments, else from what the platform set, else a folder of the current one.
+
+Four places, because platforms keep them apart: the data, the output (what is worth keeping at the end), the checkpoints
+(must survive a restart) and the TensorBoard events. Where a platform names only the output, the other two lie inside it.
+"""
+
+import os
+import re
+
+from common.errors import UserError
+
+# The variables that name each place; the first that is set wins. A name ending in * is the first match in sorted order.
+DATA = [
+    "data_url",
+    "SM_CHANNEL_TRAINING",
+    "SM_CHANNEL_TRAIN",
+    "SM_CHANNEL_*",
+    "PAI_INPUT_TRAIN",
+    "PAI_INPUT_*",
+    "AIP_TRAINING_DATA_URI",
+]
+OUTPUT = ["output_dir", "train_url", "SM_MODEL_DIR", "PAI_OUTPUT_MODEL", "AIP_MODEL_DIR"]
+CHECKPOINTS = ["PAI_OUTPUT_CHECKPOINTS", "AIP_CHECKPOINT_DIR"]
+TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSORBOARD_LOG_PATH"]
+
+# SageMaker copies these two folders to and from S3, and names them in no variable.
+SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
+SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
+
+
+def resolve(args, environ):
+    """{data_url, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
+    output = args.output_dir or _first(environ, OUTPUT)
+    checkpoints = tensorboard = None
+    if not args.output_dir:  # a folder given by hand holds everything
+        checkpoints = _first(environ, CHECKPOINTS)
+        tensorboard = _first(environ, TENSORBOARD)
+        if "SM_MODEL_DIR" in environ:
+            checkpoints = checkpoints or SAGEMAKER_CHECKPOINTS
+            tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
+    output = _local("output_dir", output or os.path.join("output_dir", args.job))
+    return {
+        "data_url": _local("data_url", args.data_url or _first(environ, DATA)),
+        "output_dir": output,
+        "checkpoint_dir": _local("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
+        "tensorboard_dir": _local("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
+    }
+
+
+def _first(environ, names):
+    for name in names:
+        matches = sorted(key for key in environ if key.startswith(name[:-1])) if name.endswith("*") else [name]
+        for match in matches:
+            if environ.get(match):
+                return environ[match]
+    return None
+
+
+def _local(what, path):
+    """The path itself; a gs:// address as the folder where Google mounts it; any other address is refused."""
+    if path is None:
+        return None
+    if "\0" in path:
+        raise UserError(f"{what} {path[:80]!r} holds a zero byte")
+    if path.startswith("gs://"):
+        return "/gcs/" + path[len("gs://") :]
+    if re.match(r"[a-z0-9]+://", path):
+        raise UserError(f"{what} is {path[:200]}: only a folder is read here; mount or copy the bucket and give the folder")
+    return path

@@ -1,0 +1,56 @@
+"""ResNet-18 for 32x32 images: 11,173,962 parameters, named as in the ModelArts sample, so that its weights load here.
+
+A 3x3 stem without pooling, four stages of two blocks, average pooling, one linear layer. It knows nothing of devices or ranks.
+"""
+
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, in_channels, out_channels, stride):
+        super().__init__()
+        self.residual_function = nn.Sequential(
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.residual_function(x) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self, num_classes, width):
+        super().__init__()
+        self.conv1 = nn.Sequential(
+            nn.Conv2d(3, width, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+        )
+        self.conv2 = self._stage(width, width, stride=1)
+        self.conv3 = self._stage(width, 2 * width, stride=2)
+        self.conv4 = self._stage(2 * width, 4 * width, stride=2)
+        self.conv5 = self._stage(4 * width, 8 * width, stride=2)
+        self.avg_pool = nn.AdaptiveAvgPool2d((1, 1))
+        self.dense_layer = nn.Linear(8 * width, num_classes)
+
+    @staticmethod
+    def _stage(in_channels, out_channels, stride):
+        return nn.Sequential(Block(in_channels, out_channels, stride), Block(out_channels, out_channels, stride=1))
+
+    def forward(self, x):
+        x = self.conv5(self.conv4(self.conv3(self.conv2(self.conv1(x)))))
+        return self.dense_layer(self.avg_pool(x).flatten(1))
+
+
+def resnet18(num_classes=10, width=64):
+    return ResNet(num_classes, width)

@@ -1,0 +1,159 @@
+"""Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
+
+import glob
+import hashlib
+import os
+import struct
+
+from common import checkpoint
+from common.errors import UserError
+
+# May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
+CHANGEABLE = ["lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype"]
+
+
+def identity(args, sampler, model, parts):
+    """What makes two runs different runs, in words that can stand in an error."""
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
+    return {
+        "model": f"{type(model).__name__} of {parameters:,} parameters ({digest})",
+        "data set": f"{'synthetic' if getattr(args, 'custom_data', False) else 'real'}, {sampler.num_samples} samples",
+        "seed": args.seed,
+        "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
+    }
+
+
+def choose(args, ours, say):
+    """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
+    folder = args.checkpoint_dir
+    has_run = bool(checkpoint.numbers(folder))
+    if args.resume == "never":
+        if has_run and not args.overwrite:
+            raise UserError(
+                f"{args.output_dir} holds a run and --resume is never: "
+                "give another --output_dir, or --overwrite true to delete that run"
+            )
+        _delete_run(args)
+        return None
+    if args.resume == "auto" or (has_run and not _inside(args.resume, folder)):
+        found = checkpoint.newest(folder, say)
+        if found and args.resume != "auto":
+            say(f"{args.output_dir} already went on from --resume {args.resume}")
+    else:
+        found = _from_path(args, say)
+    if found:
+        _refuse_another_run(found[1]["identity"], ours, found[2])
+    return found
+
+
+def _from_path(args, say):
+    """The checkpoint that the user named: a file, or a folder whose newest is meant."""
+    path = args.resume
+    if os.path.isdir(path):
+        inner = os.path.join(path, "checkpoints")
+        found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)
+        if not found:
+            raise UserError(
+                f"--resume {path} holds no checkpoint: "
+                "give a .pt file that has its .json beside it, or the output folder of a run"
+            )
+        return found
+    if not os.path.isfile(path):
+        raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
+    state, about = checkpoint.read(path)
+    newer = (
+        [n for n in checkpoint.numbers(args.checkpoint_dir) if n > about["samples_seen"]]
+        if _inside(path, args.checkpoint_dir)
+        else []
+    )
+    if newer and not args.overwrite:
+        raise UserError(
+            f"--resume {path} goes back behind {len(newer)} newer checkpoints in its folder: --overwrite true deletes those"
+        )
+    for number in newer:
+        for suffix in (".json", ".pt"):
+            os.unlink(os.path.join(args.checkpoint_dir, f"{number:012d}{suffix}"))
+    return state, about, path
+
+
+def _inside(path, folder):
+    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(folder)
+
+
+def _refuse_another_run(theirs, ours, path):
+    different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in ours if ours[what] != theirs.get(what)]
+    if different:
+        raise UserError(
+            f"{path} belongs to another run: {'; '.join(different)}; "
+            "give another --output_dir, or --resume never --overwrite true"
+        )
+
+
+def changes(then, now):
+    """["lr 0.1 -> 0.2", ...] for what the user gave differently this time."""
+    return [
+        f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
+    ]
+
+
+def make_folders(args, rank):
+    """The output folders, or one line saying that they cannot be written to."""
+    for folder in (args.output_dir, args.checkpoint_dir):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            probe = os.path.join(folder, f".writable-{rank}")
+            checkpoint.write_atomically(probe, b"")
+            os.unlink(probe)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir") from None
+
+
+def _delete_run(args):
+    """Remove what a run of ours left in the folders, and nothing else."""
+    patterns = [
+        (args.checkpoint_dir, ["????????????.json", "????????????.pt", "*" + checkpoint.TEMPORARY, ".attempt"]),
+        (args.output_dir, ["epoch_*.pth", "metrics.jsonl", "curves.png", "report.txt"]),
+        (args.tensorboard_dir, ["events.out.tfevents.*"]),
+        (os.path.join(args.output_dir, "ledger"), ["rank_*.jsonl"]),
+    ]
+    for folder, names in patterns:
+        for name in names:
+            for path in glob.glob(os.path.join(glob.escape(folder), name)):
+                os.unlink(path)
+
+
+class Attempt:
+    """Remembers, through any kind of death, which step was under way, and whether the death before was in the same one."""
+
+    _FORM = struct.Struct(
+        "<4q"
+    )  # epoch and consumed of the step under way (-1: none), and of the step that the last start died in
+
+    def __init__(self, folder, active):
+        self.died_twice_in = self._file = None
+        if not active:
+            return
+        self._path = os.path.join(folder, ".attempt")
+        last = (-1, -1, -1, -1)
+        if os.path.exists(self._path):
+            with open(self._path, "rb") as file:
+                content = file.read()
+            if len(content) == self._FORM.size:
+                last = self._FORM.unpack(content)
+        died_in, before = last[:2], last[2:]
+        self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
+        self._died_in = died_in if died_in[0] >= 0 else before
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self.set(-1, -1)
+
+    def set(self, epoch, consumed):
+        if self._file is not None:
+            os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
+
+    def done(self):
+        """The run ends as it should: nothing to remember."""
+        if self._file is not None:
+            os.close(self._file)
+            os.unlink(self._path)

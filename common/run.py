@@ -1,0 +1,381 @@
+"""The job's logbook: goes on where the last start stopped, shows progress, saves when due, and stops when told to.
+
+    run = Run(args, train_sampler, model, optimizer=optimizer)      # anything with a state_dict can be named here
+    for epoch in run.epochs():
+        for images, labels in run.steps(train_loader):
+            ...                                                     # the training step, in full
+            run.step(loss)
+        run.end_epoch(accuracy=...)
+
+The checkpoint is read at first use, so that a job may register more state after the first line. Samples count as consumed
+after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so there is no
+generator to save.
+"""
+
+import os
+import platform
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+
+from common import checkpoint, devices, restart, world
+from common.display import Display
+from common.errors import TrainingFailed, UserError
+from common.ledger import Ledger
+
+STOP_SIGNALS = {
+    signal.SIGTERM: 143,
+    signal.SIGINT: 130,
+    signal.SIGUSR1: 143,
+}  # and the exit code of each; SLURM warns with USR1
+CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
+
+
+class Run:
+    def __init__(self, args, sampler, model, **parts):
+        self._born = time.monotonic()
+        self.args, self.sampler, self._parts = args, sampler, parts
+        self._arguments = {
+            name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))
+        }
+        self._uses_all_gpus = isinstance(model, torch.nn.DataParallel)
+        self.model = unwrapped(model)
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
+        here = world.here(args)
+        if not grouped and (here.num_nodes > 1 or (here.level == "process" and here.world_size > 1)):
+            raise UserError(
+                f"{here.num_nodes} nodes with {here.world_size} processes in all were started ({here.platform}: {here.rule}), "
+                f"but {args.job}.py trains on one device: start train_ddp.py instead"
+            )
+        self._display = Display(args.output_dir, args.tensorboard_dir, active=self._rank == 0)
+        self._writer = checkpoint.Writer()
+        self._started = False
+
+    def register(self, **parts):
+        """More state to save and restore, e.g. run.register(scaler=scaler)."""
+        self._parts.update(parts)
+
+    # --- Where the run stands ---
+
+    @property
+    def global_batch(self):
+        """Samples that all ranks together take in one step; a resumed run keeps the one it began with."""
+        self._start()
+        return self.sampler.global_batch
+
+    @property
+    def progress(self):
+        """Share of the run's samples seen, at the middle of the coming step: what a schedule should depend on."""
+        self._start()
+        in_epoch = (self.consumed + self.sampler.global_batch / 2) / self._samples_per_epoch
+        return min(1.0, (self.epoch + in_epoch) / self.args.epochs)
+
+    # --- The loop ---
+
+    def epochs(self):
+        self._start()
+        if self._over():
+            limit = f"--epochs {self.args.epochs}" if self.epoch >= self.args.epochs else f"--max_steps {self.args.max_steps}"
+            self._display.say(
+                f"nothing to do: the run in {self.args.output_dir} is finished; more than {limit} goes on. {self._where()}"
+            )
+        while not self._over():
+            self.sampler.start_at(self.epoch, self.consumed)
+            self._samples_per_epoch = self.sampler.samples_per_epoch
+            self._epoch_began = time.monotonic()
+            steps_done = self.consumed // self.sampler.global_batch
+            self._display.start_epoch(self.epoch, self.args.epochs, steps_done + len(self.sampler), steps_done)
+            yield self.epoch
+        self._finish()
+
+    def steps(self, loader):
+        self._loader, batches = loader, iter(loader)
+        while self.consumed < self._samples_per_epoch and not self._steps_used_up():
+            asked = time.monotonic()
+            batch = next(batches)
+            self._waited = time.monotonic() - asked
+            self._busy, due = True, self.total_steps + 1
+            self._attempt.set(self.epoch, self.consumed)
+            seed_step(self.args.seed, self.samples_seen, self._rank)
+            yield batch
+            if self.total_steps != due:
+                raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
+
+    def step(self, loss):
+        """One step is done: count it; report, save or stop if it is time to."""
+        loss, ids = loss.detach(), self._loader.ids
+        self._ledger.step(self.epoch, self.consumed, ids)
+        self._loss_sum += loss
+        self.consumed += self.sampler.global_batch
+        self.samples_seen += self.sampler.global_batch
+        self.total_steps += 1
+        self._epoch_steps += 1
+        self._unchecked.append((self.total_steps, loss, ids))
+        self._attempt.set(-1, -1)
+        if self._display.step(self.sampler.global_batch, self._waited):
+            self._line(loss)
+        if self._due():
+            self.save()
+        self._busy = False
+        if self._signal:
+            self._stop_on_signal()
+        if self.args.max_hours and time.monotonic() - self._born >= self.args.max_hours * 3600:
+            self._stop(f"--max_hours {self.args.max_hours} is over", 0)
+
+    def end_epoch(self, confusion=None, classes=None, **metrics):
+        """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the latter."""
+        self._busy = True
+        self._display.end_epoch()
+        self._check_losses()
+        whole = self.consumed >= self._samples_per_epoch
+        if whole:
+            self._close_epoch(metrics)
+        shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
+        seconds = time.monotonic() - self._epoch_began
+        self._display.say(f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{shown} seconds={seconds:.1f}")
+        self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
+        self.save(weights_of_epoch=self.epoch if whole else None)
+        if confusion is not None and self._over():
+            self._display.report(confusion, classes)
+        if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
+            self._draw_curves()
+        self._busy = False
+        if self._signal:
+            self._stop_on_signal()
+
+    def _close_epoch(self, metrics):
+        self.epoch += 1
+        loss = (self._loss_sum / self._epoch_steps).item()
+        row = {
+            "epoch": self.epoch,
+            "steps": self.total_steps,
+            "samples": self.samples_seen,
+            "train_loss": loss,
+            **metrics,
+        }
+        self.history.append(row)
+        self._display.metrics(row)
+        if "accuracy" in metrics and (self.best is None or metrics["accuracy"] > self.best["accuracy"]):
+            self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, "accuracy": metrics["accuracy"]}
+        self.consumed = self._epoch_steps = 0
+        self._loss_sum.zero_()
+
+    def _line(self, loss):
+        self._check_losses()
+        per_epoch, global_batch = self._samples_per_epoch, self.sampler.global_batch
+        self._display.line(
+            epoch=self.epoch,
+            epochs=self.args.epochs,
+            step=self.consumed // global_batch,
+            steps=per_epoch // global_batch,
+            loss=loss.item(),
+            lr=self._parts["optimizer"].param_groups[0]["lr"],
+            samples_left=(self.args.epochs - self.epoch) * per_epoch - self.consumed,
+            total_steps=self.total_steps,
+        )
+
+    def _check_losses(self):
+        """Stop at the first loss that is not a number; looked at seldom, because looking waits for the GPU."""
+        unchecked, self._unchecked = self._unchecked, []
+        if not unchecked:
+            return
+        good = torch.isfinite(torch.stack([loss for _, loss, _ in unchecked])).tolist()
+        if not all(good):
+            step, loss, ids = unchecked[good.index(False)]
+            raise TrainingFailed(f"the loss is {loss.item()} at step {step}, sample ids {ids.tolist()}; {self._last_good()}")
+
+    # --- Saving and restoring ---
+
+    def save(self, weights_of_epoch=None):
+        """Copy the state, then write it in the background."""
+        self._check_losses()
+        self._saved = time.monotonic()
+        if self._rank != 0:
+            return
+        self._writer.wait()
+        about = {
+            **{name: getattr(self, name) for name in ("samples_seen", "total_steps", "epoch", "consumed", "best")},
+            "global_batch": self.sampler.global_batch,
+            "world_size": self._world_size,
+            "identity": self._identity,
+            "arguments": self._arguments,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        }
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        state["model"] = checkpoint.plain_keys(self.model.state_dict())
+        state["run"] = {"epoch_steps": self._epoch_steps, "loss_sum": self._loss_sum, "history": self.history}
+        state = checkpoint.snapshot(state)
+        self._writer.submit(lambda: self._write(state, about, weights_of_epoch))
+
+    def _write(self, state, about, weights_of_epoch):
+        if not checkpoint.finite(state["model"]):
+            raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self._last_good()}")
+        if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
+            checkpoint.write_atomically(
+                os.path.join(self.args.output_dir, f"epoch_{weights_of_epoch}.pth"), checkpoint.encode(state["model"])
+            )
+        checkpoint.write(self.args.checkpoint_dir, state, about)
+        checkpoint.prune(self.args.checkpoint_dir, self.args.output_dir, self.args.keep, about["best"])
+
+    def _due(self):
+        if self.consumed >= self._samples_per_epoch:
+            return False  # end_epoch saves, after the evaluation
+        by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
+        return by_steps or time.monotonic() - self._saved >= self.args.save_seconds
+
+    def _start(self):
+        """At first use: find where to go on, restore it, and take over the signals."""
+        if self._started:
+            return
+        self._started = True
+        self.samples_seen = self.total_steps = self.epoch = self.consumed = self._epoch_steps = 0
+        self.best, self.history = None, []
+        device = next(self.model.parameters()).device
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._unchecked, self._signal, self._busy, self._waited = [], None, True, 0.0
+        self._saved = self._epoch_began = self._curves_drawn = time.monotonic()
+        restart.make_folders(self.args, self._rank)
+        self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
+        found = restart.choose(self.args, self._identity, self._display.say)
+        checkpoint.sweep(self.args.checkpoint_dir)
+        self._announce(device)
+        if found:
+            self._restore(*found)
+        self.sampler.start_at(self.epoch, self.consumed)
+        self._samples_per_epoch = self.sampler.samples_per_epoch
+        self._ledger = Ledger(self.args.output_dir, self._rank, self.args.ledger, self.epoch, self.consumed)
+        self._attempt = restart.Attempt(self.args.checkpoint_dir, active=self._rank == 0)
+        self._warn_of_crash_loop()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        self._busy = False
+
+    def _announce(self, device):
+        here = world.here(self.args)
+        self._display.say(
+            f"{self.args.job}: {devices.describe(device)}, rank {self._rank} of {self._world_size}, "
+            f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {self.sampler.global_batch}"
+        )
+        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        if self._world_size == 1 and gpus > 1 and not self._uses_all_gpus:
+            self._display.say(f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them")
+        if getattr(self.args, "custom_data", False):
+            self._display.say("warning: the images are synthetic: the accuracy means nothing")
+        left = self.sampler.num_samples % self.sampler.global_batch
+        if left:
+            self._display.say(
+                f"{left} of {self.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
+            )
+
+    def _restore(self, state, about, path):
+        self.model.load_state_dict(state["model"])
+        for name, part in self._parts.items():
+            if name not in state:
+                self._display.say(f"warning: {path} has no {name}: it starts anew")
+            elif isinstance(
+                part, torch.optim.Optimizer
+            ):  # its learning rate and weight decay are this start's, not the last one's
+                part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
+            else:
+                part.load_state_dict(state[name])
+        for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):
+            setattr(self, name, about[name])
+        self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
+        self._loss_sum.copy_(state["run"]["loss_sum"])
+        self._display.rewrite_metrics(self.history)
+        if self.args.batch_size == about["arguments"]["batch_size"]:
+            self.sampler.set_global_batch(about["global_batch"])
+        changed = restart.changes(about["arguments"], self._arguments)
+        if changed:
+            self._display.say(f"warning: going on with other settings than before: {', '.join(changed)}")
+        self._display.say(
+            f"going on from {path}: epoch {self.epoch + 1}, after {self.consumed} of its samples, step {self.total_steps}"
+        )
+
+    def _warn_of_crash_loop(self):
+        if self._attempt.died_twice_in:
+            epoch, consumed = self._attempt.died_twice_in
+            ids = self.sampler.step_ids(epoch, consumed).tolist()
+            self._display.say(
+                f"warning: the last two starts both died in one step, in epoch {epoch + 1} after {consumed} samples; "
+                f"its sample ids are {ids}"
+            )
+
+    # --- Ending ---
+
+    def _over(self):
+        return self.epoch >= self.args.epochs or self._steps_used_up()
+
+    def _steps_used_up(self):
+        return self.args.max_steps is not None and self.total_steps >= self.args.max_steps
+
+    def _finish(self):
+        self._close()
+        best = f"best accuracy {self.best['accuracy']:.4f} in epoch {self.best['epoch']}. " if self.best else ""
+        self._display.say(f"done: {best}{self._where()}")
+
+    def _on_signal(self, number, _frame):
+        self._signal = number
+        if not self._busy:  # waiting for data or evaluating: the state is whole
+            self._stop_on_signal()
+
+    def _stop_on_signal(self):
+        self._stop(f"stopped by {signal.Signals(self._signal).name}", STOP_SIGNALS[self._signal])
+
+    def _stop(self, why, code):
+        self._busy = True
+        self.save()
+        self._close()
+        self._display.say(f"{why}; saved after step {self.total_steps}: start again to go on. {self._where()}")
+        sys.exit(code)
+
+    def _close(self):
+        self._busy = True
+        self._writer.wait()
+        self._draw_curves()
+        self._display.close()
+        self._attempt.done()
+
+    def _draw_curves(self):
+        self._curves_drawn = time.monotonic()
+        self._display.curves(self.history)
+
+    def _where(self):
+        names = [
+            name
+            for name in ("metrics.jsonl", "curves.png", "report.txt")
+            if os.path.exists(os.path.join(self.args.output_dir, name))
+        ]
+        return f"{self._last_good()}; {', '.join(names)} in {self.args.output_dir}; TensorBoard in {self.args.tensorboard_dir}"
+
+    def _last_good(self):
+        numbers = checkpoint.numbers(self.args.checkpoint_dir)
+        return (
+            f"last checkpoint {os.path.join(self.args.checkpoint_dir, f'{numbers[-1]:012d}.pt')}"
+            if numbers
+            else "no checkpoint yet"
+        )
+
+
+def unwrapped(model):
+    """The network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
+    for name in ("module", "_orig_mod"):
+        while hasattr(model, name):
+            model = getattr(model, name)
+    return model
+
+
+def seed_step(seed, samples_seen, rank):
+    """Make every generator a function of where the run stands. Ten microseconds; torch.manual_seed would take eighty."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + samples_seen * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
+    mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64 >> 1
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mixed)

@@ -1,0 +1,131 @@
+"""CIFAR-10 in memory, and the loader of the CIFAR jobs.
+
+The images stay uint8 until they are on the device; there the whole batch is augmented and normalised. A batch is cut out by
+indexing once, not sample by sample, so torch's own DataLoader is no bottleneck.
+"""
+
+import os
+import signal
+
+import numpy as np
+import torch
+
+from common import storage
+from common.errors import UserError
+from datasets import augment as augmentation
+from datasets import hostile, synthetic
+
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
+ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
+TRAIN_FILES, TEST_FILES = [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]
+MAX_UNPACKED = 256 * 2**20
+
+
+class ImageArrays:
+    """Images and labels as tensors, indexed a batch at a time."""
+
+    def __init__(self, images, labels, classes, limit=None):
+        self.classes = classes
+        self.images = torch.from_numpy(np.ascontiguousarray(images[:limit])).contiguous(memory_format=torch.channels_last)
+        self.labels = torch.from_numpy(labels[:limit])
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, ids):
+        ids = torch.from_numpy(ids)
+        return self.images[ids], self.labels[ids], ids
+
+
+def load(args):
+    """The training and the test set that the arguments ask for."""
+    if args.custom_data:
+        train, test = synthetic.cifar_like(5000, "train"), synthetic.cifar_like(1000, "test")
+        classes = [f"pattern {number}" for number in range(10)]
+    else:
+        folder = _find(args)
+        train, test = _read(folder, TRAIN_FILES), _read(folder, TEST_FILES)
+        classes = CLASSES
+    return ImageArrays(*train, classes, args.max_samples), ImageArrays(*test, classes, args.max_samples)
+
+
+def _find(args):
+    """The folder with the batches; where there is only the archive, or nothing, it is unpacked and fetched once per node."""
+    root = args.data_url or "input_dir"
+    for folder in (os.path.join(root, FOLDER), root):
+        if os.path.exists(os.path.join(folder, "data_batch_1")) or (
+            os.path.basename(folder) == FOLDER and os.path.isdir(folder)
+        ):
+            return folder
+    archive = os.path.join(root, ARCHIVE)
+    if args.data_url and not os.path.exists(archive):
+        raise UserError(
+            f"--data_url {root} has neither {FOLDER} nor {ARCHIVE}: "
+            "give the folder that holds one of them, or --custom_data true"
+        )
+    if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
+        root = os.path.join(args.output_dir, "input_dir")
+    folder = os.path.join(root, FOLDER)
+    with storage.once_per_node(folder):
+        if not os.path.isdir(folder):
+            if not os.path.exists(archive):
+                storage.fetch(URL, archive, SHA256)
+            hostile.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
+    return folder
+
+
+def _read(folder, names):
+    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
+    if missing:
+        raise UserError(f"{folder} lacks {', '.join(missing)}: fetch the data set again")
+    images, labels = zip(*(hostile.read_batch(os.path.join(folder, name)) for name in names))
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def loader(data_set, sampler, device, augment=False, seed=0, workers=0):
+    return DeviceLoader(data_set, sampler, device, augment, seed, workers)
+
+
+class DeviceLoader:
+    """Yields (images, labels) on the device, ready for the network; `ids` are the samples of the batch it last gave."""
+
+    def __init__(self, data_set, sampler, device, augment, seed, workers):
+        self.sampler, self.device, self.augment, self.seed = sampler, device, augment, seed
+        self.ids = None
+        self._batches = torch.utils.data.DataLoader(
+            data_set,
+            sampler=sampler,
+            batch_size=None,  # the sampler gives whole batches of ids
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            worker_init_fn=_leave_signals_to_the_parent,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
+        )
+        mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (MEAN, STD))
+        self._scale, self._shift = 1 / (255 * std), -mean / std
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        epoch = self.sampler.epoch
+        for images, labels, ids in self._batches:
+            images = images.to(self.device, non_blocking=True)
+            if self.augment:
+                images = augmentation.crop_and_flip(images, ids, self.seed, epoch)
+            self.ids = ids
+            yield (
+                images.to(torch.float32).mul_(self._scale).add_(self._shift),
+                labels.to(self.device, non_blocking=True),
+            )
+
+
+def _leave_signals_to_the_parent(_worker):
+    """A platform stops a job with a signal to every process; the loader must live until the job has saved."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

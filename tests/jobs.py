@@ -1,0 +1,72 @@
+"""Running a job as a user does: a process of its own, started by absolute path from an unrelated folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A whole run in a few seconds: 4 steps an epoch on a network of a few thousand parameters.
+TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "4", "--epochs", "2"]
+
+
+def environment(**extra):
+    """The parent's environment without what a platform would have set; one thread, so that bits and times do not depend on the load."""
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **extra}
+
+
+def command(job, *options):
+    return [sys.executable, str(ROOT / "jobs" / f"{job}.py"), *map(str, options)]
+
+
+def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
+    """Run jobs/JOB.py in `folder` with the output in folder/out; returns the finished process, its exit code asserted."""
+    script = command(job, *options, "--output_dir", folder / "out")
+    done = subprocess.run(
+        [*launcher, *script[bool(launcher) :]],
+        cwd=folder,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def final_state(folder):
+    """Everything that must be bit-identical between two runs: weights, optimizer, position and metrics of the newest checkpoint."""
+    manifests = sorted((folder / "out" / "checkpoints").glob("*.json"))
+    state = torch.load(manifests[-1].with_suffix(".pt"), weights_only=True)
+    about = json.loads(manifests[-1].read_text())
+    metrics = folder / "out" / "metrics.jsonl"
+    position = {name: about[name] for name in ("samples_seen", "total_steps", "epoch", "consumed", "best", "global_batch")}
+    return {
+        "model": state["model"],
+        "optimizer": state["optimizer"],
+        "run": state["run"],
+        "position": position,
+        "metrics": metrics.read_text() if metrics.exists() else "",
+    }
+
+
+def assert_same_bits(one, other, path=""):
+    """Equality of two nests of dicts, lists, tensors and plain values, naming the first place where they differ."""
+    assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same_bits(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for index, pair in enumerate(zip(one, other)):
+            assert_same_bits(*pair, f"{path}/{index}")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), f"{path}: the tensors differ"
+    else:
+        assert one == other, f"{path}: {one!r} and {other!r}"

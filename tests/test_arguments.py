@@ -1,0 +1,168 @@
+"""What a job accepts, and what it answers to everything else."""
+
+import contextlib
+import io
+import os
+import random
+import subprocess
+
+import pytest
+
+from common import arguments
+from tests.jobs import command, environment
+
+PARSER = arguments.parser("A job.")
+
+
+def parse(*argv, environ=None):
+    return arguments.parse(arguments.parser("A job."), [str(word) for word in argv], environ or {})
+
+
+def refusal(*argv):
+    """The one line on stderr with which the parser exits 2."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2
+    return errors.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "argv, name, value",
+    [
+        (["--lr", "0.01"], "lr", 0.01),
+        (["--lr=0.01"], "lr", 0.01),
+        (["--epochs", "100"], "epochs", 100),
+        (["--enable_gpu", "true"], "enable_gpu", True),
+        (["--enable_gpu=False"], "enable_gpu", False),
+        ([], "enable_gpu", None),
+        (["--custom_data", "true"], "custom_data", True),
+        (["--custom_data", "0"], "custom_data", False),
+        (["--init_method", "tcp://10.0.0.1:6666"], "init_method", "tcp://10.0.0.1:6666"),
+        (["--rank", "1"], "rank", 1),
+        (["--world_size=2"], "world_size", 2),
+        (["--local-rank=3"], "local_rank", 3),
+        (["--local_rank", "3"], "local_rank", 3),
+        (["--output_dir", "/o"], "output_dir", "/o"),
+        (["--train_url", "/o"], "output_dir", "/o"),
+        (["--data_url=/d"], "data_url", "/d"),
+        (["--lr", "0.5", "--lr", "0.1"], "lr", 0.1),
+    ],
+)
+def test_every_form_that_platforms_use(argv, name, value):
+    assert getattr(parse(*argv), name) == value
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--epoch", "3"], ["--epoch", "did you mean --epochs?"]),
+        (["--batch-size", "3"], ["--batch-size", "did you mean --batch_size?"]),
+        (["--ouput_dir=/x"], ["--ouput_dir", "did you mean --output_dir?"]),
+        (["--custom-data", "true"], ["did you mean --custom_data?"]),
+        (["--enable_gpu", "maybe"], ["--enable_gpu", "'maybe' is neither true nor false"]),
+        (["--lr", "nan"], ["--lr", "'nan' is not a number above 0"]),
+        (["--lr", "-1"], ["--lr", "above 0"]),
+        (["--lr", "inf"], ["--lr"]),
+        (["--epochs", "1.5"], ["--epochs", "'1.5' is not a whole number at least 1"]),
+        (["--epochs", "0"], ["--epochs", "at least 1"]),
+        (["--rank", "-1"], ["--rank", "at least 0"]),
+        (["--batch_size", "9" * 5000], ["--batch_size"]),
+        (["--schedule", "cosine"], ["--schedule", "one_cycle"]),
+        (["--lr", "\x1b[2J"], ["--lr", r"\\x1b"]),
+        (["--data_url", "obs://bucket/x"], ["obs://bucket/x", "only a folder"]),
+        (["--data_url", "a\0b"], ["zero byte"]),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(argv, words):
+    line = refusal(*argv)
+    assert all(word in line for word in words), line
+
+
+def test_what_platforms_append_is_accepted_and_the_rest_reported_once(capsys):
+    parse("--task_index", "0", "--num_gpus=8", "--job_name", "x", "--zzz_unheard_of=1", "--qqq", "2")
+    errors = capsys.readouterr().err
+    assert errors.count("warning") == 1
+    assert "--zzz_unheard_of" in errors and "--qqq" in errors and "task_index" not in errors
+
+
+def test_help_states_every_option_in_a_group_with_its_true_default():
+    text = PARSER.format_help()
+    defaults = vars(parse())
+    for action in PARSER._actions:
+        if action.dest == "help":
+            continue
+        assert action.option_strings[0] in text and action.help
+        if action.default is not None:
+            assert (
+                f"(default: {defaults[action.dest] if action.dest in ('lr', 'epochs', 'seed') else action.default})"
+                in " ".join(text.split())
+            )
+    for group in ("training:", "data:", "distributed", "output and restart:"):
+        assert group in text
+
+
+def random_words(draw):
+    """A plausible, damaged or hostile argument list."""
+    options = [option for action in PARSER._actions for option in action.option_strings]
+    values = [
+        "true",
+        "false",
+        "0",
+        "1",
+        "-1",
+        "nan",
+        "1e400",
+        "",
+        " ",
+        "tcp://h:1",
+        "../../etc",
+        "; rm -rf /",
+        "a" * 10000,
+        "\n",
+        "\x1b[31m",
+        "{}",
+        "%s%n",
+        "--",
+        "-",
+        "=",
+        "日本",
+    ]
+    words = []
+    for _ in range(draw.randrange(8)):
+        option = draw.choice(options)
+        if draw.random() < 0.3:
+            position = draw.randrange(len(option))
+            option = option[:position] + draw.choice("abc-_=%\x00") + option[position + draw.randrange(2) :]
+        value = draw.choice(values)
+        words += draw.choice([[option, value], [f"{option}={value}"], [option], [value]])
+    return [word for word in words if word not in ("-h", "--help")]
+
+
+def test_2000_random_argument_lists_end_with_0_or_2():
+    draw = random.Random(7)
+    codes = {0: 0, 2: 0}
+    for _ in range(2000):
+        words = random_words(draw)
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                arguments.parse(PARSER, words, {})
+                code = 0
+            except SystemExit as stop:
+                code = stop.code
+        codes[code] += 1  # any other code is a KeyError, any other exception fails the test
+    assert min(codes.values()) > 100, codes
+
+
+def test_20_random_argument_lists_as_whole_processes(tmp_path):
+    """The last option makes those that parse end at once: there is no data in that folder."""
+    draw = random.Random(8)
+    for number in range(20):
+        words = [word.replace("\0", "?") for word in random_words(draw)]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        script = command("train", *words, "--custom_data=false", "--data_url", folder, f"--output_dir={folder}/out")
+        done = subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode in (0, 2), (words, done.stderr)
+        assert "Traceback" not in done.stderr, (words, done.stderr)
+        assert not os.path.exists(folder / "etc")

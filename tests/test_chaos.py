@@ -1,0 +1,12 @@
+"""A small slice of `make chaos`, so that a change which breaks restarts is seen at once."""
+
+import subprocess
+import sys
+
+from tests.jobs import ROOT, environment
+
+
+def test_three_runs_killed_at_random_end_with_the_bits_of_the_untouched_one(tmp_path):
+    script = [sys.executable, "-m", "tests.chaos.kill", "--runs", "3", "--seed", "5"]
+    done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "| SAME | 3 |" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,320 @@
+"""The base job from the outside: what it writes, how it goes on after every kind of end, and what it refuses."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common.resnet import resnet18
+from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One uninterrupted run of two epochs of four steps, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, run_job("train", folder, *TINY).stdout
+
+
+@pytest.fixture
+def again(finished, tmp_path):
+    """A copy of the finished run's folder, to start again in."""
+    shutil.copytree(finished[0] / "out", tmp_path / "out")
+    return tmp_path
+
+
+def start(folder, *options, job="train"):
+    log = open(folder / "log", "a")  # noqa: SIM115 (the process owns it)
+    return subprocess.Popen(
+        command(job, *options, "--output_dir", folder / "out"), cwd=folder, env=environment(), stdout=log, stderr=log
+    )
+
+
+def wait_for(condition, process, what):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, f"the job ended before {what}"
+        assert time.monotonic() < deadline, f"no {what} in time"
+        time.sleep(0.002)
+
+
+def saved(folder, number):
+    return lambda: (folder / "out" / "checkpoints" / f"{number:012d}.json").exists()
+
+
+# --- What a person sees ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    folder, _printed = finished
+    out = folder / "out"
+    names = {"checkpoints", "tensorboard", "metrics.jsonl", "curves.png", "report.txt", "epoch_1.pth", "epoch_2.pth"}
+    assert {path.name for path in out.iterdir()} == names
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    report = (out / "report.txt").read_text()
+    assert all(word in report for word in ("precision", "recall", "pattern 9", "Confusion matrix"))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["steps"], row["samples"]) for row in rows] == [(1, 4, 256), (2, 8, 512)]
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert sum(int(number) for number in re.findall(r" (\d+)", report.split("Confusion")[1].split("\n\n")[1])) >= 256
+
+
+def test_the_log_names_device_and_platform_and_is_key_value(finished):
+    lines = finished[1].splitlines()
+    assert lines[0].startswith("train: cpu (1 threads), rank 0 of 1, platform plain")
+    assert "synthetic" in lines[1] and "means nothing" in lines[1]
+    line = next(line for line in lines if "images_per_s" in line)
+    form = r"epoch=1/2 step=1/4 loss=\d+\.\d{4} lr=\d\.\d{6} images_per_s=\d+ left=\d:\d\d:\d\d waiting_for_data=\d+%"
+    assert re.fullmatch(form, line), line
+    assert re.fullmatch(r"epoch=2/2 steps=8 accuracy=\d\.\d{4} seconds=\d+\.\d", lines[-2]), lines[-2]
+    assert lines[-1].startswith("done: best accuracy") and "000000000512.pt" in lines[-1] and "curves.png" in lines[-1]
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path):
+    """Under a pseudo-terminal, as a person has it."""
+    script = f"import pty, sys; sys.exit(pty.spawn({command('train', *TINY, '--epochs', 1, '--output_dir', tmp_path / 'out')!r}) >> 8)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(TERM="xterm"), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "epoch 1/1:" in done.stdout and "100%" in done.stdout and "images_per_s=" not in done.stdout
+
+
+def test_tensorboard_has_the_curves(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished[0] / "out" / "tensorboard")).Reload()
+    assert {"train/loss", "train/lr", "speed/images_per_s", "test/accuracy"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("test/accuracy")] == [4, 8]
+
+
+def test_the_weights_are_those_of_the_modelarts_sample(finished):
+    """Plain weights under the sample's names, and at full width its parameters and tensors."""
+    weights = torch.load(finished[0] / "out" / "epoch_2.pth", weights_only=True)
+    resnet18(width=4).load_state_dict(weights)
+    full = resnet18()
+    assert sum(parameter.numel() for parameter in full.parameters()) == 11_173_962 and len(full.state_dict()) == 122
+    assert list(weights) == list(full.state_dict())
+    assert {
+        "conv1.0.weight",
+        "conv2.0.residual_function.0.weight",
+        "conv3.0.shortcut.1.bias",
+        "dense_layer.bias",
+    } <= weights.keys()
+
+
+def test_the_network_learns(tmp_path):
+    options = ["--custom_data", "true", "--max_samples", 1024, "--batch_size", 32, "--width", 8, "--epochs", 5]
+    run_job("train", tmp_path, *options)
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] > 0.6
+
+
+def test_the_recipe_of_the_modelarts_sample_is_reachable(tmp_path):
+    recipe = re.search(r"(--optimizer adam.*--augment false)", (ROOT / "jobs" / "train.py").read_text()).group(1).split()
+    done = run_job("train", tmp_path, *TINY, *recipe, "--epochs", 1)
+    assert " lr=0.010000 " in done.stdout
+
+
+# --- Killed, stopped, started again ------------------------------------------------------------------------------------
+
+
+def test_killed_in_mid_epoch_and_started_again_the_result_has_the_same_bits(finished, tmp_path):
+    """Twice in the same run, and the second start has loader workers."""
+    options = [*TINY, "--save_steps", 1]
+    for number, workers in ((64, 0), (384, 2)):
+        process = start(tmp_path, *options, "--workers", workers)
+        wait_for(saved(tmp_path, number), process, f"checkpoint {number}")
+        process.kill()
+        process.wait()
+    done = run_job("train", tmp_path, *options)
+    assert re.search(r"going on from \S+000000000(384|448).pt: epoch 2, after (128|192) of its samples", done.stdout), (
+        done.stdout
+    )
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_a_stop_signal_saves_within_a_step(finished, tmp_path, number, code):
+    process = start(tmp_path, *TINY, "--save_steps", 1, "--keep", 100)
+    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    process.send_signal(number)
+    assert process.wait(60) == code
+    log = (tmp_path / "log").read_text()
+    assert f"stopped by {number.name}; saved after step" in log and "Traceback" not in log
+    done = run_job("train", tmp_path, *TINY)
+    assert "going on from" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp_path):
+    """The evaluation is made endless, so only a stop out of its middle can end the job."""
+    endless = (
+        "import runpy, sys, itertools; sys.argv = sys.argv[1:]; from datasets import cifar10; import datasets.sampler as s\n"
+    )
+    endless += "order = s.InOrder.__iter__; s.InOrder.__iter__ = lambda self: itertools.chain.from_iterable(order(self) for _ in itertools.count())\n"
+    endless += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = [sys.executable, "-c", endless, *command("train", *TINY, "--save_steps", 3, "--output_dir", tmp_path / "out")[1:]]
+    log = open(tmp_path / "log", "w")  # noqa: SIM115
+    process = subprocess.Popen(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), stdout=log, stderr=log)
+    wait_for(saved(tmp_path, 192), process, "the checkpoint before the last step")
+    attempt = tmp_path / "out" / "checkpoints" / ".attempt"
+    wait_for(
+        lambda: (tmp_path / "log").read_text().count("step=") and attempt.read_bytes()[:8] == b"\xff" * 8, process, "evaluation"
+    )
+    process.terminate()
+    assert process.wait(60) == 143
+    done = run_job("train", tmp_path, *TINY)
+    assert "going on from" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(finished, again):
+    newest = again / "out" / "checkpoints" / "000000000512.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = run_job("train", again, *TINY)
+    assert f"warning: checkpoint {newest} is damaged" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
+    assert_same_bits(final_state(again), final_state(finished[0]))
+
+
+def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
+    run_job("train", tmp_path, *TINY, "--max_steps", 3)
+    assert final_state(tmp_path)["position"]["consumed"] == 192
+    assert "--max_steps 3 goes on" in run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
+    run_job("train", tmp_path, *TINY)
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_max_hours_saves_and_exits_0(finished, tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--max_hours", "1e-9")
+    assert "--max_hours 1e-09 is over; saved after step 1: start again to go on" in done.stdout
+    run_job("train", tmp_path, *TINY)
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_loss_that_is_no_number_stops_and_enters_no_checkpoint(tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--lr", "1e30", "--schedule", "constant", "--save_steps", 1, check=1)
+    line = done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert re.search(
+        r"error: (the loss is (nan|inf) at step \d+, sample ids \[\d+, .*\]|a weight is not a finite number after step \d+); ",
+        line,
+    ), line
+    assert "last checkpoint" in line or "no checkpoint yet" in line
+    for path in (tmp_path / "out" / "checkpoints").glob("*.pt"):
+        assert all(torch.isfinite(tensor).all() for tensor in torch.load(path, weights_only=True)["model"].values())
+
+
+def test_two_deaths_in_the_same_step_are_reported_with_its_samples(tmp_path):
+    """A step that kills the process: the third start says which samples were in it."""
+    poison = "import os, runpy, sys; sys.argv = sys.argv[1:]; from common import run\n"
+    poison += "step = run.Run.step\n"
+    poison += "run.Run.step = lambda self, loss: os._exit(9) if self.total_steps == 5 else step(self, loss)\n"
+    poison += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = [sys.executable, "-c", poison, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
+    for _ in range(2):
+        done = subprocess.run(
+            script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 9 and "both died" not in done.stdout
+    done = run_job("train", tmp_path, *TINY)
+    ids = torch.from_numpy(__import__("numpy").random.default_rng(1).permutation(256)[64:128]).tolist()
+    assert f"both died in one step, in epoch 2 after 64 samples; its sample ids are {ids}" in done.stdout
+
+
+# --- Starting again in the same folder ---------------------------------------------------------------------------------
+
+
+def test_a_finished_run_says_so_and_more_epochs_go_on(again):
+    done = run_job("train", again, *TINY)
+    assert "nothing to do" in done.stdout and "000000000512.pt" in done.stdout
+    done = run_job("train", again, *TINY, "--epochs", 3, "--lr", "0.05")
+    assert "warning: going on with other settings than before: lr 0.1 -> 0.05" in done.stdout
+    assert "epoch=3/3 steps=12" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--width", "8"], ["model is ResNet of 176,402 parameters", "ResNet of 44,622 parameters"]),
+        (["--seed", "1"], ["seed is 1 here but 0 there"]),
+        (["--max_samples", "512"], ["data set is synthetic, 512 samples here but synthetic, 256 samples there"]),
+        (["--optimizer", "adam"], ["optimizer is Adam here but SGD there"]),
+        (["--resume", "never"], ["holds a run", "--overwrite true"]),
+        (["--resume", "/nowhere.pt"], ["--resume"]),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(again, options, words):
+    if options[0] == "--resume" and options[1] != "never":
+        shutil.rmtree(again / "out")
+    done = run_job("train", again, *TINY, *options, check=2)
+    assert all(word in done.stderr for word in words) and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_overwrite_deletes_that_run_and_nothing_else(finished, again):
+    (again / "out" / "notes.txt").write_text("mine")
+    run_job("train", again, *TINY, "--resume", "never", "--overwrite", "true")
+    assert (again / "out" / "notes.txt").read_text() == "mine"
+    assert len(list((again / "out" / "tensorboard").iterdir())) == 1
+    assert_same_bits(final_state(again), final_state(finished[0]))
+
+
+def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000256.pt")
+    assert "000000000256.pt: epoch 2, after 0" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+# --- Refused before anything is spent ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, env, words",
+    [
+        (["--init_method", "tcp://10.0.0.1:6666", "--rank", "0", "--world_size", "2"], {}, ["2 nodes", "train_ddp.py"]),
+        ([], {"MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "a,b"}, ["2 nodes", "train_ddp.py"]),
+        (
+            ["--enable_gpu", "true"],
+            {"CUDA_VISIBLE_DEVICES": ""},
+            ["--enable_gpu true", "torch sees no GPU", torch.__version__, "--enable_gpu false"],
+        ),
+        (
+            [],
+            {"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""},
+            ["the platform reports 8 GPUs", "torch sees no GPU"],
+        ),
+        (["--batch_size", "512"], {}, ["256 samples are fewer than one global batch of 512"]),
+        (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
+    script = command("train", *TINY, "--output_dir", tmp_path / "out", *options)
+    done = subprocess.run(script, cwd=tmp_path, env=environment(**env), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tmp_path):
+    options = ["--init_method", "tcp://127.0.0.1:6666", "--rank", "0", "--world_size", "1", "--task_index=0"]
+    assert "platform modelarts" in run_job("train", tmp_path, *TINY, *options).stdout
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable], ["torchrun"]])
+def test_from_an_unrelated_folder_beside_an_installed_package_called_datasets(tmp_path, launcher):
+    """The decoy is on the module search path, as an installed Hugging Face `datasets` would be."""
+    decoy = tmp_path / "site" / "datasets"
+    decoy.mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
+    if launcher == ["torchrun"]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "29611"]
+    env = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
+    done = run_job("train", tmp_path, *TINY, "--epochs", 1, env=env, launcher=launcher)
+    assert "done: best accuracy" in done.stdout
+    assert os.listdir(tmp_path / "out" / "checkpoints") != []
