@@ -1,5 +1,7 @@
 """Which device this process computes on, said once in the log, and refused with a remedy where it cannot be had."""
 
+import os
+
 import torch
 
 from common import world
@@ -9,10 +11,12 @@ from common.errors import UserError
 def choose(args):
     """The GPU of this process's local rank, or the CPU. --enable_gpu decides; unset, the GPU if there is one."""
     here = world.here(args)
-    usable = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    usable = args.enable_gpu is not False and torch.cuda.is_available() and torch.cuda.device_count() > 0
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
         wanted = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
         raise UserError(f"{wanted}, but torch sees no GPU: {_diagnosis()}; or give --enable_gpu false to train on the CPU")
+    if args.enable_gpu is False:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing in this process looks for one again
     if args.enable_gpu is False or not usable:
         return torch.device("cpu")
     if here.local_rank >= torch.cuda.device_count():
@@ -22,6 +26,15 @@ def choose(args):
     device = torch.device("cuda", here.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def half_precision(args, device):
+    """--amp_dtype, or bfloat16 where the hardware computes in it and float16 elsewhere (V100, T4, P100)."""
+    if args.amp_dtype:
+        return getattr(torch, args.amp_dtype)
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16
 
 
 def describe(device):

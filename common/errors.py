@@ -7,7 +7,16 @@
 143  stopped by the platform (SIGTERM), after saving
 """
 
+import os
+import re
+import signal
 import sys
+import traceback
+
+from common import pulse
+
+# What asks a job to stop, and the exit code of each; SLURM gives its early warning with USR1.
+STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
 
 
 class UserError(ValueError):
@@ -32,8 +41,31 @@ def run_job(main):
     try:
         main()
     except (UserError, TrainingFailed) as error:
+        if pulse.has_parent():  # which says it once for all ranks
+            _leave(one_line(error), error.exit_code)
         print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
         sys.stderr.close()
         sys.exit(1)
+    except Exception as error:
+        if not pulse.has_parent():
+            raise
+        if not is_victim(error):
+            traceback.print_exc()
+        _leave(f"{type(error).__name__}: {one_line(error)[:300]}", 1, is_victim(error))
+
+
+def _leave(text, code, victim=False):
+    """Without waiting for the collectives of a broken group, which would abort the process or hang it."""
+    pulse.report_fault(text, code, victim)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_victim(error):
+    """Whether this is a collective that broke because another rank has gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    spoken = re.search(r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE)
+    return "DistError" in names or (isinstance(error, RuntimeError) and spoken is not None)

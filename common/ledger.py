@@ -1,10 +1,10 @@
 """Which samples were trained on, step by step: the evidence that no restart loses or repeats one (--ledger true).
 
-ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every start and {"step": [epoch, consumed],
-"ids": [...], "t": ...} for every step. A step that a later start went back behind does not count: `trained` leaves it out.
+ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every start, and a line {"step": [epoch,
+consumed], "ids": [...], "t": ...} for every step. A step that a later start went back behind does not count.
+tests/check_ledger.py adds them up.
 """
 
-import glob
 import json
 import os
 import time
@@ -26,19 +26,3 @@ class Ledger:
 
     def _write(self, line):
         self._file.write(json.dumps({**line, "t": time.time()}).encode() + b"\n")
-
-
-def trained(folders):
-    """{epoch: {consumed: [ids of all ranks]}} of the steps that count, from the ledgers of every node's output folder."""
-    lines = []
-    for folder in folders:
-        for path in glob.glob(os.path.join(glob.escape(folder), "ledger", "rank_*.jsonl")):
-            with open(path) as file:
-                lines += [json.loads(line) for line in file if line.endswith("\n")]
-    starts = [(line["t"], line["start"]) for line in lines if "start" in line]
-    epochs = {}
-    for line in lines:
-        if "step" in line and not any(begun > line["t"] and start <= line["step"] for begun, start in starts):
-            epoch, consumed = line["step"]
-            epochs.setdefault(epoch, {}).setdefault(consumed, []).extend(line["ids"])
-    return epochs

@@ -2,10 +2,13 @@
 
 import glob
 import hashlib
+import io
 import os
 import struct
 
-from common import checkpoint
+import torch
+
+from common import checkpoint, group
 from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
@@ -46,6 +49,20 @@ def choose(args, ours, say):
     if found:
         _refuse_another_run(found[1]["identity"], ours, found[2])
     return found
+
+
+def from_rank_0(choose):
+    """What rank 0 chose, on every rank: only its disk has the checkpoints. Its refusal reaches the others too."""
+    content = b""
+    if torch.distributed.get_rank() == 0:
+        try:
+            content = bytes(checkpoint.encode({"found": choose(), "refused": None}))
+        except UserError as error:
+            content = bytes(checkpoint.encode({"found": None, "refused": str(error)}))
+    answer = torch.load(io.BytesIO(group.broadcast(content)), map_location="cpu", weights_only=True)
+    if answer["refused"]:
+        raise UserError(answer["refused"])
+    return answer["found"]
 
 
 def _from_path(args, say):
@@ -98,12 +115,12 @@ def changes(then, now):
     ]
 
 
-def make_folders(args, rank):
+def make_folders(args):
     """The output folders, or one line saying that they cannot be written to."""
     for folder in (args.output_dir, args.checkpoint_dir):
         try:
             os.makedirs(folder, exist_ok=True)
-            probe = os.path.join(folder, f".writable-{rank}")
+            probe = os.path.join(folder, ".writable")
             checkpoint.write_atomically(probe, b"")
             os.unlink(probe)
         except OSError as error:

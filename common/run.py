@@ -22,17 +22,13 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, devices, restart, world
+from common import checkpoint, devices, group, pulse, restart, world
 from common.display import Display
-from common.errors import TrainingFailed, UserError
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.ledger import Ledger
 
-STOP_SIGNALS = {
-    signal.SIGTERM: 143,
-    signal.SIGINT: 130,
-    signal.SIGUSR1: 143,
-}  # and the exit code of each; SLURM warns with USR1
 CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
+WISHES_SECONDS = 0.5  # how often the ranks tell each other of a signal or a save that is due
 
 
 class Run:
@@ -53,6 +49,8 @@ class Run:
                 f"but {args.job}.py trains on one device: start train_ddp.py instead"
             )
         self._display = Display(args.output_dir, args.tensorboard_dir, active=self._rank == 0)
+        self.say = self._display.say
+        self._pulse = pulse.of_this_process()
         self._writer = checkpoint.Writer()
         self._started = False
 
@@ -81,7 +79,7 @@ class Run:
         self._start()
         if self._over():
             limit = f"--epochs {self.args.epochs}" if self.epoch >= self.args.epochs else f"--max_steps {self.args.max_steps}"
-            self._display.say(
+            self.say(
                 f"nothing to do: the run in {self.args.output_dir} is finished; more than {limit} goes on. {self._where()}"
             )
         while not self._over():
@@ -97,14 +95,19 @@ class Run:
         self._loader, batches = loader, iter(loader)
         while self.consumed < self._samples_per_epoch and not self._steps_used_up():
             asked = time.monotonic()
+            self._show("data")
             batch = next(batches)
             self._waited = time.monotonic() - asked
-            self._busy, due = True, self.total_steps + 1
+            self._busy, self._loss_shared, due = True, False, self.total_steps + 1
+            self._show("step")
             self._attempt.set(self.epoch, self.consumed)
             seed_step(self.args.seed, self.samples_seen, self._rank)
             yield batch
             if self.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
+        self._share_loss()
+        self._evaluating = True
+        self._show("evaluate")
 
     def step(self, loss):
         """One step is done: count it; report, save or stop if it is time to."""
@@ -119,17 +122,41 @@ class Run:
         self._attempt.set(-1, -1)
         if self._display.step(self.sampler.global_batch, self._waited):
             self._line(loss)
-        if self._due():
+        self._fulfil(*self._wishes())
+
+    def _wishes(self):
+        """(signal to stop on, whether the hours are over, whether a save is due), alike on every rank.
+
+        Each rank has its own clock and its own signals, so they agree on the largest wish: not in every step, but twice a
+        second by the step time of the slowest rank, which they exchange as well.
+        """
+        now = time.monotonic()
+        hours = self.args.max_hours is not None and now - self._born >= self.args.max_hours * 3600
+        own = [int(self._signal or 0), int(hours), int(now - self._saved >= self.args.save_seconds)]
+        if self._world_size == 1:
+            return own
+        self._steps_to_wishes -= 1
+        if self._steps_to_wishes > 0:
+            return 0, 0, 0
+        step_seconds = (now - self._wished) / self._steps_between_wishes
+        *agreed, step_seconds = group.reduce([*own, step_seconds], "MAX")
+        self._wished = now
+        self._steps_to_wishes = self._steps_between_wishes = max(1, min(1000, int(WISHES_SECONDS / max(step_seconds, 1e-6))))
+        return agreed
+
+    def _fulfil(self, stop_signal, hours_over, save):
+        by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
+        if (save or by_steps) and self.consumed < self._samples_per_epoch:  # else end_epoch saves, after the evaluation
             self.save()
         self._busy = False
-        if self._signal:
-            self._stop_on_signal()
-        if self.args.max_hours and time.monotonic() - self._born >= self.args.max_hours * 3600:
+        if stop_signal:
+            self._stop_on(stop_signal)
+        if hours_over:
             self._stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, confusion=None, classes=None, **metrics):
         """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the latter."""
-        self._busy = True
+        self._busy, self._evaluating = True, False
         self._display.end_epoch()
         self._check_losses()
         whole = self.consumed >= self._samples_per_epoch
@@ -137,7 +164,7 @@ class Run:
             self._close_epoch(metrics)
         shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
         seconds = time.monotonic() - self._epoch_began
-        self._display.say(f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{shown} seconds={seconds:.1f}")
+        self.say(f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{shown} seconds={seconds:.1f}")
         self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
         self.save(weights_of_epoch=self.epoch if whole else None)
         if confusion is not None and self._over():
@@ -145,12 +172,12 @@ class Run:
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self._draw_curves()
         self._busy = False
-        if self._signal:
-            self._stop_on_signal()
+        if self._signal and self._world_size == 1:
+            self._stop_on(self._signal)
 
     def _close_epoch(self, metrics):
         self.epoch += 1
-        loss = (self._loss_sum / self._epoch_steps).item()
+        loss = (self._loss_sum / self._epoch_steps / self._world_size).item()
         row = {
             "epoch": self.epoch,
             "steps": self.total_steps,
@@ -192,11 +219,13 @@ class Run:
     # --- Saving and restoring ---
 
     def save(self, weights_of_epoch=None):
-        """Copy the state, then write it in the background."""
+        """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
         self._check_losses()
+        self._share_loss()
         self._saved = time.monotonic()
         if self._rank != 0:
             return
+        self._show("save")
         self._writer.wait()
         about = {
             **{name: getattr(self, name) for name in ("samples_seen", "total_steps", "epoch", "consumed", "best")},
@@ -222,11 +251,16 @@ class Run:
         checkpoint.write(self.args.checkpoint_dir, state, about)
         checkpoint.prune(self.args.checkpoint_dir, self.args.output_dir, self.args.keep, about["best"])
 
-    def _due(self):
-        if self.consumed >= self._samples_per_epoch:
-            return False  # end_epoch saves, after the evaluation
-        by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
-        return by_steps or time.monotonic() - self._saved >= self.args.save_seconds
+    def _share_loss(self):
+        """Rank 0 takes over the others' sums, so that its checkpoint has them all. Exact in float64, so in any order."""
+        if self._world_size > 1 and not self._loss_shared:
+            (total,) = group.reduce([self._loss_sum.item()], "SUM")
+            self._loss_sum.fill_(total if self._rank == 0 else 0.0)
+        self._loss_shared = True
+
+    def _show(self, phase):
+        first = phase in pulse.TRAINING and self.total_steps == self._steps_before
+        self._pulse.set("compile" if first else phase, self.total_steps)
 
     def _start(self):
         """At first use: find where to go on, restore it, and take over the signals."""
@@ -238,14 +272,15 @@ class Run:
         device = next(self.model.parameters()).device
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._unchecked, self._signal, self._busy, self._waited = [], None, True, 0.0
-        self._saved = self._epoch_began = self._curves_drawn = time.monotonic()
-        restart.make_folders(self.args, self._rank)
+        self._loss_shared, self._evaluating = True, False
+        self._steps_to_wishes = self._steps_between_wishes = 1
+        self._saved = self._epoch_began = self._curves_drawn = self._wished = time.monotonic()
         self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
-        found = restart.choose(self.args, self._identity, self._display.say)
-        checkpoint.sweep(self.args.checkpoint_dir)
+        found = self._find()
         self._announce(device)
         if found:
             self._restore(*found)
+        self._steps_before = self.total_steps
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch = self.sampler.samples_per_epoch
         self._ledger = Ledger(self.args.output_dir, self._rank, self.args.ledger, self.epoch, self.consumed)
@@ -255,20 +290,33 @@ class Run:
             signal.signal(number, self._on_signal)
         self._busy = False
 
+    def _find(self):
+        """The checkpoint to go on from. On several nodes the disks are separate: rank 0 looks, and all get its bytes."""
+        if self._world_size > 1:
+            group.compare(self._identity)
+
+        def choose():
+            restart.make_folders(self.args)
+            found = restart.choose(self.args, self._identity, self.say)
+            checkpoint.sweep(self.args.checkpoint_dir)
+            return found
+
+        return choose() if self._world_size == 1 else restart.from_rank_0(choose)
+
     def _announce(self, device):
         here = world.here(self.args)
-        self._display.say(
+        self.say(
             f"{self.args.job}: {devices.describe(device)}, rank {self._rank} of {self._world_size}, "
             f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {self.sampler.global_batch}"
         )
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
         if self._world_size == 1 and gpus > 1 and not self._uses_all_gpus:
-            self._display.say(f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them")
+            self.say(f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them")
         if getattr(self.args, "custom_data", False):
-            self._display.say("warning: the images are synthetic: the accuracy means nothing")
+            self.say("warning: the images are synthetic: the accuracy means nothing")
         left = self.sampler.num_samples % self.sampler.global_batch
         if left:
-            self._display.say(
+            self.say(
                 f"{left} of {self.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
             )
 
@@ -276,7 +324,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         for name, part in self._parts.items():
             if name not in state:
-                self._display.say(f"warning: {path} has no {name}: it starts anew")
+                self.say(f"warning: {path} has no {name}: it starts anew")
             elif isinstance(
                 part, torch.optim.Optimizer
             ):  # its learning rate and weight decay are this start's, not the last one's
@@ -286,22 +334,21 @@ class Run:
         for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):
             setattr(self, name, about[name])
         self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
-        self._loss_sum.copy_(state["run"]["loss_sum"])
+        if self._rank == 0:  # it holds what all ranks had
+            self._loss_sum.copy_(state["run"]["loss_sum"])
         self._display.rewrite_metrics(self.history)
         if self.args.batch_size == about["arguments"]["batch_size"]:
             self.sampler.set_global_batch(about["global_batch"])
         changed = restart.changes(about["arguments"], self._arguments)
         if changed:
-            self._display.say(f"warning: going on with other settings than before: {', '.join(changed)}")
-        self._display.say(
-            f"going on from {path}: epoch {self.epoch + 1}, after {self.consumed} of its samples, step {self.total_steps}"
-        )
+            self.say(f"warning: going on with other settings than before: {', '.join(changed)}")
+        self.say(f"going on from {path}: epoch {self.epoch + 1}, after {self.consumed} of its samples, step {self.total_steps}")
 
     def _warn_of_crash_loop(self):
         if self._attempt.died_twice_in:
             epoch, consumed = self._attempt.died_twice_in
             ids = self.sampler.step_ids(epoch, consumed).tolist()
-            self._display.say(
+            self.say(
                 f"warning: the last two starts both died in one step, in epoch {epoch + 1} after {consumed} samples; "
                 f"its sample ids are {ids}"
             )
@@ -317,29 +364,33 @@ class Run:
     def _finish(self):
         self._close()
         best = f"best accuracy {self.best['accuracy']:.4f} in epoch {self.best['epoch']}. " if self.best else ""
-        self._display.say(f"done: {best}{self._where()}")
+        self.say(f"done: {best}{self._where()}")
 
     def _on_signal(self, number, _frame):
         self._signal = number
-        if not self._busy:  # waiting for data or evaluating: the state is whole
-            self._stop_on_signal()
+        alone = self._world_size == 1  # several ranks must agree on a step, except in an evaluation, which all have reached
+        if not self._busy and (alone or self._evaluating):
+            self._stop_on(number)
 
-    def _stop_on_signal(self):
-        self._stop(f"stopped by {signal.Signals(self._signal).name}", STOP_SIGNALS[self._signal])
+    def _stop_on(self, number):
+        number = signal.Signals(int(number))
+        self._stop(f"stopped by {number.name}", STOP_SIGNALS[number])
 
     def _stop(self, why, code):
         self._busy = True
         self.save()
         self._close()
-        self._display.say(f"{why}; saved after step {self.total_steps}: start again to go on. {self._where()}")
+        self.say(f"{why}; saved after step {self.total_steps}: start again to go on. {self._where()}")
         sys.exit(code)
 
     def _close(self):
         self._busy = True
+        self._show("save")
         self._writer.wait()
         self._draw_curves()
         self._display.close()
         self._attempt.done()
+        self._show("done")
 
     def _draw_curves(self):
         self._curves_drawn = time.monotonic()

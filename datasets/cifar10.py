@@ -44,7 +44,8 @@ class ImageArrays:
 def load(args):
     """The training and the test set that the arguments ask for."""
     if args.custom_data:
-        train, test = synthetic.cifar_like(5000, "train"), synthetic.cifar_like(1000, "test")
+        limit = args.max_samples or 5000
+        train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
         classes = [f"pattern {number}" for number in range(10)]
     else:
         folder = _find(args)

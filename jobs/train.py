@@ -61,8 +61,8 @@ def main():
         model.train()
 
         for images, labels in run.steps(train_loader):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, run.progress)
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate(args, run.progress)
 
             loss = loss_fn(model(images), labels)
 

@@ -127,6 +127,8 @@ def test_synthetic_images_have_the_promised_shapes_and_are_the_same_every_time()
     assert (train.images.shape, test.images.shape) == ((5000, 3, 32, 32), (1000, 3, 32, 32))
     assert train.images.dtype == torch.uint8 and sorted(set(train.labels.tolist())) == list(range(10))
     again, _ = cifar10.load(args)
+    few, _ = cifar10.load(types.SimpleNamespace(custom_data=True, max_samples=100))
+    assert torch.equal(train.images[:100], few.images) and torch.equal(train.labels[:100], few.labels)
     assert torch.equal(train.images, again.images) and not torch.equal(train.images[:1000], test.images)
 
 

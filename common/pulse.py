@@ -1,0 +1,60 @@
+"""What a worker shows of itself to the parent of its node: the phase it is in, how many steps it has done, why it failed.
+
+The parent names the files in one variable. The pulse is sixteen bytes of shared memory, written with every change and read
+twice a second; the fault is a line of JSON, written once. A job without a parent writes neither.
+"""
+
+import json
+import mmap
+import os
+import struct
+
+FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
+
+# Every phase, and after how many seconds without a change it is taken for stuck. "data" and "step" are the training, which
+# has a rule of its own: ten times the median step, and at least a minute.
+PHASES = {"start": 3600, "compile": 900, "data": None, "step": None, "evaluate": 3600, "save": 900, "done": 600}
+TRAINING = ("data", "step")
+
+_NAMES = list(PHASES)
+_FORM = struct.Struct("<2q")
+
+
+class Pulse:
+    def __init__(self, prefix):
+        self._memory = None
+        if prefix:
+            with open(f"{prefix}.pulse", "r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), _FORM.size)
+
+    def set(self, phase, steps):
+        if self._memory:
+            _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
+
+    def read(self):
+        """(phase, steps done)"""
+        phase, steps = _FORM.unpack_from(self._memory, 0)
+        return _NAMES[phase], steps
+
+
+def create(prefix):
+    """The files of a worker that is about to start."""
+    with open(f"{prefix}.pulse", "wb") as file:
+        file.write(bytes(_FORM.size))
+    return Pulse(prefix)
+
+
+def of_this_process():
+    return Pulse(os.environ.get(FILES))
+
+
+def has_parent():
+    return FILES in os.environ
+
+
+def report_fault(text, code, victim):
+    """Tell the parent why this worker fails; `victim`: only because another one did."""
+    prefix = os.environ[FILES]
+    with open(f"{prefix}.writing", "w") as file:
+        json.dump({"text": text, "code": code, "victim": victim}, file)
+    os.replace(f"{prefix}.writing", f"{prefix}.fault")

@@ -1,0 +1,138 @@
+"""Train ResNet-18 on CIFAR-10. The jobs beside this one add one feature each, in marked blocks.
+
+    python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
+    python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
+    python jobs/train.py                                    downloads CIFAR-10 into input_dir first
+
+Started again, it goes on where it stopped. The recipe of the ModelArts sample:
+--optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
+"""
+### DDP: how to start it, and when ###
+# Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
+#
+#     python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
+#     torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true
+#     python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true
+#
+# On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself. By hand,
+# on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
+### end DDP ###
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+
+import torch
+
+from common import arguments, devices
+from common.errors import run_job
+from common.resnet import resnet18
+from common.run import Run
+from datasets import cifar10
+from datasets.sampler import EpochSampler, InOrder
+
+
+def main():
+    parser = arguments.parser(__doc__)
+    ### DDP: how many processes on this node, and what to do when one of them dies ###
+    from common import group
+
+    group.add_options(parser)
+    ### end DDP ###
+
+    args = arguments.parse(parser)
+    ### DDP: one process per GPU on every node; below this block there are world_size equal ones ###
+    group.start_workers(args)
+    ### end DDP ###
+
+    device = devices.choose(args)
+    ### DDP: the processes find each other, and make sure that all of them run the same thing ###
+    group.join(args, device)
+    ### end DDP ###
+
+    torch.manual_seed(args.seed)
+
+    # Which samples, in what order: one order per (seed, epoch), so a restart goes on with the sample it would have seen.
+    train_set, test_set = cifar10.load(args)
+    train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
+    test_sampler = InOrder(len(test_set), batch_size=500)
+    ### DDP: each rank takes its part of every global batch, and its part of the test images ###
+    train_sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    test_sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    ### end DDP ###
+
+    # Batches of (images, labels) on the device, normalised there; the training images cropped and flipped at random.
+    train_loader = cifar10.loader(train_set, train_sampler, device, augment=args.augment, seed=args.seed, workers=args.workers)
+
+    test_loader = cifar10.loader(test_set, test_sampler, device)
+
+    # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
+    if device.type == "cuda":
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    ### end DDP ###
+
+    loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    else:
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
+        )
+
+    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    run = Run(args, train_sampler, model, optimizer=optimizer)
+
+    ### DDP: a step sees more samples, so it may be larger ###
+    args.lr *= run.global_batch / args.batch_size
+    run.say(f"learning rate {args.lr:g} for a global batch of {run.global_batch}")
+    ### end DDP ###
+    for epoch in run.epochs():
+        model.train()
+
+        for images, labels in run.steps(train_loader):
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate(args, run.progress)
+
+            loss = loss_fn(model(images), labels)
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+            run.step(loss)
+
+        confusion = evaluate(run.model, test_loader, len(test_set.classes))
+        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+
+        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+
+
+def learning_rate(args, progress):
+    """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
+    if args.schedule == "constant":
+        return args.lr
+
+    return args.lr * min(progress / 0.2, (1 - progress) / 0.8)
+
+
+@torch.no_grad()
+def evaluate(model, loader, num_classes):
+    """counts[true class, predicted class] over the test samples, each counted once."""
+    model.eval()
+    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    for images, labels in loader:
+        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+
+    ### DDP: each rank counted its own part of the test images ###
+    torch.distributed.all_reduce(counts)
+    ### end DDP ###
+    return counts.view(num_classes, num_classes)
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,21 @@
+"""What happens before a job starts: python -m launch VERB ..., each verb a small program with a --help of its own."""
+
+import importlib
+import sys
+
+VERBS = {
+    "blocks": "show what a feature changes, take it out again, put two together",
+    "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",
+}
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1] not in VERBS:
+        lines = [f"    {name:8} {what}" for name, what in VERBS.items()]
+        print(__doc__ + "\n" + "\n".join(lines))
+        return 0 if sys.argv[1:] in ([], ["-h"], ["--help"]) else 2
+    return importlib.import_module(f"launch.{sys.argv[1]}").main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

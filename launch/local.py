@@ -1,0 +1,160 @@
+"""Play a training platform on this machine: every node is started once, with what the platform would inject.
+
+    python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true
+    python -m launch local --nodes 2 --platform pai-dlc jobs/train_ddp.py -- --custom_data true
+    python -m launch local --nodes 2 --kill 1@8 --restarts 1 jobs/train_ddp.py -- --custom_data true
+
+The last one kills node 1 after 8 seconds and then restarts the whole job, as the platform would. Ctrl-C and SIGTERM reach
+every node as the platform's stop does. Every line of output carries the node it came from.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+from common.network import free_port
+
+HOST = "127.0.0.1"
+
+
+def modelarts(node, nodes, port):
+    return ["--init_method", f"tcp://{HOST}:{port}", "--rank", str(node), "--world_size", str(nodes)], {}
+
+
+def modelarts_image(node, nodes, port):
+    hosts = ",".join([HOST] * nodes)
+    return [], {"MA_NUM_HOSTS": str(nodes), "VC_TASK_INDEX": str(node), "VC_WORKER_HOSTS": hosts, "MASTER_PORT": str(port)}
+
+
+def pai_dlc(node, nodes, port):
+    return [], {"RANK": str(node), "WORLD_SIZE": str(nodes), "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+
+
+def kubeflow(node, nodes, port):
+    return [], {"PET_NNODES": str(nodes), "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": HOST, "PET_MASTER_PORT": str(port)}
+
+
+def volcengine(node, nodes, port):
+    ours = {"MLP_ROLE_INDEX": str(node), "MLP_WORKER_NUM": str(nodes)}
+    return [], {**ours, "MLP_WORKER_0_HOST": HOST, "MLP_WORKER_0_PORT": str(port)}
+
+
+def sagemaker(node, nodes, port):
+    hosts = [f"algo-{number + 1}" for number in range(nodes)]
+    ours = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[node]}
+    return [], {**ours, "SM_MASTER_ADDR": HOST, "SM_MASTER_PORT": str(port)}
+
+
+def vertex(node, nodes, port):
+    cluster = {"workerpool0": [f"{HOST}:{port}"], "workerpool1": [f"{HOST}:{port}"] * (nodes - 1)}
+    task = {"type": "workerpool1" if node else "workerpool0", "index": max(0, node - 1)}
+    return [], {"CLUSTER_SPEC": json.dumps({"cluster": cluster, "task": task})}
+
+
+def slurm(node, nodes, port):
+    ours = {"SLURM_JOB_ID": "1", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
+    step = {"SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NODELIST": HOST}
+    return [], {**ours, **step, "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})", "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+
+
+PLATFORMS = {
+    "modelarts": modelarts, "modelarts-image": modelarts_image, "pai-dlc": pai_dlc, "kubeflow": kubeflow,
+    "volcengine": volcengine, "sagemaker": sagemaker, "vertex": vertex, "slurm": slurm,
+}  # fmt: skip
+
+
+def start(options, node, port):
+    """Node `node` as the platform would start it, in a process group of its own."""
+    injected, env = PLATFORMS[options.platform](node, options.nodes, port)
+    if options.procs:
+        env["NPROC_PER_NODE"] = str(options.procs)
+    cores = len(os.sched_getaffinity(0)) // (options.nodes * (options.procs or 1))  # all nodes share this machine's
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores))
+    command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
+    return subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def relay(node, process):
+    for line in process.stdout:
+        sys.stdout.write(f"[node {node}] {line.decode(errors='replace')}")
+        sys.stdout.flush()
+
+
+def kill(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def attempt(options, kill_at):
+    """Start every node once and wait for all of them; returns their exit codes."""
+    port = free_port()
+    nodes = [start(options, node, port) for node in range(options.nodes)]
+    relays = [threading.Thread(target=relay, args=pair) for pair in enumerate(nodes)]
+    timers = [threading.Timer(seconds, kill, [nodes[node]]) for node, seconds in kill_at]
+
+    def pass_on(number, _frame):
+        for process in nodes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    for thread in relays + timers:
+        thread.start()
+    try:
+        return [process.wait() for process in nodes]
+    finally:
+        for process in nodes:
+            kill(process)
+        for timer in timers:
+            timer.cancel()
+        for thread in relays:
+            thread.join()
+
+
+def kill_spec(text):
+    match = re.fullmatch(r"(\d+)@(\d+(?:\.\d+)?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} has not the form NODE@SECONDS, e.g. 1@8")
+    return int(match[1]), float(match[2])
+
+
+def main(argv):
+    arguments = []
+    if "--" in argv:
+        argv, arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python -m launch local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", help="the job's file; its own options stand after --")
+    parser.add_argument("--nodes", type=int, default=1, help="machines to play (default: 1)")
+    parser.add_argument("--procs", type=int, help="workers on each; unset: as the job decides, one per GPU or one on CPU")
+    parser.add_argument(
+        "--platform", choices=PLATFORMS, default="modelarts", help="whose arguments or environment (default: modelarts)"
+    )
+    parser.add_argument(
+        "--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help="kill a node, in the first start"
+    )
+    parser.add_argument("--restarts", type=int, default=0, help="start the job again so often after it has failed (default: 0)")
+    options = parser.parse_args(argv)
+    options.arguments = arguments
+    if not os.path.isfile(options.job):
+        parser.error(f"there is no job {options.job}")
+    if any(node >= options.nodes for node, _ in options.kill):
+        parser.error("--kill names a node that --nodes does not have")
+    for number in range(options.restarts + 1):
+        codes = attempt(options, options.kill if number == 0 else [])
+        print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
+        if not any(codes) or all(code in (130, 143) for code in codes):
+            break
+        if number < options.restarts:
+            print(f"restart {number + 1} of {options.restarts}, as the platform would", flush=True)
+    return next((code if code > 0 else 1 for code in codes if code), 0)

@@ -1,0 +1,195 @@
+"""What the base job costs, against the plain form of the same thing, interleaved in one run (make bench).
+
+    python -m tests.benchmarks.base [--rounds 7] [--data FOLDER]
+
+Every figure is a ratio of two forms that took turns, several rounds, one thread: median and range.
+    (a) images/s of a training step: ours against float32, contiguous, per-sample transforms, .item() each step
+    (b) batches/s of our CIFAR loader against torchvision's CIFAR10 and DataLoader with the same augmentation
+    (c) what a checkpoint costs the training, as a share of a step
+    (d) seconds from process start to the first optimizer step
+Prints the table that RESULTS.md keeps, with machine and date.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from common import checkpoint
+from common.resnet import resnet18
+from datasets import cifar10, synthetic
+from datasets.sampler import EpochSampler
+from tests.jobs import command, environment
+
+CPU = torch.device("cpu")
+
+
+def interleaved(forms, rounds, seconds=2.0):
+    """{name: [seconds per call]} for forms that take turns; each is called until `seconds` have passed, in every round."""
+    found = {name: [] for name in forms}
+    for number in range(rounds + 1):
+        for name, call in forms.items():
+            begun, calls = time.perf_counter(), 0
+            while time.perf_counter() - begun < seconds or calls == 0:
+                call()
+                calls += 1
+            if number:  # the first round warms up
+                found[name].append((time.perf_counter() - begun) / calls)
+    return found
+
+
+def ratio(times, ours, theirs):
+    """Median and range of theirs/ours, pair by pair: how many times faster ours is."""
+    ratios = sorted(b / a for a, b in zip(times[ours], times[theirs]))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def forever(iterable):
+    while True:
+        yield from iterable
+
+
+def torchvision_loader(images, labels, batch_size):
+    """What most scripts do: PIL images, one transform a sample, torch's DataLoader."""
+    from PIL import Image
+    from torchvision import transforms
+    from torchvision.datasets import CIFAR10
+
+    class InMemory(CIFAR10):
+        def __init__(self):
+            self.data, self.targets = images.transpose(0, 2, 3, 1), labels.tolist()
+            self.target_transform = None
+            self.transform = transforms.Compose(
+                [
+                    transforms.RandomCrop(32, padding=4),
+                    transforms.RandomHorizontalFlip(),
+                    transforms.ToTensor(),
+                    transforms.Normalize(cifar10.MEAN, cifar10.STD),
+                ]
+            )
+
+    assert Image
+    return torch.utils.data.DataLoader(InMemory(), batch_size=batch_size, shuffle=True)
+
+
+def our_loader(images, labels, batch_size):
+    data = cifar10.ImageArrays(images, labels, classes=[])
+    return cifar10.loader(data, EpochSampler(len(data), batch_size, seed=0), CPU, augment=True)
+
+
+def training_step(loader, channels_last):
+    """A call that trains on the next batch, in our form or in the plain one."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model, loss_fn = resnet18().to(memory_format=layout), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=channels_last)
+    batches = forever(loader)
+
+    def step():
+        images, labels = next(batches)
+        loss = loss_fn(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not channels_last:
+            loss.item()
+
+    return step
+
+
+def checkpoint_stall(rounds):
+    """(seconds of a full-width step, seconds that a save holds the training up, seconds until it is on disk)"""
+    images, labels = synthetic.cifar_like(512, "train")
+    step = training_step(our_loader(images, labels, 128), channels_last=True)
+    model = resnet18()
+    state = {"model": model.state_dict(), "momentum": [torch.zeros_like(p) for p in model.parameters()]}
+    writer, stalls, writes = checkpoint.Writer(), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            begun = time.perf_counter()
+            copy = checkpoint.snapshot(state)
+            writer.submit(lambda copy=copy, number=number: checkpoint.write(folder, copy, {"samples_seen": number}))
+            stalls.append(time.perf_counter() - begun)
+            writer.wait()
+            writes.append(time.perf_counter() - begun)
+    steps = interleaved({"step": step}, rounds, seconds=1.0)["step"]
+    return statistics.median(steps), statistics.median(stalls), statistics.median(writes)
+
+
+def first_step(rounds):
+    """Seconds from process start to the line that follows the first optimizer step, of the job as a user starts it."""
+    found = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            begun = time.perf_counter()
+            script = command("train", "--custom_data", "true", "--width", 4, "--max_steps", 1, "--output_dir", folder)
+            process = subprocess.Popen(script, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
+            for line in process.stdout:
+                if "images_per_s" in line:
+                    found.append(time.perf_counter() - begun)
+            process.wait()
+    return found
+
+
+def machine():
+    name = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":")[1].strip()
+            break
+    return f"{os.cpu_count()} x {name}, torch {torch.__version__}, {datetime.date.today()}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--data", help="folder with cifar-10-batches-py; unset: synthetic images of the same shape")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.data:
+        images, labels = cifar10._read(str(Path(options.data) / cifar10.FOLDER), cifar10.TRAIN_FILES)
+    else:
+        images, labels = synthetic.cifar_like(5000, "train")
+    images = np.ascontiguousarray(images)
+
+    print(
+        f"{machine()}; one thread, {options.rounds} rounds, median (range)\n\n| what | ours | plain | ours is faster by |\n|---|---|---|---|"
+    )
+    ours, plain = our_loader(images, labels, 128), torchvision_loader(images, labels, 128)
+    times = interleaved({"ours": training_step(ours, True), "plain": training_step(plain, False)}, options.rounds, seconds=6)
+    rates = {name: 128 / statistics.median(values) for name, values in times.items()}
+    print(
+        f"| (a) training step, images/s | {rates['ours']:.1f} | {rates['plain']:.1f} | {ratio(times, 'ours', 'plain')} |",
+        flush=True,
+    )
+
+    ours, plain = forever(ours), forever(plain)
+    times = interleaved({"ours": lambda: next(ours), "plain": lambda: next(plain)}, options.rounds, seconds=2)
+    rates = {name: 1 / statistics.median(values) for name, values in times.items()}
+    print(
+        f"| (b) loader, batches of 128 a second | {rates['ours']:.0f} | {rates['plain']:.1f} | {ratio(times, 'ours', 'plain')} |",
+        flush=True,
+    )
+
+    step, stall, write = checkpoint_stall(options.rounds)
+    print(
+        f"| (c) checkpoint of 89 MB: stall against a step of {step * 1000:.0f} ms | {stall * 1000:.0f} ms, {stall / step:.1%} of a step | {write * 1000:.0f} ms if written before going on | {write / stall:.1f} |"
+    )
+
+    starts = first_step(options.rounds)
+    print(
+        f"| (d) process start to first optimizer step, s | {statistics.median(starts):.1f} ({min(starts):.1f} to {max(starts):.1f}) | | |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Several hosts on one machine: network namespaces, joined by a bridge, each with its own address and its own folder."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.jobs import ROOT, environment
+
+
+def need_namespaces():
+    """Get what is missing as root on Debian; elsewhere skip and say what to install. In CI a skip is a failure."""
+    why = None
+    if os.geteuid():
+        why = "network namespaces need root"
+    elif not shutil.which("ip"):
+        if shutil.which("apt-get"):
+            subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
+            subprocess.run(["apt-get", "install", "-y", "-qq", "iproute2"], check=False, capture_output=True)
+        if not shutil.which("ip"):
+            why = "network namespaces need the program ip: install iproute2"
+    if why and os.environ.get("CI"):
+        pytest.fail(why)
+    if why:
+        pytest.skip(why)
+
+
+NUMBERS = itertools.count()
+
+
+class Hosts:
+    """`count` hosts, 10.77.0.1 and up, each able to reach the others."""
+
+    def __init__(self, count, folder):
+        own = f"{os.getpid()}{next(NUMBERS)}"  # the kernel takes a moment to forget a name
+        self.names = [f"ar{own}-{number}" for number in range(count)]
+        self.bridge = f"ar{own}"
+        self.folders = [folder / f"host{number}" for number in range(count)]
+        self.processes = []
+        ip("link", "add", self.bridge, "type", "bridge")
+        ip("link", "set", self.bridge, "up")
+        for number, name in enumerate(self.names):
+            self.folders[number].mkdir(parents=True, exist_ok=True)
+            ip("netns", "add", name)
+            ip("link", "add", f"{self.bridge}-{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"{self.bridge}-{number}", "master", self.bridge, "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+
+    def start(self, number, nodes, *options, job="train_ddp", launcher=None):
+        """The job on one host, as a platform starts it; the output in the host's own folder."""
+        injected = ["--init_method", "tcp://10.77.0.1:6666", "--rank", number, "--world_size", nodes]
+        script = [
+            str(ROOT / "jobs" / f"{job}.py"),
+            *options,
+            *([] if launcher else injected),
+            "--output_dir",
+            self.folders[number] / "out",
+        ]
+        words = ["ip", "netns", "exec", self.names[number], *(launcher or [sys.executable]), *map(str, script)]
+        log = open(self.folders[number] / "log", "a")  # noqa: SIM115 (the process owns it)
+        process = subprocess.Popen(
+            words, cwd=self.folders[number], env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        self.processes.append(process)
+        return process
+
+    def log(self, number):
+        return (self.folders[number] / "log").read_text()
+
+    def cut(self, number):
+        """Pull the cable."""
+        ip("link", "set", f"{self.bridge}-{number}", "down")
+
+    def plug(self, number):
+        ip("link", "set", f"{self.bridge}-{number}", "up")
+
+    def pids(self, number):
+        done = subprocess.run(["ip", "netns", "pids", self.names[number]], capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def kill(self, number):
+        """The whole machine is gone: its link and every process on it, at once."""
+        for pid in self.pids(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def close(self):
+        for number in range(len(self.names)):
+            self.kill(number)
+        for process in self.processes:
+            process.wait()
+        for name in self.names:
+            ip("netns", "del", name)
+        ip("link", "del", self.bridge)
+
+
+def ip(*words):
+    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True)
+
+
+def wait_all(processes, seconds):
+    """The exit codes, and the seconds until each had ended."""
+    begun, ends = time.monotonic(), [None] * len(processes)
+    while None in ends:
+        for number, process in enumerate(processes):
+            if ends[number] is None and process.poll() is not None:
+                ends[number] = time.monotonic() - begun
+        assert time.monotonic() - begun < seconds, f"still running after {seconds} s: {ends}"
+        time.sleep(0.01)
+    return [process.returncode for process in processes], ends

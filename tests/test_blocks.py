@@ -1,0 +1,210 @@
+"""The five things that hold of every feature job: complete, insert-only where promised, neutral, necessary, composable."""
+
+import itertools
+import re
+import subprocess
+import sys
+
+import pytest
+
+from launch import blocks
+from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_job
+
+FEATURE_JOBS = blocks.feature_jobs()
+BASE = blocks.BASE.read_text()
+SINGLE = [path for path in FEATURE_JOBS if path.stem.count("_") == 1]
+
+
+def test_there_are_feature_jobs():
+    assert {"train_dp.py", "train_ddp.py", "train_amp.py", "train_ddp_amp.py"} <= {path.name for path in FEATURE_JOBS}
+    assert {path.name for path in blocks.JOBS.glob("*.py")} == {"train.py"} | {path.name for path in FEATURE_JOBS}
+
+
+# --- 1. Complete, 2. insert-only ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FEATURE_JOBS, ids=lambda path: path.name)
+def test_reverting_the_blocks_gives_train_py_byte_for_byte(path):
+    assert "\n".join(blocks.read(path)[0]) == BASE
+
+
+@pytest.mark.parametrize("path", FEATURE_JOBS, ids=lambda path: path.name)
+def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_docstring(path):
+    base, found = blocks.read(path)
+    assert {block.tag.lower() for block in found} == set(path.stem.split("_")[1:])
+    docstring_ends = base.index('"""', 1) + 1
+    for tag in {block.tag for block in found}:
+        first = next(block for block in found if block.tag == tag)
+        assert first.at == docstring_ends and not first.code and "how to start it, and when" in first.text[0]
+
+
+@pytest.mark.parametrize("tag", ["DDP", "DP"])
+def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(tag, tmp_path):
+    """The promise of the ModelArts document, taken literally: every line inside the markers gets a # in front."""
+    path = blocks.job_of(tag)
+    assert all(not block.was for block in blocks.read(path)[1])
+    inside, lines = False, []
+    for line in path.read_text().split("\n"):
+        opening, closing = blocks.OPEN.fullmatch(line), blocks.CLOSE.fullmatch(line)
+        inside = (inside or bool(opening)) and not closing
+        lines.append(f"# {line}" if inside and not opening else line)
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    for name in ("common", "datasets"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (jobs / "train_commented.py").write_text("\n".join(lines))
+    script = [sys.executable, str(jobs / "train_commented.py"), *TINY, "--output_dir", str(tmp_path / "out")]
+    assert subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, timeout=120).returncode == 0
+    run_job("train", tmp_path / "jobs", *TINY)
+    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "jobs"))
+
+
+# --- 3. Neutral --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", [path.stem for path in FEATURE_JOBS if "amp" not in path.stem])
+def test_with_one_process_on_a_cpu_the_weights_are_those_of_the_base(job, tmp_path):
+    (tmp_path / "base").mkdir()
+    run_job(job, tmp_path, *TINY)
+    run_job("train", tmp_path / "base", *TINY)
+    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "base"))
+
+
+# --- 5. Composable -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [path for path in FEATURE_JOBS if path not in SINGLE], ids=lambda path: path.name)
+def test_a_composition_equals_what_the_tool_makes_of_its_parts(path):
+    assert "\n".join(blocks.compose([tag.upper() for tag in path.stem.split("_")[1:]])) == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "pair", list(itertools.combinations([path.stem.split("_")[1].upper() for path in SINGLE], 2)), ids="+".join
+)
+def test_every_pair_composes_and_reverts_or_is_refused_in_a_sentence(pair):
+    if pair in blocks.EXCLUSIVE or pair[::-1] in blocks.EXCLUSIVE:
+        with pytest.raises(blocks.BlockError, match="do not go together: "):
+            blocks.compose(pair)
+        return
+    lines = blocks.compose(pair)
+    base, found = blocks.parse(lines, "composition")
+    assert "\n".join(base) == BASE
+    for tag in pair:
+        alone = blocks.apply(base, [block for block in found if block.tag == tag])
+        assert "\n".join(alone) == blocks.job_of(tag).read_text()
+    assert lines == blocks.compose(pair[::-1])
+
+
+def test_two_features_that_replace_the_same_line_are_refused(monkeypatch, tmp_path):
+    one = BASE.replace(
+        "            loss.backward()\n",
+        "            ### DALI: why ###\n            # was: loss.backward()\n            pass\n            ### end DALI ###\n",
+    )
+    (tmp_path / "train.py").write_text(BASE)
+    (tmp_path / "train_dali.py").write_text(one)
+    (tmp_path / "train_amp.py").write_text(blocks.job_of("AMP").read_text())
+    monkeypatch.setattr(blocks, "JOBS", tmp_path)
+    with pytest.raises(blocks.BlockError, match=r"DALI and AMP both replace line \d+ of train.py: loss.backward\(\)"):
+        blocks.compose(["DALI", "AMP"])
+
+
+# --- The tool ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, where, rule",
+    [
+        ("### DDP: why ###\nx\n", 1, "never closed"),
+        ("x\n### end DDP ###", 2, "closes a block that was never opened"),
+        ("### DDP: why ###\nx\n### end AMP ###", 3, "does not match DDP, opened in line 1"),
+        ("### DDP: why ###\nx\n### AMP: why ###\nx\n### end AMP ###\n### end DDP ###", 3, "blocks do not nest"),
+        ("### DDP: why ###\nx\n    ### end DDP ###", 3, "indented otherwise"),
+        ("### DDP: why ###\n### end DDP ###", 2, "no line of its own"),
+        ("### DDP: why ###\n# was: x\n### end DDP ###", 3, "no line of its own"),
+        ("### DDP ###\nx\n### end DDP ###", 1, "has the form"),
+        ("### DDP: ###\nx\n### end DDP ###", 1, "has the form"),
+        ("#### DDP: why ###\nx", 1, "has the form"),
+        ("# was: x", 1, "outside a block"),
+        ("### DDP: why ###\nx\n# was: y\n### end DDP ###", 3, "directly below the opening line"),
+        ("### DDP: why ###\n  # was: y\nx\n### end DDP ###", 2, "indented otherwise than its block"),
+    ],
+)
+def test_an_error_names_file_line_and_rule(text, where, rule):
+    with pytest.raises(blocks.BlockError) as error:
+        blocks.parse(text.split("\n"), "job.py")
+    assert str(error.value).startswith(f"job.py:{where}: ") and rule in str(error.value)
+
+
+@pytest.mark.parametrize("path", SINGLE, ids=lambda path: path.name)
+def test_no_marker_can_be_lost_unnoticed(path):
+    """Every marker and every `was` line taken out in turn: the parser complains, or the base is no longer the base."""
+    lines = path.read_text().split("\n")
+    marks = [number for number, line in enumerate(lines) if line.lstrip().startswith(("###", "# was:"))]
+    assert len(marks) >= 4
+    for number in marks:
+        try:
+            base = blocks.parse(lines[:number] + lines[number + 1 :], "job")[0]
+        except blocks.BlockError:
+            continue
+        assert "\n".join(base) != BASE, lines[number]
+
+
+def test_formatters_leave_the_blocks_alone():
+    done = subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "jobs"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """A copy of the jobs in which the base may be changed."""
+    for path in [blocks.BASE, *FEATURE_JOBS]:
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(blocks, "JOBS", tmp_path)
+    monkeypatch.setattr(blocks, "BASE", tmp_path / "train.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("    torch.manual_seed(args.seed)\n", "    torch.manual_seed(args.seed)\n    print('a new line')\n"),
+        ("    loss_fn = torch", "    # A comment above the loss.\n    loss_fn = torch"),
+        ("    device = devices.choose(args)\n", "    device = devices.choose(args)\n    print(device)\n"),
+        ("            optimizer.zero_grad()\n", "            optimizer.zero_grad(set_to_none=True)\n"),
+        ('"""Train ResNet-18', '"""Train a ResNet-18'),
+    ],
+)
+def test_an_edit_of_the_base_is_one_edit(house, old, new):
+    assert BASE.count(old) == 1
+    (house / "train.py").write_text(BASE.replace(old, new))
+    assert blocks.main(["rebase"]) == 0
+    for path in blocks.feature_jobs():
+        assert "\n".join(blocks.read(path)[0]) == BASE.replace(old, new)
+        assert [block.text for block in blocks.read(path)[1]] == [
+            block.text for block in blocks.read(ROOT / "jobs" / path.name)[1]
+        ]
+
+
+def test_a_rebase_that_cannot_be_done_changes_nothing(house, capsys):
+    (house / "train.py").write_text(
+        BASE.replace("loss = loss_fn(model(images), labels)", "loss = loss_fn(model(images), labels) * 2")
+    )
+    before = {path: path.read_text() for path in blocks.feature_jobs()}
+    assert blocks.main(["rebase"]) == 2
+    assert re.search(r"train_amp.py: the AMP block .* replaces a line that has changed", capsys.readouterr().err)
+    assert before == {path: path.read_text() for path in blocks.feature_jobs()}
+
+
+def test_the_commands_print_what_they_promise(capsys):
+    assert blocks.main(["show", str(blocks.job_of("DP"))]) == 0
+    assert "model = torch.nn.DataParallel(model)" in capsys.readouterr().out
+    assert blocks.main(["revert", str(blocks.job_of("AMP"))]) == 0
+    assert capsys.readouterr().out == BASE
+    assert blocks.main(["compose", "ddp", "amp"]) == 0
+    assert capsys.readouterr().out == (ROOT / "jobs" / "train_ddp_amp.py").read_text()
+    assert blocks.main(["compose", "XYZ"]) == 2
+    assert "there is no feature XYZ; there are DP, DDP, AMP" in capsys.readouterr().err
+
+
+def test_the_readme_shows_the_tools_real_output():
+    assert blocks.table() in (ROOT / "README.md").read_text()

@@ -1,0 +1,93 @@
+"""The DDP job on several hosts with disks of their own: train, resume at other sizes, and a host or a cable that is lost."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from tests.hosts import Hosts, need_namespaces, wait_all
+from tests.jobs import assert_same_bits, final_state, run_job
+from tests.test_ddp import LONG, TWO, check_ledger, workers_of
+from tests.test_train import saved, wait_for
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    need_namespaces()
+    made = []
+
+    def make(count):
+        made.append(Hosts(count, tmp_path))
+        return made[-1]
+
+    yield make
+    for some in made:
+        some.close()
+
+
+def run_everywhere(some, nodes, *options):
+    codes, _ = wait_all([some.start(number, nodes, *options) for number in range(nodes)], 120)
+    assert codes == [0] * nodes, [some.log(number) for number in range(nodes)]
+
+
+def test_two_hosts_train_evaluate_save_and_resume_at_other_sizes(hosts, tmp_path):
+    """2 ranks on 2 hosts, 1 on one, 4 on two. Only the first host's disk has the checkpoints; every sample is used once."""
+    some = hosts(2)
+    run_everywhere(some, 2, *TWO, "--max_steps", 3)
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    run_job("train_ddp", reference, *TWO, "--nproc_per_node", 2, "--max_steps", 3)
+    assert_same_bits(final_state(some.folders[0]), final_state(reference))
+    run_everywhere(some, 1, *TWO, "--max_steps", 5)
+    run_everywhere(some, 2, *TWO, "--nproc_per_node", 2)
+    assert "rank 0 of 4" in some.log(0) and some.log(0).count("going on from") == 2
+    assert not list((some.folders[1] / "out").glob("checkpoints/*.pt"))
+    check_ledger(*(folder / "out" for folder in some.folders))
+
+
+def test_three_hosts(hosts):
+    some = hosts(3)
+    run_everywhere(some, 3, *TWO, "--batch_size", 16, "--max_steps", 6)
+    assert "rank 0 of 3" in some.log(0) and "16 of 256 samples" in some.log(0)
+
+
+def started(some, nodes):
+    processes = [some.start(number, nodes, *LONG, "--save_steps", 1) for number in range(nodes)]
+    wait_for(saved(some.folders[0], 2 * 32 * nodes), processes[0], "a few steps")
+    return processes
+
+
+def test_a_cut_cable_stops_both_sides_and_each_names_the_other(hosts):
+    some = hosts(2)
+    processes = started(some, 2)
+    some.cut(1)
+    codes, seconds = wait_all(processes, 30)
+    assert codes == [1, 1] and max(seconds) < 10
+    assert re.search(r"error: node 1 \(rank 1\) has been silent for [56] s \(machine or network\)", some.log(0)), some.log(0)
+    assert re.search(r"error: node 0 \(rank 0\) has been silent for [56] s \(machine or network\)", some.log(1)), some.log(1)
+
+
+def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
+    """In place: the parents meet again, and the run ends as it would have."""
+    some = hosts(2)
+    options = [*TWO, "--epochs", "12", "--save_steps", "1", "--max_restarts", "1"]
+    processes = [some.start(number, 2, *options) for number in range(2)]
+    wait_for(saved(some.folders[0], 128), processes[0], "a few steps")
+    os.kill(workers_of(some.pids(1))[1], signal.SIGKILL)
+    assert wait_all(processes, 90)[0] == [0, 0], some.log(0)
+    for number in range(2):
+        assert "error: rank 1 (node 1" in some.log(number) and "restart 1 of 1 from the last checkpoint" in some.log(number)
+    check_ledger(*(folder / "out" for folder in some.folders))
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_that_is_gone_is_named_by_the_others(hosts, gone):
+    some = hosts(3)
+    processes = started(some, 3)
+    some.kill(gone)
+    codes, seconds = wait_all(processes, 30)
+    assert max(seconds) < 10
+    for number in {0, 1, 2} - {gone}:
+        assert codes[number] == 1
+        assert f"error: node {gone} (rank {gone}) is gone; stopping all 3 ranks" in some.log(number), some.log(number)
