@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-$(VENV)/ready: requirements.txt tests/constraints.txt
+$(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
@@ -19,8 +19,13 @@ test: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
+# The second program keeps its rows between calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
 chaos: $(VENV)/ready
-	$(BIN)/python -m tests.chaos.kill --runs 100 --seed 1
+ifndef FAULT
+	$(BIN)/python -m tests.chaos.kill --runs $(or $(TRIALS),100) --seed 1
+endif
+	$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)")
 
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.base
+	$(BIN)/python -m tests.benchmarks.ddp

@@ -166,7 +166,7 @@ class Hub:
 
     def address(self):
         """The address by which the others reach this node."""
-        return next(iter(self.lines.values())).connection.getsockname()[0]
+        return next(iter(self.lines.values())).connection.getsockname()[0].replace("::ffff:", "")
 
     def _accept(self):
         connection, _ = self._listener.accept()

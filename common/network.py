@@ -41,7 +41,6 @@ def interface_of(address):
     """eth0 for 10.0.0.7; None where no interface has it."""
     if address is None:
         return None
-    address = address.removeprefix("::ffff:") if hasattr(address, "removeprefix") else address
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -86,6 +86,7 @@ class Parent:
             "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
         }  # fmt: skip
         self.hub = self.line = None
+        self.workers = []
         self.statuses, self.finished, self.ready = {}, set(), set()
         self.suspects = []
         self.attempt = 0
@@ -376,6 +377,8 @@ class Parent:
         return self._own_finished() if self.here.num_nodes == 1 else len(self.finished) == self.here.num_nodes
 
     def _on_signal(self, number, _frame):
+        if not self.workers:  # still waiting for the other nodes: there is nothing to save
+            sys.exit(STOP_SIGNALS[number])
         if self.stop_signal is None:
             self.stop_signal = int(number)
 

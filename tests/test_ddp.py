@@ -466,6 +466,10 @@ def node(folder, port, rank, world_size, *options, env=None, script=None):
     )
 
 
+def listening(port):
+    return any(f":{port:04X} " in line and " 0A " in line for line in Path("/proc/net/tcp6").read_text().splitlines())
+
+
 def outcome(process):
     text, _ = process.communicate(timeout=90)
     assert "Traceback" not in text, text
@@ -477,6 +481,13 @@ def test_a_node_that_never_comes_is_named(tmp_path):
     for process in nodes:
         code, line = outcome(process)
         assert code == 2 and "node 1 (rank 1) did not come within 4 s" in line
+
+
+def test_a_stop_while_waiting_for_the_other_nodes_ends_at_once(tmp_path):
+    process = node(tmp_path, 29657, 0, 2)
+    wait_for(lambda: listening(29657), process, "listening for the others")
+    process.terminate()
+    assert process.wait(20) == 143
 
 
 def test_two_nodes_with_the_same_rank_are_both_named(tmp_path):

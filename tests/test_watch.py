@@ -1,0 +1,91 @@
+"""Alive but without progress: who is named, and what is no reason for an alarm."""
+
+import re
+import time
+
+import pytest
+
+from common import parent
+from tests.jobs import ROOT
+from tests.test_ddp import TWO, run_variant
+
+
+def status(rank, phase, steps, idle, median=0.1):
+    return {"rank": rank, "phase": phase, "steps": steps, "idle": idle, "median": median}
+
+
+@pytest.mark.parametrize(
+    "what, statuses, culprit",
+    [
+        ("all train", [status(0, "step", 9, 1), status(1, "step", 9, 1)], None),
+        ("one hangs in its loader, the others wait for it", [status(0, "step", 9, 70), status(1, "data", 9, 70)], 1),
+        ("one is a step behind", [status(0, "step", 10, 70), status(1, "step", 9, 71)], 1),
+        ("the last progress is less than a minute old", [status(0, "step", 9, 59), status(1, "data", 9, 70)], None),
+        ("steps of 20 s may take 200 s", [status(0, "step", 9, 150, 20.0), status(1, "data", 9, 150, 20.0)], None),
+        ("and no longer", [status(0, "step", 9, 210, 20.0), status(1, "data", 9, 210, 20.0)], 1),
+        ("rank 0 saves, the others wait", [status(0, "save", 9, 600), status(1, "step", 9, 600)], None),
+        ("but not for ever", [status(0, "save", 9, 901), status(1, "step", 9, 901)], 0),
+        ("an evaluation of half an hour", [status(0, "evaluate", 9, 1800), status(1, "evaluate", 9, 1800)], None),
+        ("the first step compiles", [status(0, "compile", 0, 800), status(1, "compile", 0, 800)], None),
+        ("a long download", [status(0, "start", 0, 3000), status(1, "start", 0, 3000)], None),
+    ],
+)
+def test_who_holds_the_others_up(what, statuses, culprit):
+    found = parent.stalled(statuses)
+    assert (found and found["rank"]) == culprit, what
+
+
+# The parent's minute is made three seconds; what goes wrong is put into one rank's program.
+PATCHED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from common import checkpoint, parent, run
+from datasets import cifar10, sampler
+parent.STALL_SECONDS = 3
+batches, write, in_order = cifar10.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
+
+def endless_transform(self):
+    for number, batch in enumerate(batches(self)):
+        if number == 2:
+            time.sleep(1000)
+        yield batch
+
+def slow_write(*words):
+    time.sleep(7)
+    write(*words)
+
+def slow_evaluation(self):
+    time.sleep(7)
+    yield from in_order(self)
+
+if {what!r} == "endless transform" and os.environ.get("RANK") == "1":
+    cifar10.DeviceLoader.__iter__ = endless_transform
+if {what!r} == "slow save" and os.environ.get("RANK") == "0":
+    checkpoint.write = slow_write
+if {what!r} == "slow evaluation" and os.environ.get("RANK") == "0":
+    sampler.InOrder.__iter__ = slow_evaluation
+exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})  # keeps sys.argv: workers start this file
+"""
+
+
+def run_patched(folder, what, *options):
+    job = folder / "train_ddp.py"
+    job.write_text(PATCHED.format(root=str(ROOT), job=str(ROOT / "jobs" / "train_ddp.py"), what=what))
+    return run_variant(job, folder, *TWO, "--nproc_per_node", 2, *options)
+
+
+def test_an_endless_transform_is_found_with_its_stack(tmp_path):
+    done = run_patched(tmp_path, "endless transform")
+    assert done.returncode == 1
+    assert re.search(
+        r"error: rank 1 has made no progress for [34] s after step 2, in phase data; stopping all 2 ranks", done.stderr
+    ), done.stderr
+    assert "in endless_transform" in done.stderr
+
+
+@pytest.mark.parametrize("what", ["slow save", "slow evaluation"])
+def test_a_long_save_or_evaluation_is_no_alarm(tmp_path, what):
+    begun = time.monotonic()
+    done = run_patched(tmp_path, what, "--epochs", 1, "--save_steps", 2)
+    assert time.monotonic() - begun > 7
+    assert done.returncode == 0 and "error" not in done.stderr, done.stderr
