@@ -63,7 +63,7 @@ class Hosts:
             "--output_dir",
             self.folders[number] / "out",
         ]
-        words = ["ip", "netns", "exec", self.names[number], *(launcher or [sys.executable]), *map(str, script)]
+        words = ["ip", "netns", "exec", self.names[number], *map(str, [*(launcher or [sys.executable]), *script])]
         log = open(self.folders[number] / "log", "a")  # noqa: SIM115 (the process owns it)
         process = subprocess.Popen(
             words, cwd=self.folders[number], env=environment(), stdout=log, stderr=log, start_new_session=True
