@@ -6,6 +6,7 @@ connection at once; one behind a cut link or on a frozen machine, by its silence
 """
 
 import contextlib
+import errno
 import json
 import selectors
 import socket
@@ -57,7 +58,7 @@ class Line:
             raise Gone("it does not speak our language")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Gone("it does not speak our language") from None
         if not all(isinstance(message, dict) for message in messages):
             raise Gone("it does not speak our language")
@@ -101,6 +102,7 @@ class Hub:
         self._hello, self._say = hello, say
         self.lines = {}
         self._strangers = {}
+        self._complete = False  # from then on nobody who comes can be one of us
         self._listener = _listen(port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -121,6 +123,7 @@ class Hub:
                 self._say(f"waiting for {describe_nodes(missing, self._hello['workers'])}, {now - begun:.0f} s")
             if now - begun >= seconds and missing:
                 self._refuse_all(f"{describe_nodes(missing, self._hello['workers'])} did not come within {seconds:.0f} s")
+        self._complete = True
 
     def poll(self, seconds):
         """[(node, message)], a message of None for a node that has gone."""
@@ -144,7 +147,9 @@ class Hub:
             else:
                 found += [(node, message) for message in messages]
         now = time.monotonic()
-        found += [(node, None) for node, line in self.lines.items() if now - line.heard > SILENCE_SECONDS]
+        gone = {node for node, message in found if message is None}
+        silent = {node for node, line in self.lines.items() if now - line.heard > SILENCE_SECONDS}
+        found += [(node, None) for node in sorted(silent - gone)]
         for line, since in list(self._strangers.items()):
             if now - since > ANSWER_SECONDS:
                 self._drop(line)
@@ -191,17 +196,25 @@ class Hub:
             self._say(f"sent away {one_line(hello.get('host'))[:80]}: it belongs to job {one_line(hello.get('job'))[:80]!r}")
             self._drop(line)
             return
+        if self._complete:
+            with contextlib.suppress(Gone):
+                line.send(
+                    refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port"
+                )
+            self._drop(line)
+            return
         if not isinstance(node, int) or not 0 <= node < mine["nodes"]:
-            its = f"node {one_line(node)[:20]} of {one_line(hello.get('nodes'))[:20]}"
-            theirs = f"host {one_line(hello.get('host'))[:80]} says it is {its}"
+            claim = f"node {one_line(node)[:20]} of {one_line(hello.get('nodes'))[:20]}"
+            theirs = f"host {one_line(hello.get('host'))[:80]} says it is {claim}"
             self._refuse_all(f"{theirs}, but host {mine['host']} counts {mine['nodes']} nodes", line)
         if node == 0 or node in self.lines:
             first = mine["host"] if node == 0 else self.lines[node].host
             self._refuse_all(f"duplicate rank: host {first} and host {hello.get('host')} both say they are node {node}", line)
-        different = [name for name in mine["alike"] if hello.get("alike", {}).get(name) != mine["alike"][name]]
+        its = hello.get("alike") if isinstance(hello.get("alike"), dict) else {}
+        different = [name for name in mine["alike"] if its.get(name) != mine["alike"][name]]
         if different:
             name = different[0]
-            ours, theirs = first_difference(str(mine["alike"][name]), one_line(hello.get("alike", {}).get(name)))
+            ours, theirs = first_difference(str(mine["alike"][name]), one_line(its.get(name)))
             there = f"{theirs[:200]} on node {node} (host {hello.get('host')})"
             self._refuse_all(f"{name} differs: {ours} on node 0 (host {mine['host']}), {there}", line)
         self._strangers.pop(line, None)
@@ -223,6 +236,9 @@ def _listen(port):
         try:
             return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
         except OSError as error:
+            if error.errno != errno.EADDRINUSE and family == socket.AF_INET6:
+                family = socket.AF_INET  # a host whose IPv6 is switched off
+                continue
             if time.monotonic() > deadline:
                 raise UserError(
                     f"port {port} on this node is taken by another program ({error.strerror}); give the job another port"

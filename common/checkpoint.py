@@ -152,11 +152,13 @@ def sweep(folder):
             os.unlink(os.path.join(folder, name))
 
 
-def prune(folder, output_dir, keep, best):
-    """Keep the last `keep` checkpoints and weight files, and the best of each."""
-    best = best or {}
-    for number in numbers(folder)[:-keep]:
-        if number != best.get("samples_seen"):
+def prune(folder, output_dir, keep, about):
+    """Keep the last `keep` checkpoints and weight files, and the best of each. Later than the one just written are only
+    damaged ones, which the run went back behind."""
+    best, found = about["best"] or {}, numbers(folder)
+    last = [number for number in found if number <= about["samples_seen"]][-keep:]
+    for number in found:
+        if number not in last and number != best.get("samples_seen"):
             for suffix in (".json", ".pt"):  # the manifest first: no manifest, no checkpoint
                 _unlink(os.path.join(folder, f"{number:012d}{suffix}"))
     epochs = sorted(

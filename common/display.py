@@ -81,8 +81,9 @@ class Display:
 
     def rewrite_metrics(self, history):
         """After a restart: the file holds what the checkpoint knows, and none of the lines that will come again."""
-        if self.active:
-            write_atomically(os.path.join(self.output_dir, "metrics.jsonl"), b"".join(_json_line(row) for row in history))
+        path = os.path.join(self.output_dir, "metrics.jsonl")
+        if self.active and (history or os.path.exists(path)):
+            write_atomically(path, b"".join(_json_line(row) for row in history))
 
     def metrics(self, row):
         if self.active:

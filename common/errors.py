@@ -45,6 +45,8 @@ def run_job(main):
             _leave(one_line(error), error.exit_code)
         print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before there was anything to save
+        sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
         sys.stderr.close()
         sys.exit(1)

@@ -47,6 +47,8 @@ def add_options(parser):
 
 def start_workers(args):
     """Where the platform started one process per node, become the parent of its workers; in a worker, do nothing."""
+    if pulse.has_parent():
+        _die_with_the_parent()
     here = world.here(args)
     if here.level == "process" or (here.world_size == 1 and not args.max_restarts):
         return
@@ -63,7 +65,6 @@ def join(args, device):
         raise UserError(
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
-    _die_with_the_parent()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if here.level == "node":
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
@@ -76,10 +77,11 @@ def join(args, device):
 
 
 def _die_with_the_parent():
-    """An orphan would train on, or hold its GPU and its port against the next start."""
-    if pulse.has_parent():
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[pulse.FILES]}.stack", "w"))  # noqa: SIM115
+    """An orphan would train on into the folder of the next start, and hold its GPU and its port."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(os.environ[pulse.PARENT]):  # it was gone before we asked
+        os._exit(1)
+    faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[pulse.FILES]}.stack", "w"))  # noqa: SIM115
 
 
 def _leave():

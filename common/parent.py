@@ -20,7 +20,7 @@ import time
 
 from common import channel, network, pulse
 from common.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
-from common.errors import STOP_SIGNALS, UserError
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 
 STOPPED_SECONDS = 3.0  # a process in state T for so long is no debugger's passing halt
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a victim waits for its cause to turn up
@@ -102,6 +102,8 @@ class Parent:
         """Start the workers, and again after a fault while restarts are left; returns the exit code."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        import torch.distributed.elastic.multiprocessing  # noqa: F401 (takes a moment, in which no beat could be sent)
+
         go = self._meet()
         while True:
             with tempfile.TemporaryDirectory(prefix="anyrank-") as folder:
@@ -148,9 +150,13 @@ class Parent:
                 self._tell(ready=attempt)
             else:
                 self.hub.send(beat=True)
+            if self.stop_signal:
+                sys.exit(STOP_SIGNALS[self.stop_signal])
             for node, message in self._messages():
                 if message is None:
-                    raise UserError(f"node {node} is gone, so the job cannot be restarted in place")
+                    raise TrainingFailed(f"node {node} is gone, so the job cannot be restarted in place")
+                if "stop" in message:
+                    self.stop_signal = message["stop"]
                 if "go" in message:
                     return message["go"]
                 if message.get("ready") == attempt:
@@ -158,7 +164,7 @@ class Parent:
             if self.hub and len(self.ready) == self.here.num_nodes - 1:
                 self.ready = set()
                 return self._send_go(attempt)
-        raise UserError(f"the nodes did not meet again within {self.join_seconds:.0f} s")
+        raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s")
 
     def _start_workers(self, go, folder):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
@@ -177,7 +183,12 @@ class Parent:
         for index in range(here.local_world_size):
             worker = Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
             self.workers.append(worker)
-            own = {"RANK": str(worker.rank), "LOCAL_RANK": str(here.local_rank + index), pulse.FILES: worker.files}
+            own = {
+                "RANK": str(worker.rank),
+                "LOCAL_RANK": str(here.local_rank + index),
+                pulse.FILES: worker.files,
+                pulse.PARENT: str(os.getpid()),
+            }
             environments[index] = {**shared, **own}
         arguments = dict.fromkeys(environments, ("-u", *sys.argv))
         ranks = f"rank {here.rank}" if len(self.workers) == 1 else f"ranks {here.rank} to {here.rank + len(self.workers) - 1}"
@@ -217,7 +228,7 @@ class Parent:
                     return code
             elif self._all_finished():
                 return 0
-            if not self.line:
+            if not self.line and not self.stop_signal:
                 self._judge()
             if self.verdict:
                 return self._carry_out()
@@ -360,7 +371,7 @@ class Parent:
 
     def _carry_out(self):
         verdict = self.verdict
-        restart = verdict["restart"] and self.attempt < self.max_restarts
+        restart = verdict["restart"] and self.attempt < self.max_restarts and not self.stop_signal
         print(f"error: {verdict['text']}; stopping all {self.here.world_size} ranks", file=sys.stderr, flush=True)
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
@@ -399,6 +410,11 @@ class Parent:
         over = all(worker.code is not None for worker in self.workers)
         if over and not any(worker.code for worker in self.workers):
             return 0  # the run ended of itself just then
+        for worker in self.workers:
+            fault = _read_json(f"{worker.files}.fault")
+            if over and fault and not fault["victim"]:
+                print(f"error: rank {worker.rank} could not stop as it should: {fault['text']}", file=sys.stderr, flush=True)
+                return fault["code"]
         if over or now - self.stop_began > GRACE_SECONDS:
             return STOP_SIGNALS[signal.Signals(self.stop_signal)]
         return None

@@ -10,6 +10,7 @@ import os
 import struct
 
 FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
+PARENT = "ANYRANK_PARENT"  # and the parent's process id
 
 # Every phase, and after how many seconds without a change it is taken for stuck. "data" and "step" are the training, which
 # has a rule of its own: ten times the median step, and at least a minute.

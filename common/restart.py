@@ -8,7 +8,7 @@ import struct
 
 import torch
 
-from common import checkpoint, group
+from common import checkpoint, group, world
 from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
@@ -32,6 +32,10 @@ def choose(args, ours, say):
     """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
     folder = args.checkpoint_dir
     has_run = bool(checkpoint.numbers(folder))
+    if has_run and world.here(args).restart_count:  # the same command again: whatever it asked for was done the first time
+        found = checkpoint.newest(folder, say)
+        _refuse_another_run(found[1]["identity"], ours, found[2])
+        return found
     if args.resume == "never":
         if has_run and not args.overwrite:
             raise UserError(

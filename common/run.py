@@ -108,6 +108,8 @@ class Run:
         self._share_loss()
         self._evaluating = True
         self._show("evaluate")
+        if self._signal:
+            self._on_signal(self._signal, None)
 
     def step(self, loss):
         """One step is done: count it; report, save or stop if it is time to."""
@@ -117,7 +119,7 @@ class Run:
         self.consumed += self.sampler.global_batch
         self.samples_seen += self.sampler.global_batch
         self.total_steps += 1
-        self._epoch_steps += 1
+        self._epoch_steps += self._world_size  # one of each rank, also when a restart changes their number
         self._unchecked.append((self.total_steps, loss, ids))
         self._attempt.set(-1, -1)
         if self._display.step(self.sampler.global_batch, self._waited):
@@ -177,7 +179,7 @@ class Run:
 
     def _close_epoch(self, metrics):
         self.epoch += 1
-        loss = (self._loss_sum / self._epoch_steps / self._world_size).item()
+        loss = (self._loss_sum / self._epoch_steps).item()
         row = {
             "epoch": self.epoch,
             "steps": self.total_steps,
@@ -223,8 +225,10 @@ class Run:
         self._check_losses()
         self._share_loss()
         self._saved = time.monotonic()
-        if self._rank != 0:
+        place = (self.samples_seen, self.epoch, self.consumed)
+        if self._rank != 0 or (place == self._saved_place and not weights_of_epoch):  # nothing new since the last one
             return
+        self._saved_place = place
         self._show("save")
         self._writer.wait()
         about = {
@@ -249,7 +253,7 @@ class Run:
                 os.path.join(self.args.output_dir, f"epoch_{weights_of_epoch}.pth"), checkpoint.encode(state["model"])
             )
         checkpoint.write(self.args.checkpoint_dir, state, about)
-        checkpoint.prune(self.args.checkpoint_dir, self.args.output_dir, self.args.keep, about["best"])
+        checkpoint.prune(self.args.checkpoint_dir, self.args.output_dir, self.args.keep, about)
 
     def _share_loss(self):
         """Rank 0 takes over the others' sums, so that its checkpoint has them all. Exact in float64, so in any order."""
@@ -280,7 +284,9 @@ class Run:
         self._announce(device)
         if found:
             self._restore(*found)
+        self._display.rewrite_metrics(self.history)
         self._steps_before = self.total_steps
+        self._saved_place = (self.samples_seen, self.epoch, self.consumed) if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch = self.sampler.samples_per_epoch
         self._ledger = Ledger(self.args.output_dir, self._rank, self.args.ledger, self.epoch, self.consumed)
@@ -336,7 +342,6 @@ class Run:
         self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
         if self._rank == 0:  # it holds what all ranks had
             self._loss_sum.copy_(state["run"]["loss_sum"])
-        self._display.rewrite_metrics(self.history)
         if self.args.batch_size == about["arguments"]["batch_size"]:
             self.sampler.set_global_batch(about["global_batch"])
         changed = restart.changes(about["arguments"], self._arguments)
@@ -368,8 +373,8 @@ class Run:
 
     def _on_signal(self, number, _frame):
         self._signal = number
-        alone = self._world_size == 1  # several ranks must agree on a step, except in an evaluation, which all have reached
-        if not self._busy and (alone or self._evaluating):
+        # Several ranks must agree on a step; in an evaluation, which all have reached, rank 0 can save for all of them.
+        if not self._busy and (self._world_size == 1 or (self._evaluating and self._rank == 0)):
             self._stop_on(number)
 
     def _stop_on(self, number):

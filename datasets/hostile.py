@@ -47,7 +47,7 @@ def unpack(archive, folder, names, max_bytes):
         if missing:
             raise UserError(f"it lacks {', '.join(missing)}")
         os.rename(unfinished, folder)
-    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(f"{archive} cannot be unpacked: {one_line(error)}; delete it and fetch it again") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -209,13 +209,13 @@ def main(argv):
     options = parser.parse_args(argv)
     try:
         text = run(options)
+        if getattr(options, "output", None):
+            Path(options.output).write_text(text)
+        else:
+            print(text, end="" if text.endswith("\n") else "\n")
     except (BlockError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if getattr(options, "output", None):
-        Path(options.output).write_text(text)
-    else:
-        print(text, end="" if text.endswith("\n") else "\n")
     return 0
 
 

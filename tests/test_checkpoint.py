@@ -117,10 +117,12 @@ def test_the_same_number_again_is_never_vouched_for_by_the_old_manifest(folder, 
 def test_the_last_and_the_best_are_kept(folder):
     for epoch in range(1, 12):
         (folder / f"epoch_{epoch}.pth").write_bytes(b"")
-    checkpoint.prune(str(folder), str(folder), keep=1, best={"samples_seen": 100, "epoch": 2})
+    checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 300, "best": {"samples_seen": 100, "epoch": 2}})
     assert checkpoint.numbers(str(folder)) == [100, 300]
-    assert sorted(path.name for path in folder.glob("*.pt")) == ["000000000100.pt", "000000000300.pt"]
     assert {path.name for path in folder.glob("epoch_*")} == {"epoch_2.pth", "epoch_11.pth"}
+    checkpoint.write(str(folder), state(), about(200))  # the run went back behind a damaged 300
+    checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 200, "best": None})
+    assert checkpoint.numbers(str(folder)) == [200]
 
 
 @pytest.mark.parametrize("key", ["module.conv.weight", "_orig_mod.conv.weight", "module._orig_mod.conv.weight", "conv.weight"])

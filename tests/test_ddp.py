@@ -428,7 +428,9 @@ def test_a_worker_that_dies_is_started_again_from_the_last_checkpoint(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir(), parts.mkdir()
     run_job("train_ddp", whole, *options)
-    process = start(parts, *options, "--save_steps", 1, "--max_restarts", 1, job="train_ddp")
+    process = start(
+        parts, *options, "--save_steps", 1, "--max_restarts", 1, "--resume", "never", "--overwrite", "true", job="train_ddp"
+    )
     wait_for(saved(parts, 128), process, "a few steps")
     os.kill(workers_of(children(process))[1], signal.SIGKILL)
     assert process.wait(60) == 0
