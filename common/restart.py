@@ -1,10 +1,12 @@
 """Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
 
+import fcntl
 import glob
 import hashlib
 import io
 import os
 import struct
+import time
 
 import torch
 
@@ -13,6 +15,9 @@ from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
 CHANGEABLE = ["lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype"]
+
+
+LOCK_SECONDS = 10  # the start before this one may be dying just now
 
 
 def identity(args, sampler, model, parts):
@@ -143,6 +148,22 @@ def _delete_run(args):
         for name in names:
             for path in glob.glob(os.path.join(glob.escape(folder), name)):
                 os.unlink(path)
+
+
+def lock(folder):
+    """Hold the run's folder for this process, so that two runs never write into one; released by any kind of death."""
+    file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
+            time.sleep(0.1)
+        except OSError:
+            return file  # a mounted store that knows no locks
 
 
 class Attempt:

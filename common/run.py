@@ -42,6 +42,7 @@ class Run:
         self.model = unwrapped(model)
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
+        self._grouped = grouped
         here = world.here(args)
         if not grouped and (here.num_nodes > 1 or (here.level == "process" and here.world_size > 1)):
             raise UserError(
@@ -281,9 +282,9 @@ class Run:
         self._saved = self._epoch_began = self._curves_drawn = self._wished = time.monotonic()
         self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
         found = self._find()
-        self._announce(device)
         if found:
             self._restore(*found)
+        self._announce(device, found)
         self._display.rewrite_metrics(self.history)
         self._steps_before = self.total_steps
         self._saved_place = (self.samples_seen, self.epoch, self.consumed) if found else None
@@ -303,19 +304,31 @@ class Run:
 
         def choose():
             restart.make_folders(self.args)
+            self._lock = restart.lock(self.args.checkpoint_dir)
             found = restart.choose(self.args, self._identity, self.say)
             checkpoint.sweep(self.args.checkpoint_dir)
             return found
 
         return choose() if self._world_size == 1 else restart.from_rank_0(choose)
 
-    def _announce(self, device):
+    def _announce(self, device, found):
         here = world.here(self.args)
         self.say(
             f"{self.args.job}: {devices.describe(device)}, rank {self._rank} of {self._world_size}, "
             f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {self.sampler.global_batch}"
         )
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        if found:
+            changed = restart.changes(found[1]["arguments"], self._arguments)
+            if changed:
+                self.say(f"warning: going on with other settings than before: {', '.join(changed)}")
+            place = f"epoch {self.epoch + 1}, after {self.consumed} of its samples, step {self.total_steps}"
+            self.say(f"going on from {found[2]}: {place}")
+            factor = self.sampler.global_batch / self.args.batch_size
+            if not self._grouped and factor != 1:
+                self.say(
+                    f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+                )
         if self._world_size == 1 and gpus > 1 and not self._uses_all_gpus:
             self.say(f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them")
         if getattr(self.args, "custom_data", False):
@@ -344,10 +357,6 @@ class Run:
             self._loss_sum.copy_(state["run"]["loss_sum"])
         if self.args.batch_size == about["arguments"]["batch_size"]:
             self.sampler.set_global_batch(about["global_batch"])
-        changed = restart.changes(about["arguments"], self._arguments)
-        if changed:
-            self.say(f"warning: going on with other settings than before: {', '.join(changed)}")
-        self.say(f"going on from {path}: epoch {self.epoch + 1}, after {self.consumed} of its samples, step {self.total_steps}")
 
     def _warn_of_crash_loop(self):
         if self._attempt.died_twice_in:

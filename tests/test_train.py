@@ -266,6 +266,16 @@ def test_overwrite_deletes_that_run_and_nothing_else(finished, again):
     assert_same_bits(final_state(again), final_state(finished[0]))
 
 
+def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
+    process = start(tmp_path, *TINY, "--epochs", 500, "--save_steps", 1)
+    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    done = run_job("train", tmp_path, *TINY, check=2)
+    assert "is in use by another job that is still running" in done.stderr
+    process.kill()
+    process.wait()
+    run_job("train", tmp_path, *TINY, "--epochs", 1)
+
+
 def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_path):
     done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000256.pt")
     assert "000000000256.pt: epoch 2, after 0" in done.stdout
