@@ -12,7 +12,10 @@ import time
 import pytest
 import torch
 
+from common import arguments
 from common.resnet import resnet18
+from common.run import Run
+from datasets.sampler import EpochSampler
 from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
 
 
@@ -309,6 +312,21 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
     done = subprocess.run(script, cwd=tmp_path, env=environment(**env), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize("wrapped, idle", [(False, True), (True, False)])
+def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wrapped, idle):
+    """Eight GPUs are faked; DataParallel uses them all."""
+    args = arguments.parse(arguments.parser(""), ["--output_dir", str(tmp_path)], {})
+    model = torch.nn.Linear(1, 1)
+    run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.DataParallel(model) if wrapped else model)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
+    said = []
+    run.say = said.append
+    run._announce(torch.device("cuda", 0), None)
+    assert said[0].startswith(f"{args.job}: cuda:0 (fake)")
+    assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 
 
 def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tmp_path):
