@@ -7,80 +7,27 @@ what happened: a worker that was killed, stopped or failed by itself is the caus
 is blamed only when nothing else turns up while a lost node would have been noticed.
 """
 
-import collections
 import contextlib
-import json
 import os
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
 
-from common import channel, network, pulse
+from common import channel, network, pulse, watch
 from common.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 
-STOPPED_SECONDS = 3.0  # a process in state T for so long is no debugger's passing halt
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a victim waits for its cause to turn up
-STALL_SECONDS, STALL_STEPS = 60, 10  # training without a step for so long, or for so many median steps
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
-
-
-class Worker:
-    """One process of this node, and what its pulse has shown."""
-
-    def __init__(self, rank, files):
-        self.rank, self.files = rank, files
-        self.process = None
-        self.pulse = pulse.create(files)
-        self.changed = time.monotonic()
-        self.last = self.pulse.read()
-        self.step_seconds = collections.deque(maxlen=50)
-        self.stopped_since = self.code = None
-        self.reported = False
-
-    def look(self):
-        now, seen = time.monotonic(), self.pulse.read()
-        if seen != self.last:
-            if seen[1] > self.last[1] > 0:
-                self.step_seconds.append((now - self.changed) / (seen[1] - self.last[1]))
-            self.last, self.changed = seen, now
-        self.code = self.process.poll()
-        self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
-
-    def _is_stopped(self):
-        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
-        return False
-
-    def status(self):
-        """What node 0 needs to know of it."""
-        phase, steps = self.last
-        median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
-        return {"rank": self.rank, "phase": phase, "steps": steps, "idle": time.monotonic() - self.changed, "median": median}
-
-
-def stalled(statuses):
-    """The status of the worker that holds the others up, if the whole job has been without progress for too long."""
-    for status in statuses:
-        limit = pulse.PHASES[status["phase"]]
-        if limit is not None and status["idle"] > limit:
-            return status
-    training = [status for status in statuses if status["phase"] in pulse.TRAINING]
-    if not training or len(training) < len(statuses):
-        return None  # somebody saves or evaluates, within the limit of that phase, and the others wait for it
-    limit = max(STALL_SECONDS, STALL_STEPS * max(status["median"] for status in training))
-    if min(status["idle"] for status in training) <= limit:
-        return None
-    return min(training, key=lambda status: (status["steps"], pulse.TRAINING.index(status["phase"]), status["rank"]))
 
 
 class Parent:
     def __init__(self, here, max_restarts, join_seconds, alike):
         self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
         self.host = socket.gethostname()
+        self._home = f"node {here.node_rank}, host {self.host}"
         self.hello = {
             "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
             "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
@@ -167,7 +114,7 @@ class Parent:
         raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s")
 
     def _start_workers(self, go, folder):
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
         here = self.here
         shared = {
@@ -181,7 +128,7 @@ class Parent:
         environments = {}
         self.workers = []
         for index in range(here.local_world_size):
-            worker = Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
+            worker = watch.Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
             self.workers.append(worker)
             own = {
                 "RANK": str(worker.rank),
@@ -193,11 +140,15 @@ class Parent:
         arguments = dict.fromkeys(environments, ("-u", *sys.argv))
         ranks = f"rank {here.rank}" if len(self.workers) == 1 else f"ranks {here.rank} to {here.rank + len(self.workers) - 1}"
         self.say(f"starting {ranks} of {here.world_size} ({here.platform}: {here.rule})")
-        started = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
+        handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
+        try:
+            started = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
+            for number, handler in handlers.items():  # the launcher has put its own there
+                signal.signal(number, handler)
+        except SignalException as stop:  # nothing has been trained yet, and the workers die with their parent
+            sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
         for index, worker in enumerate(self.workers):
             worker.process = started.subprocess_handlers[index].proc
-        for number in STOP_SIGNALS:  # the launcher has put its own handlers there
-            signal.signal(number, self._on_signal)
 
     def _threads(self):
         return max(1, len(os.sched_getaffinity(0)) // self.here.local_world_size)
@@ -277,7 +228,7 @@ class Parent:
         seconds = time.monotonic() - silent
         how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
         text = f"{channel.describe_nodes([node], self.here.local_world_size)} {how}"
-        report = {"text": text, "direct": True, "code": 1, "restart": False}
+        report = {**watch.cause(text), "restart": False}
         if self.hub:
             self.hub.forget(node)
             self.suspects.append((time.monotonic(), report))
@@ -288,50 +239,16 @@ class Parent:
         """Report a worker that has ended as it should not, or is stopped; once."""
         if worker.reported or self.stop_signal:
             return
-        report = self._report(worker)
+        report = worker.fault(self._home)
         if report is None:
             return
         worker.reported = True
-        if report == "stop":
+        if report is watch.STOP:
             self._on_signal(signal.SIGTERM, None)
         elif self.line:
             self._tell(fault=report)
         else:
             self.suspects.append((time.monotonic(), report))
-
-    def _report(self, worker):
-        phase, steps = worker.last
-        who = f"rank {worker.rank} (node {self.here.node_rank}, host {self.host})"
-        where = f"after step {steps}, in phase {phase}"
-        code = worker.code
-        if code is None:
-            if worker.stopped_since and time.monotonic() - worker.stopped_since > STOPPED_SECONDS:
-                return {"text": f"{who} is stopped (state T) {where}", "direct": True, "code": 1, "restart": True}
-            return None
-        if code == 0:
-            left_early = phase != "done"
-            return (
-                {"text": f"{who} left {where} although the run was not over", "direct": True, "code": 1, "restart": True}
-                if left_early
-                else None
-            )
-        fault = _read_json(f"{worker.files}.fault")
-        if fault:
-            report = {"text": f"{who} failed {where}: {fault['text']}", "direct": not fault["victim"]}
-            return {**report, "code": fault["code"], "restart": fault["code"] != 2}
-        if code in STOP_SIGNALS.values():
-            return "stop"  # the platform signalled the worker itself
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = ", perhaps for want of memory" if code == -9 else ""
-            # The abort at the end of a broken collective is a victim's; every other signal came from outside.
-            return {
-                "text": f"{who} was killed by {name}{hint} {where}",
-                "direct": code != -signal.SIGABRT,
-                "code": 1,
-                "restart": True,
-            }
-        return {"text": f"{who} left with exit code {code} {where}", "direct": True, "code": 1, "restart": True}
 
     def _beat(self):
         mine = [worker.status() for worker in self.workers]
@@ -361,11 +278,11 @@ class Parent:
         elif victims and now - victims[0][0] > CASCADE_SECONDS:
             self.verdict = victims[0][1]
         elif not self.suspects and not self.stop_signal:
-            status = stalled([status for statuses in self.statuses.values() for status in statuses])
+            status = watch.stalled([status for statuses in self.statuses.values() for status in statuses])
             if status:
                 who, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
-                text = f"{who} has made no progress for {status['idle']:.0f} s {where}"
-                self.verdict = {"text": text, "direct": True, "code": 1, "restart": True, "stack_of": status["rank"]}
+                report = watch.cause(f"{who} has made no progress for {status['idle']:.0f} s {where}")
+                self.verdict = {**report, "stack_of": status["rank"]}
         if self.verdict and self.hub:
             self.hub.send(verdict=self.verdict)
 
@@ -375,7 +292,7 @@ class Parent:
         print(f"error: {verdict['text']}; stopping all {self.here.world_size} ranks", file=sys.stderr, flush=True)
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
-                print(_stack(worker), file=sys.stderr, flush=True)
+                print(worker.stack(), file=sys.stderr, flush=True)
         self._kill_workers()
         return None if restart else verdict["code"]
 
@@ -411,7 +328,7 @@ class Parent:
         if over and not any(worker.code for worker in self.workers):
             return 0  # the run ended of itself just then
         for worker in self.workers:
-            fault = _read_json(f"{worker.files}.fault")
+            fault = worker.own_words()
             if over and fault and not fault["victim"]:
                 print(f"error: rank {worker.rank} could not stop as it should: {fault['text']}", file=sys.stderr, flush=True)
                 return fault["code"]
@@ -433,23 +350,3 @@ class Parent:
             self.hub.close()
         if self.line:
             self.line.close()
-
-
-def _stack(worker):
-    """Where the worker is, as its own fault handler writes it when asked."""
-    with contextlib.suppress(OSError):
-        worker.process.send_signal(signal.SIGUSR2)
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline:
-            with open(f"{worker.files}.stack") as file:
-                text = file.read()
-            if text.endswith("\n"):
-                return text
-            time.sleep(0.05)
-    return "its stack cannot be had"
-
-
-def _read_json(path):
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        return json.load(file)
-    return None

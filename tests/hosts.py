@@ -53,20 +53,20 @@ class Hosts:
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
 
-    def start(self, number, nodes, *options, job="train_ddp", launcher=None):
+    def start(self, number, nodes, *options, rank=None, job="train_ddp", root=ROOT, launcher=None, env=None):
         """The job on one host, as a platform starts it; the output in the host's own folder."""
-        injected = ["--init_method", "tcp://10.77.0.1:6666", "--rank", number, "--world_size", nodes]
-        script = [
-            str(ROOT / "jobs" / f"{job}.py"),
-            *options,
-            *([] if launcher else injected),
-            "--output_dir",
-            self.folders[number] / "out",
-        ]
-        words = ["ip", "netns", "exec", self.names[number], *map(str, [*(launcher or [sys.executable]), *script])]
+        rank = number if rank is None else rank
+        injected = ["--init_method", "tcp://10.77.0.1:6666", "--rank", rank, "--world_size", nodes]
+        script = [root / "jobs" / f"{job}.py", *options, *([] if launcher else injected)]
+        words = [*(launcher or [sys.executable]), *script, "--output_dir", self.folders[number] / "out"]
+        return self.run(number, *words, env=env)
+
+    def run(self, number, *words, env=None):
+        """Any program on one host; what it prints is in log(number)."""
+        words = ["ip", "netns", "exec", self.names[number], *map(str, words)]
         log = open(self.folders[number] / "log", "a")  # noqa: SIM115 (the process owns it)
         process = subprocess.Popen(
-            words, cwd=self.folders[number], env=environment(), stdout=log, stderr=log, start_new_session=True
+            words, cwd=self.folders[number], env=environment(**(env or {})), stdout=log, stderr=log, start_new_session=True
         )
         self.processes.append(process)
         return process

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from common import parent
+from common import watch
 from tests.jobs import ROOT
 from tests.test_ddp import TWO, run_variant
 
@@ -31,7 +31,7 @@ def status(rank, phase, steps, idle, median=0.1):
     ],
 )
 def test_who_holds_the_others_up(what, statuses, culprit):
-    found = parent.stalled(statuses)
+    found = watch.stalled(statuses)
     assert (found and found["rank"]) == culprit, what
 
 
@@ -39,9 +39,9 @@ def test_who_holds_the_others_up(what, statuses, culprit):
 PATCHED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from common import checkpoint, parent, run
+from common import checkpoint, watch
 from datasets import cifar10, sampler
-parent.STALL_SECONDS = 3
+watch.STALL_SECONDS = 3
 batches, write, in_order = cifar10.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
 
 def endless_transform(self):

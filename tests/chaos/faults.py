@@ -1,11 +1,11 @@
-"""What happens when a rank, a host or a cable is lost, and how soon everyone knows: a table, ours beside torchrun alone.
+"""What happens when a rank, a host or a cable is lost, or two nodes do not fit together, and how soon everyone knows.
 
     python -m tests.chaos.faults --trials 20 [--fault NAME] [--seed 1] [--results FILE]     (make chaos FAULT=name TRIALS=n)
 
-Two hosts (network namespaces, so this needs root), two ranks on each. After a random number of steps the fault is injected;
-measured are the seconds until every rank has stopped, whether the line in the log names the right culprit on every
-surviving host, and the exit codes. Each trial is a line of the results file, so that a table can be filled in parts. The
-faults before training (a node that never comes, a taken port ...) are those of tests/test_ddp.py, timed.
+A table, ours beside torchrun alone. Two hosts (network namespaces, so this needs root), two ranks on each. Measured are the
+seconds from the fault, or from the start of the last program for a fault before training, until every rank has stopped;
+whether the line in the log names the right culprit on every surviving host; and the exit codes. Each trial is a line of the
+results file, so that a table can be filled in parts.
 """
 
 import argparse
@@ -21,82 +21,132 @@ import time
 from pathlib import Path
 
 from tests.hosts import Hosts, need_namespaces, wait_all
+from tests.jobs import ROOT
 from tests.test_ddp import LONG, workers_of
 
 TIMEOUT = 60
-OPTIONS = [*LONG, "--batch_size", "16", "--nproc_per_node", "2", "--save_steps", "1"]
-OPTIONS_TORCHRUN = [*LONG, "--batch_size", "16", "--save_steps", "1"]
+OPTIONS = [*LONG, "--batch_size", "16", "--save_steps", "1"]
+ADDRESS, PORT = "10.77.0.1", 6666
 
 
-def worker(hosts, rank):
-    """The process of this rank, on whichever host it is."""
-    return workers_of([pid for number in range(2) for pid in hosts.pids(number)])[rank]
+class Trial:
+    """Two hosts, a form of starting the job on them, and the moment of the fault."""
+
+    def __init__(self, hosts, form, draw):
+        self.hosts, self.form, self.draw = hosts, form, draw
+        self.unharmed = []  # processes that have to go on
+
+    def start(self, number, nodes=2, rank=None, ours=(), **how):
+        rank = number if rank is None else rank
+        if self.form == "ours":
+            return self.hosts.start(number, nodes, *OPTIONS, "--nproc_per_node", 2, *ours, rank=rank, **how)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--node_rank", rank]
+        launcher += ["--nproc_per_node", 2, "--master_addr", ADDRESS, "--master_port", PORT]
+        return self.hosts.start(number, nodes, *OPTIONS, launcher=launcher, **how)
+
+    def train(self, **how):
+        """Both hosts train; returns at a random moment of it."""
+        processes = [self.start(number, **how) for number in range(2)]
+        checkpoints, deadline = self.hosts.folders[0] / "out" / "checkpoints", time.monotonic() + 120
+        while not (checkpoints.exists() and list(checkpoints.glob("*.json"))):
+            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+                raise AssertionError(self.hosts.log(0) + self.hosts.log(1))
+            time.sleep(0.02)
+        time.sleep(self.draw.uniform(0, 2))
+        return processes
+
+    def signal(self, rank, number):
+        os.kill(workers_of([pid for host in range(2) for pid in self.hosts.pids(host)])[rank], number)
 
 
-def kill_rank(hosts, draw):
-    rank = draw.randrange(4)
-    os.kill(worker(hosts, rank), signal.SIGKILL)
-    return rf"rank {rank} \(.*killed by SIGKILL", []
+# Each fault: makes it happen, and returns the processes that have to stop and {host: what its log has to say}.
 
 
-def stop_rank(hosts, draw):
-    rank = draw.randrange(4)
-    os.kill(worker(hosts, rank), signal.SIGSTOP)
-    return rf"rank {rank} \(.*stopped \(state T\)", []
+def kill_rank(trial):
+    processes, rank = trial.train(), trial.draw.randrange(4)
+    trial.signal(rank, signal.SIGKILL)
+    return processes, dict.fromkeys(range(2), rf"rank {rank} \(.*killed by SIGKILL")
 
 
-def cut_cable(hosts, draw):
-    hosts.cut(1)
-    return r"node [01] \(ranks .*silent", []
+def stop_rank(trial):
+    processes, rank = trial.train(), trial.draw.randrange(4)
+    trial.signal(rank, signal.SIGSTOP)
+    return processes, dict.fromkeys(range(2), rf"rank {rank} \(.*stopped \(state T\)")
 
 
-def lose_host(hosts, draw):
-    number = draw.randrange(2)
-    hosts.kill(number)
-    return rf"node {number} \(ranks .*is gone", [number]
+def cut_cable(trial):
+    processes = trial.train()
+    trial.hosts.cut(1)
+    return processes, {0: r"node 1 \(ranks .*silent", 1: r"node 0 \(ranks .*silent"}
 
 
-FAULTS = {"rank killed": kill_rank, "rank stopped": stop_rank, "cable cut": cut_cable, "host gone": lose_host}
+def lose_host(trial):
+    processes, lost = trial.train(), trial.draw.randrange(2)
+    trial.hosts.kill(lost)
+    return [processes[1 - lost]], {1 - lost: rf"node {lost} \(ranks .*is gone"}
 
 
-def start(hosts, form):
-    if form == "ours":
-        return [hosts.start(number, 2, *OPTIONS) for number in range(2)]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        2,
-        "--nproc_per_node",
-        2,
-        "--master_addr",
-        "10.77.0.1",
-        "--master_port",
-        6666,
-    ]
-    return [hosts.start(number, 2, *OPTIONS_TORCHRUN, launcher=[*launcher, "--node_rank", number]) for number in range(2)]
+def lack_node(trial):
+    there, missing = trial.draw.sample([1, 2], 2)
+    processes = [trial.start(number, nodes=3, rank=rank, ours=["--join_seconds", 15]) for number, rank in enumerate((0, there))]
+    return processes, dict.fromkeys(range(2), rf"node {missing} \(ranks .*did not come within 15 s")
 
 
-def trial(name, form, draw):
+def take_port(trial):
+    listen = f"import socket, signal; taken = socket.create_server(('', {PORT})); print('taken', flush=True); signal.pause()"
+    trial.hosts.run(0, sys.executable, "-c", listen)
+    while "taken" not in trial.hosts.log(0):
+        time.sleep(0.02)
+    processes = [trial.start(number) for number in range(2)]
+    return processes, {0: f"port {PORT} on this node is taken", 1: "answers but is not node 0 of this job"}
+
+
+def start_second_job(trial):
+    trial.unharmed = trial.train(env={"MA_VJ_NAME": "first"})
+    return [trial.start(1, env={"MA_VJ_NAME": "second"})], {1: "this port belongs to another job, 'first'"}
+
+
+def repeat_rank(trial):
+    processes = [trial.start(number, nodes=3, rank=rank) for number, rank in ((0, 0), (1, 1), (1, 1))]
+    return processes, dict.fromkeys(range(2), r"duplicate rank: host \S+ and host \S+ both say they are node 1")
+
+
+def differ_in_code(trial):
+    stale, other = trial.draw.randrange(2), trial.hosts.folders[1] / "stale"
+    (other / "jobs").mkdir(parents=True)
+    for name in ("common", "datasets"):
+        (other / name).symlink_to(ROOT / name)
+    (other / "jobs" / "train_ddp.py").write_text((ROOT / "jobs" / "train_ddp.py").read_text() + "\n# a stale upload\n")
+    processes = [trial.start(number, root=other if number == stale else ROOT) for number in range(2)]
+    return processes, dict.fromkeys(range(2), r"code differs: \w+ on (node|rank) 0 .* on (node|rank) [12]")
+
+
+FAULTS = {
+    "rank killed": kill_rank,
+    "rank stopped": stop_rank,
+    "cable cut": cut_cable,
+    "host gone": lose_host,
+    "node never comes (--join_seconds 15)": lack_node,
+    "port taken": take_port,
+    "second job on the port": start_second_job,
+    "duplicate rank": repeat_rank,
+    "different code": differ_in_code,
+}  # fmt: skip
+
+
+def run_trial(name, form, draw):
     """{seconds, named, codes}; seconds is None where somebody still ran after the timeout."""
     with tempfile.TemporaryDirectory() as folder:
         hosts = Hosts(2, Path(folder))
         try:
-            processes = start(hosts, form)
-            checkpoints, deadline = hosts.folders[0] / "out" / "checkpoints", time.monotonic() + 120
-            while not (checkpoints.exists() and list(checkpoints.glob("*.json"))):
-                if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
-                    raise AssertionError(hosts.log(0) + hosts.log(1))
-                time.sleep(0.02)
-            time.sleep(draw.uniform(0, 2))  # the moment of the fault
-            pattern, gone = FAULTS[name](hosts, draw)
-            left = [number for number in range(2) if number not in gone]
+            trial = Trial(hosts, form, draw)
+            processes, expected = FAULTS[name](trial)
             try:
-                codes, ends = wait_all([processes[number] for number in left], TIMEOUT)
+                codes, ends = wait_all(processes, TIMEOUT)
             except AssertionError:
                 return {"seconds": None, "named": False, "codes": []}
-            named = all(re.search(pattern, hosts.log(number)) for number in left)
+            named = all(re.search(pattern, hosts.log(number)) for number, pattern in expected.items())
+            named = named and all(process.poll() is None for process in trial.unharmed)
             return {"seconds": round(max(ends), 2), "named": named, "codes": codes}
         finally:
             hosts.close()
@@ -134,7 +184,7 @@ def main():
         for form, trials in (("ours", options.trials), ("torchrun", min(3, options.trials))):
             done = sum((row["fault"], row["form"]) == (name, form) for row in results)
             for number in range(done, trials):
-                found = trial(name, form, random.Random(f"{options.seed}-{name}-{number}"))
+                found = run_trial(name, form, random.Random(f"{options.seed}-{name}-{number}"))
                 results.append({"fault": name, "form": form, **found})
                 with options.results.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
