@@ -57,6 +57,11 @@ def number(kind, at_least=None, above=None, below=None):
     return parse
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"error: {message}; --help lists every option\n")
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """The job's own docstring, and a default behind every option that has one."""
 
@@ -66,7 +71,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 def parser(doc):
     """The options that every CIFAR job shares, described by the job's docstring."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=_Help, allow_abbrev=False)
+    parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     _training_options(parser.add_argument_group("training"))
     _data_options(parser.add_argument_group("data"))
     _output_options(parser.add_argument_group("output and restart"))

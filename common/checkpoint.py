@@ -13,11 +13,10 @@ import json
 import os
 import pickle
 import re
-import threading
 
 import torch
 
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import UserError, one_line
 
 NAME = re.compile(r"(\d{12})\.json")
 TEMPORARY = ".unfinished"
@@ -26,6 +25,14 @@ TEMPORARY = ".unfinished"
 def plain_keys(state):
     """A state_dict without the prefixes of the wrappers (DataParallel, DDP, compile), so that every job loads every other's."""
     return {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
+
+
+def unwrapped(model):
+    """The network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
+    for name in ("module", "_orig_mod"):
+        while hasattr(model, name):
+            model = getattr(model, name)
+    return model
 
 
 def snapshot(value):
@@ -172,31 +179,3 @@ def prune(folder, output_dir, keep, about):
 def _unlink(path):
     if os.path.exists(path):
         os.unlink(path)
-
-
-class Writer:
-    """Saves in the background, one at a time and in the order asked; a failure is raised at the next call."""
-
-    def __init__(self):
-        self._thread = self._error = None
-
-    def submit(self, work):
-        self.wait()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer")
-        self._thread.start()
-
-    def wait(self):
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        if self._error:
-            error, self._error = self._error, None
-            raise error
-
-    def _run(self, work):
-        try:
-            work()
-        except OSError as error:
-            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; the ones before are intact")
-        except Exception as error:
-            self._error = error

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from common import channel, network, pulse, watch
+from common import channel, network, pulse, watch, world
 from common.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 
@@ -120,7 +120,7 @@ class Parent:
         shared = {
             "MASTER_ADDR": go["address"], "MASTER_PORT": str(go["port"]), "WORLD_SIZE": str(here.world_size),
             "LOCAL_WORLD_SIZE": str(here.local_world_size), "GROUP_RANK": str(here.node_rank), "NODE_RANK": str(here.node_rank),
-            "TORCHELASTIC_RUN_ID": here.job_id or "anyrank",
+            "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: here.platform,
             "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
             **network.interfaces(self._own_address()),
         }  # fmt: skip

@@ -14,7 +14,7 @@ from common import checkpoint, group, world
 from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
-CHANGEABLE = ["lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype"]
+CHANGEABLE = ["epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype"]
 
 
 LOCK_SECONDS = 10  # the start before this one may be dying just now
@@ -126,7 +126,7 @@ def changes(then, now):
 
 def make_folders(args):
     """The output folders, or one line saying that they cannot be written to."""
-    for folder in (args.output_dir, args.checkpoint_dir):
+    for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
         try:
             os.makedirs(folder, exist_ok=True)
             probe = os.path.join(folder, ".writable")

@@ -14,7 +14,6 @@ generator to save.
 
 import os
 import platform
-import random
 import signal
 import sys
 import time
@@ -22,10 +21,11 @@ import time
 import numpy as np
 import torch
 
-from common import checkpoint, devices, group, pulse, restart, world
+from common import checkpoint, group, opening, pulse, restart, seeds, world
 from common.display import Display
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.ledger import Ledger
+from common.saver import Saver
 
 CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
 WISHES_SECONDS = 0.5  # how often the ranks tell each other of a signal or a save that is due
@@ -35,24 +35,24 @@ class Run:
     def __init__(self, args, sampler, model, **parts):
         self._born = time.monotonic()
         self.args, self.sampler, self._parts = args, sampler, parts
-        self._arguments = {
+        self.arguments = {
             name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))
         }
-        self._uses_all_gpus = isinstance(model, torch.nn.DataParallel)
-        self.model = unwrapped(model)
+        self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
+        self.model = checkpoint.unwrapped(model)
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._rank, self._world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
-        self._grouped = grouped
+        self.rank, self.world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
+        self.grouped = grouped
         here = world.here(args)
         if not grouped and (here.num_nodes > 1 or (here.level == "process" and here.world_size > 1)):
             raise UserError(
                 f"{here.num_nodes} nodes with {here.world_size} processes in all were started ({here.platform}: {here.rule}), "
                 f"but {args.job}.py trains on one device: start train_ddp.py instead"
             )
-        self._display = Display(args.output_dir, args.tensorboard_dir, active=self._rank == 0)
+        self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0)
         self.say = self._display.say
         self._pulse = pulse.of_this_process()
-        self._writer = checkpoint.Writer()
+        self._saver = Saver(args)
         self._started = False
 
     def register(self, **parts):
@@ -102,7 +102,7 @@ class Run:
             self._busy, self._loss_shared, due = True, False, self.total_steps + 1
             self._show("step")
             self._attempt.set(self.epoch, self.consumed)
-            seed_step(self.args.seed, self.samples_seen, self._rank)
+            seeds.seed_step(self.args.seed, self.samples_seen, self.rank)
             yield batch
             if self.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
@@ -120,7 +120,7 @@ class Run:
         self.consumed += self.sampler.global_batch
         self.samples_seen += self.sampler.global_batch
         self.total_steps += 1
-        self._epoch_steps += self._world_size  # one of each rank, also when a restart changes their number
+        self._epoch_steps += self.world_size  # one of each rank, also when a restart changes their number
         self._unchecked.append((self.total_steps, loss, ids))
         self._attempt.set(-1, -1)
         if self._display.step(self.sampler.global_batch, self._waited):
@@ -136,7 +136,7 @@ class Run:
         now = time.monotonic()
         hours = self.args.max_hours is not None and now - self._born >= self.args.max_hours * 3600
         own = [int(self._signal or 0), int(hours), int(now - self._saved >= self.args.save_seconds)]
-        if self._world_size == 1:
+        if self.world_size == 1:
             return own
         self._steps_to_wishes -= 1
         if self._steps_to_wishes > 0:
@@ -175,7 +175,7 @@ class Run:
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self._draw_curves()
         self._busy = False
-        if self._signal and self._world_size == 1:
+        if self._signal and self.world_size == 1:
             self._stop_on(self._signal)
 
     def _close_epoch(self, metrics):
@@ -217,7 +217,9 @@ class Run:
         good = torch.isfinite(torch.stack([loss for _, loss, _ in unchecked])).tolist()
         if not all(good):
             step, loss, ids = unchecked[good.index(False)]
-            raise TrainingFailed(f"the loss is {loss.item()} at step {step}, sample ids {ids.tolist()}; {self._last_good()}")
+            raise TrainingFailed(
+                f"the loss is {loss.item()} at step {step}, sample ids {ids.tolist()}; {self._saver.last_good()}"
+            )
 
     # --- Saving and restoring ---
 
@@ -227,40 +229,30 @@ class Run:
         self._share_loss()
         self._saved = time.monotonic()
         place = (self.samples_seen, self.epoch, self.consumed)
-        if self._rank != 0 or (place == self._saved_place and not weights_of_epoch):  # nothing new since the last one
+        if self.rank != 0 or (place == self._saved_place and not weights_of_epoch):  # nothing new since the last one
             return
         self._saved_place = place
         self._show("save")
-        self._writer.wait()
+        self._saver.wait()
         about = {
             **{name: getattr(self, name) for name in ("samples_seen", "total_steps", "epoch", "consumed", "best")},
             "global_batch": self.sampler.global_batch,
-            "world_size": self._world_size,
+            "world_size": self.world_size,
             "identity": self._identity,
-            "arguments": self._arguments,
+            "arguments": self.arguments,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         }
         state = {name: part.state_dict() for name, part in self._parts.items()}
         state["model"] = checkpoint.plain_keys(self.model.state_dict())
         state["run"] = {"epoch_steps": self._epoch_steps, "loss_sum": self._loss_sum, "history": self.history}
         state = checkpoint.snapshot(state)
-        self._writer.submit(lambda: self._write(state, about, weights_of_epoch))
-
-    def _write(self, state, about, weights_of_epoch):
-        if not checkpoint.finite(state["model"]):
-            raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self._last_good()}")
-        if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
-            checkpoint.write_atomically(
-                os.path.join(self.args.output_dir, f"epoch_{weights_of_epoch}.pth"), checkpoint.encode(state["model"])
-            )
-        checkpoint.write(self.args.checkpoint_dir, state, about)
-        checkpoint.prune(self.args.checkpoint_dir, self.args.output_dir, self.args.keep, about)
+        self._saver.save(state, about, weights_of_epoch)
 
     def _share_loss(self):
         """Rank 0 takes over the others' sums, so that its checkpoint has them all. Exact in float64, so in any order."""
-        if self._world_size > 1 and not self._loss_shared:
+        if self.world_size > 1 and not self._loss_shared:
             (total,) = group.reduce([self._loss_sum.item()], "SUM")
-            self._loss_sum.fill_(total if self._rank == 0 else 0.0)
+            self._loss_sum.fill_(total if self.rank == 0 else 0.0)
         self._loss_shared = True
 
     def _show(self, phase):
@@ -284,22 +276,24 @@ class Run:
         found = self._find()
         if found:
             self._restore(*found)
-        self._announce(device, found)
+        for line in opening.lines(self, device, found):
+            self.say(line)
         self._display.rewrite_metrics(self.history)
         self._steps_before = self.total_steps
         self._saved_place = (self.samples_seen, self.epoch, self.consumed) if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch = self.sampler.samples_per_epoch
-        self._ledger = Ledger(self.args.output_dir, self._rank, self.args.ledger, self.epoch, self.consumed)
-        self._attempt = restart.Attempt(self.args.checkpoint_dir, active=self._rank == 0)
-        self._warn_of_crash_loop()
+        self._ledger = Ledger(self.args.output_dir, self.rank, self.args.ledger, self.epoch, self.consumed)
+        self._attempt = restart.Attempt(self.args.checkpoint_dir, active=self.rank == 0)
+        if self._attempt.died_twice_in:
+            self.say(opening.crash_loop(self.sampler, *self._attempt.died_twice_in))
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         self._busy = False
 
     def _find(self):
         """The checkpoint to go on from. On several nodes the disks are separate: rank 0 looks, and all get its bytes."""
-        if self._world_size > 1:
+        if self.world_size > 1:
             group.compare(self._identity)
 
         def choose():
@@ -309,35 +303,7 @@ class Run:
             checkpoint.sweep(self.args.checkpoint_dir)
             return found
 
-        return choose() if self._world_size == 1 else restart.from_rank_0(choose)
-
-    def _announce(self, device, found):
-        here = world.here(self.args)
-        self.say(
-            f"{self.args.job}: {devices.describe(device)}, rank {self._rank} of {self._world_size}, "
-            f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {self.sampler.global_batch}"
-        )
-        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-        if found:
-            changed = restart.changes(found[1]["arguments"], self._arguments)
-            if changed:
-                self.say(f"warning: going on with other settings than before: {', '.join(changed)}")
-            place = f"epoch {self.epoch + 1}, after {self.consumed} of its samples, step {self.total_steps}"
-            self.say(f"going on from {found[2]}: {place}")
-            factor = self.sampler.global_batch / self.args.batch_size
-            if not self._grouped and factor != 1:
-                self.say(
-                    f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
-                )
-        if self._world_size == 1 and gpus > 1 and not self._uses_all_gpus:
-            self.say(f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them")
-        if getattr(self.args, "custom_data", False):
-            self.say("warning: the images are synthetic: the accuracy means nothing")
-        left = self.sampler.num_samples % self.sampler.global_batch
-        if left:
-            self.say(
-                f"{left} of {self.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
-            )
+        return choose() if self.world_size == 1 else restart.from_rank_0(choose)
 
     def _restore(self, state, about, path):
         self.model.load_state_dict(state["model"])
@@ -353,19 +319,10 @@ class Run:
         for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):
             setattr(self, name, about[name])
         self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
-        if self._rank == 0:  # it holds what all ranks had
+        if self.rank == 0:  # it holds what all ranks had
             self._loss_sum.copy_(state["run"]["loss_sum"])
         if self.args.batch_size == about["arguments"]["batch_size"]:
             self.sampler.set_global_batch(about["global_batch"])
-
-    def _warn_of_crash_loop(self):
-        if self._attempt.died_twice_in:
-            epoch, consumed = self._attempt.died_twice_in
-            ids = self.sampler.step_ids(epoch, consumed).tolist()
-            self.say(
-                f"warning: the last two starts both died in one step, in epoch {epoch + 1} after {consumed} samples; "
-                f"its sample ids are {ids}"
-            )
 
     # --- Ending ---
 
@@ -383,7 +340,7 @@ class Run:
     def _on_signal(self, number, _frame):
         self._signal = number
         # Several ranks must agree on a step; in an evaluation, which all have reached, rank 0 can save for all of them.
-        if not self._busy and (self._world_size == 1 or (self._evaluating and self._rank == 0)):
+        if not self._busy and (self.world_size == 1 or (self._evaluating and self.rank == 0)):
             self._stop_on(number)
 
     def _stop_on(self, number):
@@ -400,7 +357,7 @@ class Run:
     def _close(self):
         self._busy = True
         self._show("save")
-        self._writer.wait()
+        self._saver.wait()
         self._draw_curves()
         self._display.close()
         self._attempt.done()
@@ -411,36 +368,7 @@ class Run:
         self._display.curves(self.history)
 
     def _where(self):
-        names = [
-            name
-            for name in ("metrics.jsonl", "curves.png", "report.txt")
-            if os.path.exists(os.path.join(self.args.output_dir, name))
-        ]
-        return f"{self._last_good()}; {', '.join(names)} in {self.args.output_dir}; TensorBoard in {self.args.tensorboard_dir}"
-
-    def _last_good(self):
-        numbers = checkpoint.numbers(self.args.checkpoint_dir)
-        return (
-            f"last checkpoint {os.path.join(self.args.checkpoint_dir, f'{numbers[-1]:012d}.pt')}"
-            if numbers
-            else "no checkpoint yet"
-        )
-
-
-def unwrapped(model):
-    """The network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
-    for name in ("module", "_orig_mod"):
-        while hasattr(model, name):
-            model = getattr(model, name)
-    return model
-
-
-def seed_step(seed, samples_seen, rank):
-    """Make every generator a function of where the run stands. Ten microseconds; torch.manual_seed would take eighty."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + samples_seen * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
-    mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64 >> 1
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mixed)
+        folder = self.args.output_dir
+        names = [name for name in ("metrics.jsonl", "curves.png", "report.txt") if os.path.exists(os.path.join(folder, name))]
+        files = f"; {', '.join(names)} in {folder}" if names else ""
+        return f"{self._saver.last_good()}{files}; TensorBoard in {self.args.tensorboard_dir}"

@@ -10,6 +10,7 @@ import socket
 from common import platforms
 from common.errors import UserError
 
+PLATFORM = "ANYRANK_PLATFORM"  # what the parent of this node recognised, so that its workers say the same
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it
 
 JOB_ID = [
@@ -54,7 +55,7 @@ def resolve(args, environ, gpus, hostname):
     given = platforms.Given(args, environ, gpus, hostname)
     if "RANK_TABLE_FILE" in given.env:
         raise UserError("RANK_TABLE_FILE is set: an Ascend engine, which these jobs do not support; choose a GPU or CPU flavor")
-    place = next(place for rule in platforms.RULES if (place := rule(given)))
+    place = next(place for rule in platforms.RULES if (place := _apply(rule, given)))
     if place.level == "node" and place.node_rank >= place.num_nodes:
         raise UserError(f"{place.rule}: node rank {place.node_rank} is not below the number of nodes, {place.num_nodes}")
     if place.rank >= place.world_size:
@@ -62,9 +63,21 @@ def resolve(args, environ, gpus, hostname):
     return World(
         **{
             **dataclasses.asdict(place),
+            "platform": given.env.get(PLATFORM) or place.platform,
             "master_addr": place.master_addr or "127.0.0.1",
             "master_port": place.master_port or given.number("MASTER_PORT") or DEFAULT_PORT,
         },
         job_id=next((given.env[name] for name in JOB_ID if name in given.env), ""),
         restart_count=sum(max(0, given.number(name) - first) for name, first in RESTARTS.items() if name in given.env),
     )
+
+
+def _apply(rule, given):
+    try:
+        return rule(given)
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the environment looks like {rule.__name__}'s, but its variables are not in the form that it documents: {error!r}"
+        ) from None

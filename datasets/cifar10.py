@@ -63,6 +63,8 @@ def _find(args):
         ):
             return folder
     archive = os.path.join(root, ARCHIVE)
+    if args.data_url and not os.path.exists(root):
+        raise UserError(f"--data_url {root} does not exist: give a folder with CIFAR-10 in it, or --custom_data true")
     if args.data_url and not os.path.exists(archive):
         raise UserError(
             f"--data_url {root} has neither {FOLDER} nor {ARCHIVE}: "

@@ -98,7 +98,10 @@ def parse(lines, name):
 
 def read(path):
     """(base lines, blocks) of a job's file."""
-    return parse(Path(path).read_text().split("\n"), str(path))
+    try:
+        return parse(Path(path).read_text().split("\n"), str(path))
+    except FileNotFoundError:
+        raise BlockError(f"{path} does not exist: give a job, such as jobs/train_ddp.py") from None
 
 
 def apply(base, blocks):
@@ -230,6 +233,7 @@ def run(options):
         return "\n".join(compose(options.tags))
     base = BASE.read_text().split("\n")
     rebased = {path: rebase(path, base) for path in feature_jobs()}  # all of them, or none is written
-    for path, lines in rebased.items():
-        path.write_text("\n".join(lines))
-    return f"{len(rebased)} jobs now follow {BASE.name}: {', '.join(path.name for path in rebased)}"
+    changed = [path for path, lines in rebased.items() if path.read_text() != "\n".join(lines)]
+    for path in changed:
+        path.write_text("\n".join(rebased[path]))
+    return f"{len(rebased)} jobs follow {BASE.name}; changed: {', '.join(path.name for path in changed) or 'none'}"

@@ -9,6 +9,7 @@ import torch
 
 from common import checkpoint
 from common.errors import TrainingFailed, UserError
+from common.saver import Writer
 
 
 def state(value=0.0):
@@ -138,7 +139,7 @@ def test_a_snapshot_is_safe_from_the_next_step():
 
 
 def test_a_failed_save_is_raised_at_the_next_call():
-    writer = checkpoint.Writer()
+    writer = Writer()
     writer.submit(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(TrainingFailed, match="No space left"):
         writer.wait()

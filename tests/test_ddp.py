@@ -109,6 +109,7 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platfor
         timeout=120,
     )
     assert done.returncode == 0, done.stdout
+    assert ", platform torchrun (" not in done.stdout, "the workers know what their parent recognised"
     assert "[node 1] node 1: starting rank 1 of 2" in done.stdout and "exit codes 0 0" in done.stdout
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +52,21 @@ def test_three_hosts(hosts):
     some = hosts(3)
     run_everywhere(some, 3, *TWO, "--batch_size", 16, "--max_steps", 6)
     assert "rank 0 of 3" in some.log(0) and "16 of 256 samples" in some.log(0)
+
+
+def test_a_busy_machine_raises_no_alarm(hosts):
+    """Load 8 and more on the 2 cores of a small machine, over an evaluation and a save in every epoch."""
+    some = hosts(2)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * len(os.sched_getaffinity(0)))]
+    try:
+        processes = [some.start(number, 2, *TWO, "--nproc_per_node", 2, "--batch_size", 16) for number in range(2)]
+        codes, _ = wait_all(processes, 240)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], some.log(0) + some.log(1)
+    assert "error" not in some.log(0) + some.log(1)
 
 
 def started(some, nodes):

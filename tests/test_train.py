@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from common import arguments
+from common import arguments, opening
 from common.resnet import resnet18
 from common.run import Run
 from datasets.sampler import EpochSampler
@@ -239,7 +239,7 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(again):
     done = run_job("train", again, *TINY)
     assert "nothing to do" in done.stdout and "000000000512.pt" in done.stdout
     done = run_job("train", again, *TINY, "--epochs", 3, "--lr", "0.05")
-    assert "warning: going on with other settings than before: lr 0.1 -> 0.05" in done.stdout
+    assert "warning: going on with other settings than before: epochs 2 -> 3, lr 0.1 -> 0.05" in done.stdout
     assert "epoch=3/3 steps=12" in done.stdout
 
 
@@ -305,6 +305,10 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
         ),
         (["--batch_size", "512"], {}, ["256 samples are fewer than one global batch of 512"]),
         (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
+        (["--custom_data", "false", "--data_url", "/no/such"], {}, ["--data_url /no/such does not exist"]),
+        (["--ephocs", "3"], {}, ["unknown option --ephocs: did you mean --epochs?"]),
+        ([], {"CLUSTER_SPEC": '{"cluster": []}'}, ["the environment looks like vertex's", "not in the form"]),
+        ([], {"SM_HOSTS": "3", "SM_CURRENT_HOST": "algo-1"}, ["the environment looks like sagemaker's"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
@@ -322,9 +326,7 @@ def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wra
     run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.DataParallel(model) if wrapped else model)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
-    said = []
-    run.say = said.append
-    run._announce(torch.device("cuda", 0), None)
+    said = list(opening.lines(run, torch.device("cuda", 0), None))
     assert said[0].startswith(f"{args.job}: cuda:0 (fake)")
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 

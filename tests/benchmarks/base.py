@@ -27,6 +27,7 @@ from torch import nn
 
 from common import checkpoint
 from common.resnet import resnet18
+from common.saver import Writer
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
 from tests.jobs import command, environment
@@ -112,7 +113,7 @@ def checkpoint_stall(rounds):
     step = training_step(our_loader(images, labels, 128), channels_last=True)
     model = resnet18()
     state = {"model": model.state_dict(), "momentum": [torch.zeros_like(p) for p in model.parameters()]}
-    writer, stalls, writes = checkpoint.Writer(), [], []
+    writer, stalls, writes = Writer(), [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             begun = time.perf_counter()

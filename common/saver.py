@@ -1,0 +1,61 @@
+"""Writes a run's checkpoints and weight files behind its back: the training waits for a copy of the state, not for the disk."""
+
+import os
+import threading
+
+from common import checkpoint
+from common.errors import TrainingFailed, one_line
+
+
+class Writer:
+    """Works in the background, one thing at a time and in the order asked; a failure is raised at the next call."""
+
+    def __init__(self):
+        self._thread = self._error = None
+
+    def submit(self, work):
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer")
+        self._thread.start()
+
+    def wait(self):
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, work):
+        try:
+            work()
+        except OSError as error:
+            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; the ones before are intact")
+        except Exception as error:
+            self._error = error
+
+
+class Saver:
+    def __init__(self, args):
+        self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
+        self._writer = Writer()
+
+    def save(self, state, about, weights_of_epoch=None):
+        """Save `state`, which must not change any more; and the weights alone, as those of an epoch."""
+        self._writer.submit(lambda: self._write(state, about, weights_of_epoch))
+
+    def wait(self):
+        self._writer.wait()
+
+    def last_good(self):
+        numbers = checkpoint.numbers(self._folder)
+        return f"last checkpoint {os.path.join(self._folder, f'{numbers[-1]:012d}.pt')}" if numbers else "no checkpoint yet"
+
+    def _write(self, state, about, weights_of_epoch):
+        if not checkpoint.finite(state["model"]):
+            raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
+        if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
+            path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
+            checkpoint.write_atomically(path, checkpoint.encode(state["model"]))
+        checkpoint.write(self._folder, state, about)
+        checkpoint.prune(self._folder, self._output_dir, self._keep, about)
