@@ -108,7 +108,9 @@ def _data_options(group):
         help="train on synthetic images instead; its accuracy means nothing",
     )
     group.add_argument(
-        "--data_url", help="folder with cifar-10-batches-py or cifar-10-python.tar.gz; unset: downloaded to input_dir"
+        "--data_url",
+        help="folder or bucket (s3://, obs://, oss://) with cifar-10-batches-py or cifar-10-python.tar.gz, or the archive's "
+        "https:// address; unset: downloaded to input_dir",
     )
     group.add_argument(
         "--workers",
@@ -119,7 +121,11 @@ def _data_options(group):
 
 
 def _output_options(group):
-    group.add_argument("--output_dir", "--train_url", help="where checkpoints, metrics and curves go; unset: output_dir/JOB")
+    group.add_argument(
+        "--output_dir",
+        "--train_url",
+        help="folder or bucket (s3://, obs://, oss://) for checkpoints, metrics and curves; unset: output_dir/JOB",
+    )
     group.add_argument(
         "--resume",
         default="auto",

@@ -159,23 +159,27 @@ def sweep(folder):
             os.unlink(os.path.join(folder, name))
 
 
+def surplus(names, keep, about):
+    """Which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
+
+    Later than the one just written, which is `about`, are only damaged ones that the run went back behind.
+    """
+    best, now = about["best"] or {}, about["samples_seen"]
+    found = [(name, match) for name in names if (match := re.fullmatch(r"(?:checkpoints/)?(\d{12})\.(json|pt)", name))]
+    numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"})
+    kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")}
+    old = [name for name, match in found if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
+    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth", name))]
+    old_weights = [name for epoch, name in sorted(weights)[:-keep] if epoch != best.get("epoch")]
+    return sorted(old) + old_weights  # each manifest before its file: no manifest, no checkpoint
+
+
 def prune(folder, output_dir, keep, about):
-    """Keep the last `keep` checkpoints and weight files, and the best of each. Later than the one just written are only
-    damaged ones, which the run went back behind."""
-    best, found = about["best"] or {}, numbers(folder)
-    last = [number for number in found if number <= about["samples_seen"]][-keep:]
-    for number in found:
-        if number not in last and number != best.get("samples_seen"):
-            for suffix in (".json", ".pt"):  # the manifest first: no manifest, no checkpoint
-                _unlink(os.path.join(folder, f"{number:012d}{suffix}"))
-    epochs = sorted(
-        int(match.group(1)) for match in map(re.compile(r"epoch_(\d+)\.pth").fullmatch, os.listdir(output_dir)) if match
-    )
-    for epoch in epochs[:-keep]:
-        if epoch != best.get("epoch"):
-            _unlink(os.path.join(output_dir, f"epoch_{epoch}.pth"))
+    places = {name: place for place in (folder, output_dir) for name in os.listdir(place)}
+    for name in surplus(places, keep, about):
+        remove(os.path.join(places[name], name))
 
 
-def _unlink(path):
+def remove(path):
     if os.path.exists(path):
         os.unlink(path)

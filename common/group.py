@@ -29,7 +29,17 @@ TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice 
 WORD_BYTES = 4096  # of what a rank says of itself when they compare
 
 # Options that may differ from node to node.
-OWN_OPTIONS = ("rank", "local_rank", "data_url", "output_dir", "checkpoint_dir", "tensorboard_dir", "workers", "init_method")
+OWN_OPTIONS = (
+    "rank",
+    "local_rank",
+    "data_url",
+    "output_dir",
+    "output_url",
+    "checkpoint_dir",
+    "tensorboard_dir",
+    "workers",
+    "init_method",
+)
 
 
 def add_options(parser):
@@ -67,13 +77,22 @@ def join(args, device):
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     if here.level == "node":
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        join.store = distributed.HashStore()
+        distributed.init_process_group(backend, store=join.store, rank=0, world_size=1)
     else:
         os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
-        distributed.init_process_group(backend, rank=here.rank, world_size=here.world_size, timeout=TIMEOUT)
+        join.store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=TIMEOUT))
+        distributed.init_process_group(backend, store=join.store, rank=here.rank, world_size=here.world_size, timeout=TIMEOUT)
     atexit.register(_leave)
     compare({"code": code_digest(), "arguments": settings(args), "torch": str(torch.__version__)})
+
+
+def store():
+    """(the keys and values that all ranks share, rank, world size); the keys are None where there is one process."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None, 0, 1
+    return join.store, distributed.get_rank(), distributed.get_world_size()
 
 
 def _die_with_the_parent():

@@ -6,8 +6,9 @@ Four places, because platforms keep them apart: the data, the output (what is wo
 
 import os
 import re
+import urllib.parse
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 # The variables that name each place; the first that is set wins. A name ending in * is the first match in sorted order.
 DATA = [
@@ -22,6 +23,10 @@ DATA = [
 OUTPUT = ["output_dir", "train_url", "SM_MODEL_DIR", "PAI_OUTPUT_MODEL", "AIP_MODEL_DIR"]
 CHECKPOINTS = ["PAI_OUTPUT_CHECKPOINTS", "AIP_CHECKPOINT_DIR"]
 TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSORBOARD_LOG_PATH"]
+
+# What may stand there beside a folder.
+BUCKETS = ("s3://", "obs://", "oss://")
+ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
 
 # SageMaker copies these two folders to and from S3, and names them in no variable.
 SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
@@ -38,9 +43,13 @@ def resolve(args, environ):
         if "SM_MODEL_DIR" in environ:
             checkpoints = checkpoints or SAGEMAKER_CHECKPOINTS
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
-    output = _local("output_dir", output or os.path.join("output_dir", args.job))
+    output = _mounted("output_dir", output) or os.path.join("output_dir", args.job)
+    url = output if is_address(output) else None
+    if url:  # the run lives in a folder of this machine, and is published from there
+        output = local_folder(url, "output_dir")
     return {
-        "data_url": _local("data_url", args.data_url or _first(environ, DATA)),
+        "data_url": _mounted("data_url", args.data_url or _first(environ, DATA)),
+        "output_url": url,
         "output_dir": output,
         "checkpoint_dir": _local("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
         "tensorboard_dir": _local("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
@@ -57,13 +66,36 @@ def _first(environ, names):
 
 
 def _local(what, path):
-    """The path itself; a gs:// address as the folder where Google mounts it; any other address is refused."""
+    """A path that has to be a folder of this machine."""
+    path = _mounted(what, path)
+    if is_address(path):
+        raise UserError(f"{what} is {path[:200]}: only a folder can be used here; mount the bucket and give the folder")
+    return path
+
+
+def _mounted(what, path):
+    """The path or the address; of gs:// the folder where Google mounts it."""
     if path is None:
         return None
     if "\0" in path:
         raise UserError(f"{what} {path[:80]!r} holds a zero byte")
     if path.startswith("gs://"):
         return "/gcs/" + path[len("gs://") :]
-    if re.match(r"[a-z0-9]+://", path):
-        raise UserError(f"{what} is {path[:200]}: only a folder is read here; mount or copy the bucket and give the folder")
+    if is_address(path) and not path.startswith(ADDRESSES[what]):
+        raise UserError(f"{what} is {path[:200]}: give a folder, or an address that begins with {', '.join(ADDRESSES[what])}")
     return path
+
+
+def is_address(text):
+    return isinstance(text, str) and re.match(r"[a-z0-9]+://", text) is not None
+
+
+def local_folder(url, root):
+    """Where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
+    parts = urllib.parse.urlsplit(url)
+    words = [parts.scheme, parts.hostname or "", *parts.path.strip("/").split("/")]
+    if parts.scheme in ("http", "https"):
+        words.pop()  # the file goes into the folder
+    if any(word == ".." or "\0" in word for word in words):
+        raise UserError(f"{one_line(url)[:200]} has a name in it that cannot be a folder's")
+    return os.path.join(root, *[word for word in words if word not in ("", ".")])

@@ -14,7 +14,17 @@ PARENT = "ANYRANK_PARENT"  # and the parent's process id
 
 # Every phase, and after how many seconds without a change it is taken for stuck. "data" and "step" are the training, which
 # has a rule of its own: ten times the median step, and at least a minute.
-PHASES = {"start": 3600, "compile": 900, "data": None, "step": None, "evaluate": 3600, "save": 900, "done": 600}
+PHASES = {
+    "start": 3600,
+    "fetch": 600,
+    "compile": 900,
+    "data": None,
+    "step": None,
+    "evaluate": 3600,
+    "save": 900,
+    "publish": 3600,
+    "done": 600,
+}
 TRAINING = ("data", "step")
 
 _NAMES = list(PHASES)

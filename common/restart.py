@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from common import checkpoint, group, world
+from common import checkpoint, group, lease, remote, storage, world
 from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
@@ -36,6 +36,8 @@ def identity(args, sampler, model, parts):
 def choose(args, ours, say):
     """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
     folder = args.checkpoint_dir
+    if args.output_url:
+        remote.bring_newest(args, say)
     has_run = bool(checkpoint.numbers(folder))
     if has_run and world.here(args).restart_count:  # the same command again: whatever it asked for was done the first time
         found = checkpoint.newest(folder, say)
@@ -44,10 +46,12 @@ def choose(args, ours, say):
     if args.resume == "never":
         if has_run and not args.overwrite:
             raise UserError(
-                f"{args.output_dir} holds a run and --resume is never: "
+                f"{args.output_url or args.output_dir} holds a run and --resume is never: "
                 "give another --output_dir, or --overwrite true to delete that run"
             )
         _delete_run(args)
+        if args.output_url:
+            remote.delete(args, say)
         return None
     if args.resume == "auto" or (has_run and not _inside(args.resume, folder)):
         found = checkpoint.newest(folder, say)
@@ -62,12 +66,16 @@ def choose(args, ours, say):
 
 def from_rank_0(choose):
     """What rank 0 chose, on every rank: only its disk has the checkpoints. Its refusal reaches the others too."""
-    content = b""
-    if torch.distributed.get_rank() == 0:
+
+    def encoded():
+        if torch.distributed.get_rank() != 0:
+            return b""
         try:
-            content = bytes(checkpoint.encode({"found": choose(), "refused": None}))
+            return bytes(checkpoint.encode({"found": choose(), "refused": None}))
         except UserError as error:
-            content = bytes(checkpoint.encode({"found": None, "refused": str(error)}))
+            return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
+
+    content = lease.on_every_rank("checkpoint", encoded)  # it may come from a bucket, and take its time
     answer = torch.load(io.BytesIO(group.broadcast(content)), map_location="cpu", weights_only=True)
     if answer["refused"]:
         raise UserError(answer["refused"])
@@ -76,7 +84,7 @@ def from_rank_0(choose):
 
 def _from_path(args, say):
     """The checkpoint that the user named: a file, or a folder whose newest is meant."""
-    path = args.resume
+    path = storage.fetch(args.resume, say=say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
         found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)

@@ -52,7 +52,7 @@ class Run:
         self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0)
         self.say = self._display.say
         self._pulse = pulse.of_this_process()
-        self._saver = Saver(args)
+        self._saver = Saver(args, self.say)
         self._started = False
 
     def register(self, **parts):
@@ -301,6 +301,7 @@ class Run:
             self._lock = restart.lock(self.args.checkpoint_dir)
             found = restart.choose(self.args, self._identity, self.say)
             checkpoint.sweep(self.args.checkpoint_dir)
+            self._saver.start_publishing()
             return found
 
         return choose() if self.world_size == 1 else restart.from_rank_0(choose)
@@ -350,16 +351,18 @@ class Run:
     def _stop(self, why, code):
         self._busy = True
         self.save()
-        self._close()
+        self._close(in_a_hurry=code != 0)
         self.say(f"{why}; saved after step {self.total_steps}: start again to go on. {self._where()}")
         sys.exit(code)
 
-    def _close(self):
+    def _close(self, in_a_hurry=False):
         self._busy = True
         self._show("save")
         self._saver.wait()
         self._draw_curves()
         self._display.close()
+        self._show("publish")
+        self._saver.finish_publishing(in_a_hurry)
         self._attempt.done()
         self._show("done")
 

@@ -1,10 +1,11 @@
-"""Writes a run's checkpoints and weight files behind its back: the training waits for a copy of the state, not for the disk."""
+"""Writes a run's checkpoints behind its back: the training waits for a copy of the state, not for the disk or the bucket."""
 
 import os
 import threading
 
 from common import checkpoint
-from common.errors import TrainingFailed, one_line
+from common.errors import TrainingFailed, UserError, one_line
+from common.publisher import LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
 
 class Writer:
@@ -36,9 +37,25 @@ class Writer:
 
 
 class Saver:
-    def __init__(self, args):
+    def __init__(self, args, say):
         self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
-        self._writer = Writer()
+        self._url, self._say = args.output_url, say
+        self._writer, self._publisher = Writer(), None
+
+    def start_publishing(self):
+        """On the rank that writes, where the output goes to a bucket."""
+        if self._url:
+            self._publisher = Publisher(self._output_dir, self._url, self._say)
+            self._publisher.start()
+
+    def finish_publishing(self, in_a_hurry):
+        if self._publisher is None:
+            return
+        try:
+            self._publisher.finish(STOP_PATIENCE_SECONDS if in_a_hurry else LAST_PATIENCE_SECONDS)
+        except (UserError, TrainingFailed) as error:
+            raise TrainingFailed(f"{self._output_dir} has the results, but not all are in {self._url}: {error}") from None
+        self._say(f"published to {self._url}")
 
     def save(self, state, about, weights_of_epoch=None):
         """Save `state`, which must not change any more; and the weights alone, as those of an epoch."""
@@ -59,3 +76,5 @@ class Saver:
             checkpoint.write_atomically(path, checkpoint.encode(state["model"]))
         checkpoint.write(self._folder, state, about)
         checkpoint.prune(self._folder, self._output_dir, self._keep, about)
+        if self._publisher:
+            self._publisher.saved(lambda names: checkpoint.surplus(names, self._keep, about))

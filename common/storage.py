@@ -1,115 +1,40 @@
-"""Getting a file from elsewhere: whole and verified, or not at all; once per node however many processes ask for it."""
+"""Data in, results out: the same for a mounted folder, a bucket and a web server.
 
-import contextlib
-import fcntl
-import hashlib
-import http.client
+folder = fetch(url, folder)     what to read: the path itself, or a folder that now holds what the address names
+publish(path, url)              a file or folder, to a path or a bucket
+"""
+
 import os
-import random
-import time
-import urllib.error
+import shutil
 import urllib.parse
-import urllib.request
 
-from tqdm import tqdm
-
+from common import bucket, download, https, lease, publisher
 from common.errors import UserError, one_line
-
-STALL_SECONDS = 15  # a connection that gives no byte for so long is opened anew
-ATTEMPTS = 6  # without a single new byte between them
-CHUNK = 1 << 20
+from common.paths import is_address, local_folder
 
 
-@contextlib.contextmanager
-def once_per_node(path):
-    """Only one process of this node is inside at a time; the kernel takes the lock back from an owner that dies."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(f"{path}.lock", "w") as file:
-        waited = 0
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if waited % 100 == 99:
-                    print(f"waiting for another process on this node to prepare {path}", flush=True)
-                time.sleep(0.1)
-                waited += 1
-        yield
+def fetch(url, folder=None, say=print, sha256=None):
+    """The folder to read. Once per node, whatever the number of processes that ask; the others wait and share its end."""
+    if not is_address(url):
+        return url
+    folder = folder or local_folder(url, "input_dir")
+    if bucket.is_address(url):
+        lease.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
+    else:
+        path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or "download")
+        lease.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, sha256))
+    return folder
 
 
-def fetch(url, path, sha256):
-    """Download `url` to `path`. A broken download is resumed where it stopped, also by a later start."""
-    _refuse_unsafe(url)
-    part = f"{path}.part"
-    failures = 0
-    while True:
-        had = _size(part)
-        try:
-            _download(url, part)
-            break
-        except urllib.error.HTTPError as error:
-            if error.code == 416:  # the part is as long as the file or longer
-                break
-            if error.code < 500 and error.code != 429:
-                raise UserError(f"{url} answered {error.code} {one_line(error.reason)}; fetch it by hand to {path}") from None
-            reason = error
-        except (OSError, http.client.HTTPException) as error:
-            reason = error
-        failures = 0 if _size(part) > had else failures + 1
-        if failures == ATTEMPTS:
-            raise UserError(f"{url} cannot be fetched: {one_line(reason)}; fetch it by hand to {path}") from None
-        time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
-    found = _digest(part)
-    if found != sha256:
-        os.unlink(part)
-        raise UserError(
-            f"{url} has SHA-256 {found}, expected {sha256}: it was damaged or replaced on the way; "
-            f"start again, or fetch it by hand to {path}"
-        )
-    os.replace(part, path)
-
-
-def _refuse_unsafe(url):
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
-        raise UserError(f"{url[:200]} is not an https address")
-
-
-class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, request, file, code, message, headers, new_url):
-        _refuse_unsafe(new_url)
-        return super().redirect_request(request, file, code, message, headers, new_url)
-
-
-def _download(url, part):
-    """Append what is missing of `url` to `part`."""
-    have = _size(part)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.build_opener(_SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
-        if answer.status != 206:
-            have = 0  # the server gives the whole file
-        length = answer.headers.get("Content-Length")
-        total = have + int(length) if length else None
-        with (
-            open(part, "r+b" if have else "wb") as file,
-            tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=os.path.basename(url)) as bar,
-        ):
-            file.seek(have)
-            while chunk := answer.read(CHUNK):
-                file.write(chunk)
-                bar.update(len(chunk))
-            if total is not None and file.tell() < total:
-                raise ConnectionError(f"the connection closed after {file.tell()} of {total} bytes")
-
-
-def _size(path):
-    return os.path.getsize(path) if os.path.exists(path) else 0
-
-
-def _digest(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def publish(path, url, say=print):
+    """Whole files under their names, and a checkpoint's manifest behind what it vouches for."""
+    if bucket.is_address(url):
+        publisher.Publisher(path, url, say).finish()
+    elif is_address(url):
+        raise UserError(f"{one_line(url)[:200]}: only a folder or s3://, obs://, oss:// can be written to")
+    elif os.path.isdir(path):
+        shutil.copytree(path, url, dirs_exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(os.path.abspath(url)), exist_ok=True)
+        shutil.copy2(path, f"{url}.unfinished")
+        os.replace(f"{url}.unfinished", url)

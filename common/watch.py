@@ -36,7 +36,7 @@ class Worker:
     def look(self):
         now, seen = time.monotonic(), self.pulse.read()
         if seen != self.last:
-            if seen[1] > self.last[1] > 0:
+            if seen[1] > self.last[1] > 0 and seen[0] in pulse.TRAINING:
                 self.step_seconds.append((now - self.changed) / (seen[1] - self.last[1]))
             self.last, self.changed = seen, now
         self.code = self.process.poll()
@@ -50,8 +50,9 @@ class Worker:
     def status(self):
         """What node 0 needs to know of it."""
         phase, steps = self.last
+        idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # who has left holds nobody up
         median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
-        return {"rank": self.rank, "phase": phase, "steps": steps, "idle": time.monotonic() - self.changed, "median": median}
+        return {"rank": self.rank, "phase": phase, "steps": steps, "idle": idle, "median": median}
 
     def fault(self, home):
         """What is wrong with it: a cause(), STOP, or None. `home` is the node that it runs on, in words."""

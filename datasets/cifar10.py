@@ -10,7 +10,7 @@ import signal
 import numpy as np
 import torch
 
-from common import storage
+from common import https, lease, storage
 from common.errors import UserError
 from datasets import augment as augmentation
 from datasets import hostile, synthetic
@@ -48,7 +48,7 @@ def load(args):
         train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
         classes = [f"pattern {number}" for number in range(10)]
     else:
-        folder = _find(args)
+        folder = lease.on_every_rank("data", lambda: _find(args))
         train, test = _read(folder, TRAIN_FILES), _read(folder, TEST_FILES)
         classes = CLASSES
     return ImageArrays(*train, classes, args.max_samples), ImageArrays(*test, classes, args.max_samples)
@@ -56,7 +56,7 @@ def load(args):
 
 def _find(args):
     """The folder with the batches; where there is only the archive, or nothing, it is unpacked and fetched once per node."""
-    root = args.data_url or "input_dir"
+    root = storage.fetch(args.data_url) if args.data_url else "input_dir"
     for folder in (os.path.join(root, FOLDER), root):
         if os.path.exists(os.path.join(folder, "data_batch_1")) or (
             os.path.basename(folder) == FOLDER and os.path.isdir(folder)
@@ -67,18 +67,22 @@ def _find(args):
         raise UserError(f"--data_url {root} does not exist: give a folder with CIFAR-10 in it, or --custom_data true")
     if args.data_url and not os.path.exists(archive):
         raise UserError(
-            f"--data_url {root} has neither {FOLDER} nor {ARCHIVE}: "
+            f"--data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: "
             "give the folder that holds one of them, or --custom_data true"
         )
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = os.path.join(args.output_dir, "input_dir")
     folder = os.path.join(root, FOLDER)
-    with storage.once_per_node(folder):
-        if not os.path.isdir(folder):
-            if not os.path.exists(archive):
-                storage.fetch(URL, archive, SHA256)
-            hostile.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
+    lease.once_per_node(folder, lambda _: _prepare(archive, folder))
     return folder
+
+
+def _prepare(archive, folder):
+    if os.path.isdir(folder):
+        return
+    if not os.path.exists(archive):
+        https.download(URL, archive, SHA256)
+    hostile.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
 
 
 def _read(folder, names):

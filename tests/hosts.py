@@ -31,18 +31,21 @@ def need_namespaces():
 
 
 NUMBERS = itertools.count()
+OUTSIDE = "10.77.0.254"  # this machine, as the hosts see it
 
 
 class Hosts:
-    """`count` hosts, 10.77.0.1 and up, each able to reach the others."""
+    """`count` hosts, 10.77.0.1 and up, each able to reach the others and, if asked, this machine."""
 
-    def __init__(self, count, folder):
+    def __init__(self, count, folder, outside=False):
         own = f"{os.getpid()}{next(NUMBERS)}"  # the kernel takes a moment to forget a name
         self.names = [f"ar{own}-{number}" for number in range(count)]
         self.bridge = f"ar{own}"
         self.folders = [folder / f"host{number}" for number in range(count)]
         self.processes = []
         ip("link", "add", self.bridge, "type", "bridge")
+        if outside:
+            ip("addr", "add", f"{OUTSIDE}/24", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
         for number, name in enumerate(self.names):
             self.folders[number].mkdir(parents=True, exist_ok=True)
@@ -53,12 +56,12 @@ class Hosts:
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
 
-    def start(self, number, nodes, *options, rank=None, job="train_ddp", root=ROOT, launcher=None, env=None):
+    def start(self, number, nodes, *options, rank=None, job="train_ddp", root=ROOT, launcher=None, env=None, output="out"):
         """The job on one host, as a platform starts it; the output in the host's own folder."""
         rank = number if rank is None else rank
         injected = ["--init_method", "tcp://10.77.0.1:6666", "--rank", rank, "--world_size", nodes]
         script = [root / "jobs" / f"{job}.py", *options, *([] if launcher else injected)]
-        words = [*(launcher or [sys.executable]), *script, "--output_dir", self.folders[number] / "out"]
+        words = [*(launcher or [sys.executable]), *script, *(["--output_dir", output] if output else [])]
         return self.run(number, *words, env=env)
 
     def run(self, number, *words, env=None):

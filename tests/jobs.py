@@ -39,12 +39,12 @@ def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
     return done
 
 
-def final_state(folder):
+def final_state(folder, output="out"):
     """Everything that must be bit-identical between two runs: weights, optimizer, position and metrics of the newest checkpoint."""
-    manifests = sorted((folder / "out" / "checkpoints").glob("*.json"))
+    manifests = sorted((folder / output / "checkpoints").glob("*.json"))
     state = torch.load(manifests[-1].with_suffix(".pt"), weights_only=True)
     about = json.loads(manifests[-1].read_text())
-    metrics = folder / "out" / "metrics.jsonl"
+    metrics = folder / output / "metrics.jsonl"
     position = {name: about[name] for name in ("samples_seen", "total_steps", "epoch", "consumed", "best", "global_batch")}
     return {
         "model": state["model"],

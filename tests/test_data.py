@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import storage
+from common import https
 from common.errors import UserError
 from datasets import augment, cifar10, hostile, synthetic
 from datasets.sampler import EpochSampler, InOrder
@@ -166,10 +166,10 @@ def batch(count=4, **changed):
     return {name: value for name, value in content.items() if value is not None}
 
 
-def write_folder(folder):
+def write_folder(folder, count=4):
     folder.mkdir(parents=True)
     for name in cifar10.TRAIN_FILES + cifar10.TEST_FILES:
-        (folder / name).write_bytes(python2(batch()))
+        (folder / name).write_bytes(python2(batch(count)))
     (folder / "batches.meta").write_bytes(python2({b"label_names": [b"a"]}))
     (folder / "readme.html").write_text("")
 
@@ -270,7 +270,7 @@ DIGEST = hashlib.sha256(BODY).hexdigest()
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_broken_download_is_resumed(serve, tmp_path, ranges):
     server = serve(BODY, cuts=[3_000_000, 1_000_000], ranges=ranges)
-    storage.fetch(server.url, str(tmp_path / "file"), DIGEST)
+    https.download(server.url, str(tmp_path / "file"), DIGEST)
     assert (tmp_path / "file").read_bytes() == BODY
     assert len(server.asked) == 3 and server.asked[1].startswith("bytes=")
     assert os.listdir(tmp_path) == ["file"]
@@ -279,7 +279,7 @@ def test_a_broken_download_is_resumed(serve, tmp_path, ranges):
 def test_a_later_start_fetches_only_the_rest(serve, tmp_path):
     server = serve(BODY)
     (tmp_path / "file.part").write_bytes(BODY[:9_000_000])
-    storage.fetch(server.url, str(tmp_path / "file"), DIGEST)
+    https.download(server.url, str(tmp_path / "file"), DIGEST)
     assert server.asked == ["bytes=9000000-"] and (tmp_path / "file").read_bytes() == BODY
 
 
@@ -289,14 +289,14 @@ def test_a_wrong_digest_leaves_nothing(serve, tmp_path, have):
     if have:
         (tmp_path / "file.part").write_bytes(have)
     with pytest.raises(UserError, match=f"expected {DIGEST}"):
-        storage.fetch(server.url, str(tmp_path / "file"), DIGEST)
+        https.download(server.url, str(tmp_path / "file"), DIGEST)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("url", ["http://example.com/x", "file:///etc/passwd", "ftp://h/x"])
 def test_only_https_is_fetched(tmp_path, url):
     with pytest.raises(UserError, match="not an https address"):
-        storage.fetch(url, str(tmp_path / "x"), DIGEST)
+        https.download(url, str(tmp_path / "x"), DIGEST)
 
 
 def test_nothing_given_downloads_once_for_all_processes(serve, tmp_path, monkeypatch, archive):

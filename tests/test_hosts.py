@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
-from tests.hosts import Hosts, need_namespaces, wait_all
+from tests.hosts import OUTSIDE, Hosts, need_namespaces, wait_all
 from tests.jobs import assert_same_bits, final_state, run_job
+from tests.objectstore import ObjectStore
+from tests.test_data import write_folder
 from tests.test_ddp import LONG, TWO, check_ledger, workers_of
 from tests.test_train import saved, wait_for
 
@@ -19,12 +21,14 @@ def hosts(tmp_path):
     need_namespaces()
     made = []
 
-    def make(count):
-        made.append(Hosts(count, tmp_path))
+    def make(count, **how):
+        for last in made[-1:]:  # it has the same addresses
+            last.close()
+        made.append(Hosts(count, tmp_path / str(len(made)), **how))
         return made[-1]
 
     yield make
-    for some in made:
+    for some in made[-1:]:
         some.close()
 
 
@@ -108,3 +112,41 @@ def test_a_host_that_is_gone_is_named_by_the_others(hosts, gone):
     for number in {0, 1, 2} - {gone}:
         assert codes[number] == 1
         assert f"error: node {gone} (rank {gone}) is gone; stopping all 3 ranks" in some.log(number), some.log(number)
+
+
+def test_data_and_output_in_a_bucket_killed_and_started_again_on_empty_disks(hosts, tmp_path):
+    """Two hosts that share nothing but the store; the bits are those of a run that nobody touched."""
+    store = ObjectStore(tmp_path / "store", OUTSIDE)
+    try:
+        client = store.client()
+        client.create_bucket(Bucket="data")
+        write_folder(tmp_path / "cifar-10-batches-py", count=64)
+        for path in (tmp_path / "cifar-10-batches-py").iterdir():
+            client.upload_file(str(path), "data", f"cifar/cifar-10-batches-py/{path.name}")
+        options = [*TWO[2:], "--data_url", "s3://data/cifar", "--epochs", 6, "--save_steps", 1, "--output_dir"]
+        whole, output = hosts(2, outside=True), "s3://data/out"
+        processes = [whole.start(number, 2, *options, "here", output=None, env=store.environment) for number in range(2)]
+        assert wait_all(processes, 120)[0] == [0, 0], whole.log(0) + whole.log(1)
+
+        def published():
+            return [name for name in keys(client, "out/checkpoints/") if name.endswith(".json")]
+
+        some = hosts(2, outside=True)
+        processes = [some.start(number, 2, *options, output, output=None, env=store.environment) for number in range(2)]
+        wait_for(lambda: len(published()) > 1, processes[0], "a checkpoint in the bucket")
+        for number in range(2):
+            some.kill(number)
+        wait_all(processes, 30)
+        again = hosts(2, outside=True)
+        processes = [again.start(number, 2, *options, output, output=None, env=store.environment) for number in range(2)]
+        assert wait_all(processes, 120)[0] == [0, 0], again.log(0) + again.log(1)
+        assert "fetched checkpoint" in again.log(0) and "going on from" in again.log(0)
+        assert_same_bits(final_state(again.folders[0], "output_dir/s3/data/out"), final_state(whole.folders[0], "here"))
+        ledgers = [folder / "output_dir/s3/data/out" for folder in again.folders]
+        assert all((folder / "ledger").exists() for folder in ledgers)
+    finally:
+        store.stop()
+
+
+def keys(client, prefix):
+    return [entry["Key"] for entry in client.list_objects_v2(Bucket="data", Prefix=prefix).get("Contents", [])]

@@ -1,0 +1,100 @@
+"""One file from a web server: whole, verified and then named, or not at all."""
+
+import hashlib
+import http.client
+import os
+import random
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from tqdm import tqdm
+
+from common.errors import UserError, one_line
+
+STALL_SECONDS = 15  # a connection that gives no byte for so long is opened anew
+ATTEMPTS = 6  # without a single new byte between them
+CHUNK = 1 << 20
+
+
+def download(url, path, sha256=None):
+    """`url` as the file `path`. A broken download is resumed where it stopped, also by a later start.
+
+    Without a digest only the length that the server states can be verified.
+    """
+    _refuse_unsafe(url)
+    part = f"{path}.part"
+    failures = 0
+    while True:
+        had = _size(part)
+        try:
+            _download(url, part, unverified=sha256 is None)
+            break
+        except urllib.error.HTTPError as error:
+            if error.code == 416:  # the part is as long as the file or longer
+                break
+            if error.code < 500 and error.code != 429:
+                raise UserError(f"{url} answered {error.code} {one_line(error.reason)}; fetch it by hand to {path}") from None
+            reason = error
+        except (OSError, http.client.HTTPException) as error:
+            reason = error
+        failures = 0 if _size(part) > had else failures + 1
+        if failures == ATTEMPTS:
+            raise UserError(f"{url} cannot be fetched: {one_line(reason)}; fetch it by hand to {path}") from None
+        time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
+    found = _digest(part) if sha256 else None
+    if found != sha256:
+        os.unlink(part)
+        raise UserError(
+            f"{url} has SHA-256 {found}, expected {sha256}: it was damaged or replaced on the way; "
+            f"start again, or fetch it by hand to {path}"
+        )
+    os.replace(part, path)
+
+
+def _refuse_unsafe(url):
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
+        raise UserError(f"{url[:200]} is not an https address")
+
+
+class _SafeRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, request, file, code, message, headers, new_url):
+        _refuse_unsafe(new_url)
+        return super().redirect_request(request, file, code, message, headers, new_url)
+
+
+def _download(url, part, unverified):
+    """Append what is missing of `url` to `part`."""
+    have = _size(part)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.build_opener(_SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
+        if answer.status != 206:
+            have = 0  # the server gives the whole file
+        length = answer.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        if total is None and unverified:
+            raise UserError(f"{url} does not state its length, so it cannot be verified; fetch it by hand to {part[:-5]}")
+        with (
+            open(part, "r+b" if have else "wb") as file,
+            tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=os.path.basename(url)) as bar,
+        ):
+            file.seek(have)
+            while chunk := answer.read(CHUNK):
+                file.write(chunk)
+                bar.update(len(chunk))
+            if total is not None and file.tell() < total:
+                raise ConnectionError(f"the connection closed after {file.tell()} of {total} bytes")
+
+
+def _size(path):
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def _digest(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
