@@ -19,10 +19,11 @@ test: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-# The second program keeps its rows between calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
+# The last program keeps its rows between calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
 chaos: $(VENV)/ready
 ifndef FAULT
 	$(BIN)/python -m tests.chaos.kill --runs $(or $(TRIALS),100) --seed 1
+	$(BIN)/python -m tests.chaos.store --trials $(or $(TRIALS),100) --seed 1
 endif
 	$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)")
 

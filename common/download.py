@@ -121,7 +121,7 @@ class Index:
                     self._known[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
                     if entry["size"] is None:  # removed since
                         del self._known[entry["name"]]
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._file.write("\n")
         self._lock = threading.Lock()
 

@@ -57,7 +57,7 @@ def once_per_node(path, work):
         if said.get("at", 0) > began and said.get("state") == "done":
             return
         lease = Lease(file)
-        lease.tell(f"preparing {path}")
+        lease.tell(f"preparing {os.path.dirname(path)}")
         try:
             work(lease)
         except (UserError, TrainingFailed) as error:

@@ -43,16 +43,16 @@ def resolve(args, environ):
         if "SM_MODEL_DIR" in environ:
             checkpoints = checkpoints or SAGEMAKER_CHECKPOINTS
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
-    output = _mounted("output_dir", output) or os.path.join("output_dir", args.job)
+    output = _place("output_dir", output) or os.path.join("output_dir", args.job)
     url = output if is_address(output) else None
     if url:  # the run lives in a folder of this machine, and is published from there
         output = local_folder(url, "output_dir")
     return {
-        "data_url": _mounted("data_url", args.data_url or _first(environ, DATA)),
+        "data_url": _place("data_url", args.data_url or _first(environ, DATA)),
         "output_url": url,
         "output_dir": output,
-        "checkpoint_dir": _local("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
-        "tensorboard_dir": _local("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
+        "checkpoint_dir": _place("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
+        "tensorboard_dir": _place("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
     }
 
 
@@ -65,24 +65,18 @@ def _first(environ, names):
     return None
 
 
-def _local(what, path):
-    """A path that has to be a folder of this machine."""
-    path = _mounted(what, path)
-    if is_address(path):
-        raise UserError(f"{what} is {path[:200]}: only a folder can be used here; mount the bucket and give the folder")
-    return path
-
-
-def _mounted(what, path):
-    """The path or the address; of gs:// the folder where Google mounts it."""
+def _place(what, path):
+    """The path, or the address where one may stand; of gs:// the folder where Google mounts it."""
     if path is None:
         return None
     if "\0" in path:
         raise UserError(f"{what} {path[:80]!r} holds a zero byte")
     if path.startswith("gs://"):
         return "/gcs/" + path[len("gs://") :]
-    if is_address(path) and not path.startswith(ADDRESSES[what]):
-        raise UserError(f"{what} is {path[:200]}: give a folder, or an address that begins with {', '.join(ADDRESSES[what])}")
+    allowed = ADDRESSES.get(what, ())
+    if is_address(path) and not path.startswith(allowed):
+        or_address = f"or an address that begins with {', '.join(allowed)}" if allowed else "no address"
+        raise UserError(f"{what} is {path[:200]}: give a folder, {or_address}")
     return path
 
 

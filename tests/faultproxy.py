@@ -10,6 +10,7 @@ import http.server
 import socket
 import struct
 import threading
+import time
 import urllib.parse
 
 ERRORS = {
@@ -31,6 +32,7 @@ class Request:
     query: dict
     headers: dict
     fault: str = None
+    at: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def is_object(self):

@@ -39,6 +39,13 @@ def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
     return done
 
 
+def lock_holders(path):
+    """The processes that hold a lock on this file, as the kernel says it."""
+    inode = os.stat(path).st_ino
+    with open("/proc/locks") as file:
+        return [int(line.split()[4]) for line in file if f":{inode} " in line and "->" not in line]
+
+
 def final_state(folder, output="out"):
     """Everything that must be bit-identical between two runs: weights, optimizer, position and metrics of the newest checkpoint."""
     manifests = sorted((folder / output / "checkpoints").glob("*.json"))

@@ -70,7 +70,7 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["--batch_size", "9" * 5000], ["--batch_size"]),
         (["--schedule", "cosine"], ["--schedule", "one_cycle"]),
         (["--lr", "\x1b[2J"], ["--lr", r"\\x1b"]),
-        (["--data_url", "obs://bucket/x"], ["obs://bucket/x", "only a folder"]),
+        (["--data_url", "ftp://host/x"], ["ftp://host/x", "give a folder, or an address"]),
         (["--data_url", "a\0b"], ["zero byte"]),
     ],
 )

@@ -212,8 +212,23 @@ def test_where_a_job_reads_and_writes(argv, env, expected):
     assert (found["data_url"], found["output_dir"], found["checkpoint_dir"], found["tensorboard_dir"]) == expected
 
 
-@pytest.mark.parametrize("url", ["obs://b/x", "s3://b", "oss://b/x", "https://h/x"])
-def test_an_address_is_refused_until_it_can_be_read(url):
-    args = types.SimpleNamespace(data_url=url, output_dir=None, job="train")
-    with pytest.raises(UserError, match="only a folder"):
-        paths.resolve(args, {})
+def test_an_address_is_read_from_and_a_bucket_written_through_a_folder_of_this_machine():
+    args = types.SimpleNamespace(data_url="obs://b/x", output_dir="s3://bucket/runs/7/", job="train")
+    found = paths.resolve(args, {"PAI_OUTPUT_CHECKPOINTS": "/k"})
+    assert found["data_url"] == "obs://b/x" and found["output_url"] == "s3://bucket/runs/7/"
+    assert found["checkpoint_dir"] == "output_dir/s3/bucket/runs/7/checkpoints"
+
+
+@pytest.mark.parametrize(
+    "argv, env, words",
+    [
+        ({"data_url": "ftp://h/x"}, {}, "give a folder, or an address that begins with s3://, obs://, oss://, https://"),
+        ({"output_dir": "https://h/x"}, {}, "give a folder, or an address that begins with s3://, obs://, oss://"),
+        ({}, {"PAI_OUTPUT_CHECKPOINTS": "oss://b/k"}, "checkpoint folder is oss://b/k: give a folder, no address"),
+        ({"output_dir": "s3://b/../../etc"}, {}, "has a name in it that cannot be a folder's"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused(argv, env, words):
+    args = types.SimpleNamespace(**{"data_url": None, "output_dir": None, "job": "train", **argv})
+    with pytest.raises(UserError, match=words):
+        paths.resolve(args, env)
