@@ -21,6 +21,7 @@ from common.bucket import CONNECT_SECONDS, PATIENCE_SECONDS, READ_SECONDS, THREA
 from common.errors import TrainingFailed, UserError, one_line
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
+CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: they stay in the processor's cache
 AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; objects in parts; small objects of one task
 INDEX = ".fetched.jsonl"
 LINE_SECONDS = 10
@@ -206,6 +207,7 @@ class Transfer:
         self._patience = Patience(PATIENCE_SECONDS)
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast = fast_reader(bucket)
+        self._folders = set()  # made already
         self.by_size = 0
 
     def run(self, items):
@@ -289,7 +291,9 @@ class Transfer:
                 if number < parts.count:
                     ahead.append(self._requests.submit(self._part, parts, item, number))
                 if number >= AHEAD:
-                    hasher.update(ahead.popleft().result())
+                    ahead.popleft().result()
+                    for chunk in parts.chunks(number - AHEAD):
+                        hasher.update(chunk)
         finally:
             for task in ahead:
                 task.cancel()
@@ -305,18 +309,20 @@ class Transfer:
         begin, length = number * PART, parts.length(number)
         if number in parts.there:
             self._progress.add(length, had=True)
-            return parts.read(number)
+            return
 
-        def read(answer):
-            content = answer["Body"].read()
-            if len(content) != length:
+        def keep(answer):
+            have = 0
+            while chunk := answer["Body"].read(CHUNK):
+                if have + len(chunk) <= length:
+                    parts.write(begin + have, chunk)
+                have += len(chunk)
+            if have != length:
                 raise ConnectionError("its body has another length than was asked for")
-            return content
 
-        content = self._get(item, read, Range=f"bytes={begin}-{begin + length - 1}")
-        parts.write(number, content)
+        self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
+        parts.have(number)
         self._progress.add(length)
-        return content
 
     def _head(self, item):
         """How the object was stored: the size of its parts, where the store tells, and whether its ETag is a digest at all."""
@@ -333,7 +339,10 @@ class Transfer:
 
     def _place(self, name):
         path = os.path.join(self._folder, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        folder = os.path.dirname(path)
+        if folder not in self._folders:
+            os.makedirs(folder, exist_ok=True)
+            self._folders.add(folder)
         return path
 
     def _finish(self, name, item, verified):
@@ -341,7 +350,7 @@ class Transfer:
         os.replace(f"{path}.part", path)
         if self._index:
             self._index.add(name, item)
-        with contextlib.suppress(FileNotFoundError):
+        if item.size > PART:
             os.unlink(f"{path}.part.json")
         self.by_size += not verified
 
@@ -378,16 +387,24 @@ class Parts:
                 file.truncate(item.size)
             with open(self._notes, "w") as file:
                 file.write(json.dumps(identity) + "\n")
+        self._buffer = memoryview(bytearray(CHUNK))
         self._file, self._journal = os.open(self._path, os.O_RDWR), os.open(self._notes, os.O_WRONLY | os.O_APPEND)
 
     def length(self, number):
         return min(PART, self._size - number * PART)
 
-    def read(self, number):
-        return os.pread(self._file, self.length(number), number * PART)
+    def chunks(self, number):
+        """The bytes of a part that is there, in one buffer after the other; each is valid until the next."""
+        begin, end = number * PART, number * PART + self.length(number)
+        while begin < end:
+            chunk = self._buffer[: min(CHUNK, end - begin)]
+            begin += os.preadv(self._file, [chunk], begin)
+            yield chunk
 
-    def write(self, number, content):
-        os.pwrite(self._file, content, number * PART)
+    def write(self, place, content):
+        os.pwrite(self._file, content, place)
+
+    def have(self, number):
         os.write(self._journal, b"%d\n" % number)
 
     def close(self):
@@ -456,7 +473,7 @@ def fast_reader(bucket):
         found = settings.session.get_credentials().get_frozen_credentials()
         return {
             "access_key_id": found.access_key, "secret_access_key": found.secret_key,
-            "token": found.token, "expires_at": datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=5),
+            "token": found.token, "expires_at": datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=15),
         }  # fmt: skip
 
     try:
