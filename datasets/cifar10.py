@@ -1,11 +1,7 @@
-"""CIFAR-10 in memory, and the loader of the CIFAR jobs.
+"""CIFAR-10 in memory, whose batches are cut out by indexing once, not sample by sample."""
 
-The images stay uint8 until they are on the device; there the whole batch is augmented and normalised. A batch is cut out by
-indexing once, not sample by sample, so torch's own DataLoader is no bottleneck.
-"""
-
+import functools
 import os
-import signal
 
 import numpy as np
 import torch
@@ -14,6 +10,7 @@ from common import https, lease, storage
 from common.errors import UserError
 from datasets import augment as augmentation
 from datasets import hostile, synthetic
+from datasets.loader import DeviceLoader
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -36,8 +33,8 @@ class ImageArrays:
     def __len__(self):
         return len(self.labels)
 
-    def __getitem__(self, ids):
-        ids = torch.from_numpy(ids)
+    def __getitem__(self, epoch_and_ids):
+        ids = torch.from_numpy(epoch_and_ids[1])
         return self.images[ids], self.labels[ids], ids
 
 
@@ -94,45 +91,5 @@ def _read(folder, names):
 
 
 def loader(data_set, sampler, device, augment=False, seed=0, workers=0):
-    return DeviceLoader(data_set, sampler, device, augment, seed, workers)
-
-
-class DeviceLoader:
-    """Yields (images, labels) on the device, ready for the network; `ids` are the samples of the batch it last gave."""
-
-    def __init__(self, data_set, sampler, device, augment, seed, workers):
-        self.sampler, self.device, self.augment, self.seed = sampler, device, augment, seed
-        self.ids = None
-        self._batches = torch.utils.data.DataLoader(
-            data_set,
-            sampler=sampler,
-            batch_size=None,  # the sampler gives whole batches of ids
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            worker_init_fn=_leave_signals_to_the_parent,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
-        )
-        mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (MEAN, STD))
-        self._scale, self._shift = 1 / (255 * std), -mean / std
-
-    def __len__(self):
-        return len(self.sampler)
-
-    def __iter__(self):
-        epoch = self.sampler.epoch
-        for images, labels, ids in self._batches:
-            images = images.to(self.device, non_blocking=True)
-            if self.augment:
-                images = augmentation.crop_and_flip(images, ids, self.seed, epoch)
-            self.ids = ids
-            yield (
-                images.to(torch.float32).mul_(self._scale).add_(self._shift),
-                labels.to(self.device, non_blocking=True),
-            )
-
-
-def _leave_signals_to_the_parent(_worker):
-    """A platform stops a job with a signal to every process; the loader must live until the job has saved."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    crop_and_flip = functools.partial(augmentation.crop_and_flip, seed=seed) if augment else None
+    return DeviceLoader(data_set, sampler, device, MEAN, STD, crop_and_flip, workers)

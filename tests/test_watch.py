@@ -40,9 +40,9 @@ PATCHED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from common import checkpoint, watch
-from datasets import cifar10, sampler
+from datasets import loader, sampler
 watch.STALL_SECONDS = 3
-batches, write, in_order = cifar10.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
+batches, write, in_order = loader.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
 
 def endless_transform(self):
     for number, batch in enumerate(batches(self)):
@@ -59,7 +59,7 @@ def slow_evaluation(self):
     yield from in_order(self)
 
 if {what!r} == "endless transform" and os.environ.get("RANK") == "1":
-    cifar10.DeviceLoader.__iter__ = endless_transform
+    loader.DeviceLoader.__iter__ = endless_transform
 if {what!r} == "slow save" and os.environ.get("RANK") == "0":
     checkpoint.write = slow_write
 if {what!r} == "slow evaluation" and os.environ.get("RANK") == "0":

@@ -1,0 +1,52 @@
+"""Where each training picture is cropped and whether it is flipped: a pure function of (seed, epoch, sample id) and its size.
+
+The windows are those of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4 to
+4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. Every loader, whatever
+decodes, is handed these numbers.
+"""
+
+import numpy as np
+
+ATTEMPTS = 10
+AREA = (0.08, 1.0)
+LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
+
+
+def random_windows(ids, widths, heights, seed, epoch):
+    """(top, left, height, width) and flip for each sample, as int64 of shape (N, 4) and bool of shape (N,)."""
+    widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
+    windows = _largest_in_the_middle(widths, heights)
+    missing = np.ones(len(ids), bool)
+    for attempt in range(ATTEMPTS):
+        draws = [uniform(ids, seed, epoch, 4 * attempt + number) for number in range(4)]
+        area = widths * heights * (AREA[0] + draws[0] * (AREA[1] - AREA[0]))
+        ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
+        width, height = np.rint(np.sqrt(area * ratio)).astype(np.int64), np.rint(np.sqrt(area / ratio)).astype(np.int64)
+        fits = missing & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
+        top, left = (draws[2] * (heights - height + 1)).astype(np.int64), (draws[3] * (widths - width + 1)).astype(np.int64)
+        windows[fits] = np.stack([top, left, height, width], axis=1)[fits]
+        missing &= ~fits
+    return windows, uniform(ids, seed, epoch, 4 * ATTEMPTS) < 0.5
+
+
+def _largest_in_the_middle(widths, heights):
+    ratio = np.clip(widths / heights, np.exp(LOG_RATIO[0]), np.exp(LOG_RATIO[1]))
+    width = np.where(widths / heights > ratio, np.rint(heights * ratio), widths).astype(np.int64)
+    height = np.where(widths / heights < ratio, np.rint(widths / ratio), heights).astype(np.int64)
+    return np.stack([(heights - height) // 2, (widths - width) // 2, height, width], axis=1)
+
+
+def uniform(ids, seed, epoch, draw):
+    """Numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
+    counter = np.asarray(ids).astype(np.uint64)
+    for word in (seed, epoch, draw):
+        counter = _mix(counter ^ _mix(np.uint64((int(word) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)))
+    return (counter >> np.uint64(11)) / float(1 << 53)
+
+
+def _mix(bits):
+    """The finalizer of splitmix64, in which every bit of the input moves every bit of the output."""
+    with np.errstate(over="ignore"):
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -1,0 +1,106 @@
+"""A photograph from its file to the network's size: only the part that is needed is decoded, and it stays uint8.
+
+nvImageCodec, which comes with DALI, decodes a window of a JPEG on the CPU without the rest; where it is missing torchvision
+decodes the whole. The resize is torch's own antialiased one, on uint8. What these two do not read alike (CMYK, 16 bits, other
+formats) goes through Pillow in every loader. EXIF orientation is ignored, as torchvision does.
+"""
+
+import functools
+import io
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.errors import one_line
+
+RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle cut out
+
+
+class Undecodable(Exception):
+    """The file has the header of a picture and is none."""
+
+
+def train_picture(content, special, window, flip, size):
+    """The window of the picture, resized to size x size: uint8 (3, size, size)."""
+    top, left, height, width = map(int, window)
+    picture = _decode(content, special, (top, left, top + height, left + width))
+    picture = _resize(picture, size, size)
+    return picture.flip(2) if flip else picture
+
+
+def test_picture(content, special, size):
+    """The middle of the whole picture, as torchvision's Resize and CenterCrop make it."""
+    picture = _decode(content, special, None)
+    _, height, width = picture.shape
+    short = round(size * RESIZE_SHARE)
+    if height < width:
+        height, width = short, int(short * width / height)
+    else:
+        height, width = int(short * height / width), short
+    picture = _resize(picture, height, width)
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return picture[:, top : top + size, left : left + size]
+
+
+def _resize(picture, height, width):
+    return F.interpolate(picture[None], size=(height, width), mode="bilinear", antialias=True)[0]
+
+
+def _decode(content, special, box):
+    """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything."""
+    try:
+        if special or not content.startswith(b"\xff\xd8"):
+            return _cut(_with_pillow(content), box)
+        decoder = _codec()
+        if decoder is None:
+            import torchvision
+
+            whole = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode="RGB")
+            return _cut(whole, box)
+        return decoder(content, box)
+    except Undecodable:
+        raise
+    except Exception as error:
+        raise Undecodable(one_line(error)[:200]) from None
+
+
+def _cut(picture, box):
+    if box is None:
+        return picture
+    top, left, bottom, right = box
+    return picture[:, top:bottom, left:right]
+
+
+def _with_pillow(content):
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as picture:
+        if picture.mode in ("I", "I;16", "I;16B", "F"):  # 16 bits: the upper eight, not the clipped lower ones
+            picture = picture.point(lambda value: value / 256).convert("L")
+        return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+
+
+@functools.cache
+def _codec():
+    """A function (content, box) -> picture, or None. One decoder a process: it is made after the fork of a loader worker."""
+    try:
+        from nvidia import nvimgcodec
+    except ImportError:
+        return None
+    cpu_only = -99999  # a device number of its own; without it the library asks for a GPU
+    decoder = nvimgcodec.Decoder(
+        device_id=cpu_only, max_num_cpu_threads=1, backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
+    )
+    parameters = nvimgcodec.DecodeParams(apply_exif_orientation=False)
+
+    def decode(content, box):
+        stream = nvimgcodec.CodeStream(content)
+        if box is not None:
+            stream = stream.get_sub_code_stream(region=nvimgcodec.Region(start=box[:2], end=box[2:]))
+        picture = decoder.decode(stream, params=parameters)
+        if picture is None:
+            raise Undecodable("its data are damaged")
+        return torch.from_numpy(np.asarray(picture)).permute(2, 0, 1)
+
+    return decode
