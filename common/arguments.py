@@ -194,7 +194,8 @@ def _judge_unknown(parser, unknown):
         name = word.split("=")[0]
         if not name.startswith("--") or name.lstrip("-") in PLATFORM_OPTIONS:
             continue
-        nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_")[:64], known, n=1, cutoff=0.75)
+        begins = [option for option in known if len(name) > 4 and option.startswith(name.lstrip("-").replace("-", "_"))]
+        nearest = begins or difflib.get_close_matches(name.lstrip("-").replace("-", "_")[:64], known, n=1, cutoff=0.75)
         if nearest:
             parser.error(f"unknown option {one_line(name)[:80]}: did you mean --{nearest[0]}?")
         strange.append(one_line(name)[:80])

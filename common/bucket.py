@@ -89,7 +89,7 @@ class Bucket:
         try:
             self.client, self.settings = _client(self.scheme)
         except Exception as error:
-            raise _refusal(error, "connect to", f"{self.scheme}://{self.name}", "") from None
+            raise _refusal(error, "connect to", f"{self.scheme}://{self.name}", "") or UserError(describe(error)) from None
         self.endpoint = self.client.meta.endpoint_url
 
     def below(self):

@@ -21,6 +21,12 @@ from common.errors import UserError, one_line
 NAME = re.compile(r"(\d{12})\.json")
 TEMPORARY = ".unfinished"
 
+# What a run writes, and nothing else: only this is ever deleted.
+LEFT_BY_A_RUN = re.compile(
+    r"checkpoints/\d{12}\.(pt|json)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|"
+    r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
+)
+
 
 def plain_keys(state):
     """A state_dict without the prefixes of the wrappers (DataParallel, DDP, compile), so that every job loads every other's."""

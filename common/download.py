@@ -110,6 +110,10 @@ def _need_space(folder, items):
         raise UserError(f"{folder} can take {files} more files, {len(items)} are to be fetched: start on another disk")
 
 
+class Damaged(TrainingFailed):
+    """The store's bytes are not those that it names."""
+
+
 class Index:
     """Which object each file of the folder is: a line of JSON for each, the last one counts."""
 
@@ -152,7 +156,8 @@ class Index:
         self._file.write(json.dumps({"name": name, "size": None, "etag": None, "mtime": None}) + "\n")
 
     def close(self):
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk, which has been said already
+            self._file.close()
 
 
 class Progress:
@@ -208,6 +213,10 @@ class Transfer:
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast = fast_reader(bucket)
         self._folders = set()  # made already
+        self._in_parts, self._grown = (
+            set(),
+            [],
+        )  # names of large objects; (name, item) of small ones that became large meanwhile
         self.by_size = 0
 
     def run(self, items):
@@ -220,6 +229,8 @@ class Transfer:
                 tasks = [objects.submit(self._large, *pair) for pair in items.items() if pair[1].size > PART]
                 tasks += [self._requests.submit(self._batch, batch) for batch in batches]
                 for task in as_completed(tasks):
+                    task.result()
+                for task in [objects.submit(self._large, *pair) for pair in self._grown]:
                     task.result()
             except OSError as error:
                 raise UserError(f"cannot write to {self._folder}: {one_line(error.strerror)}") from None
@@ -241,9 +252,12 @@ class Transfer:
                 content, digest = self._read_small(item)
             except Changed:
                 item = self._as_it_is_now(item)
+                if item.size > PART:
+                    self._grown.append((name, item))
+                    return
                 continue
             if len(content) == item.size and digest in (None, hashlib.md5(content).hexdigest()):
-                with open(f"{path}.part", "wb", buffering=0) as file:
+                with open(f"{path}.part", "wb") as file:
                     file.write(content)
                 self._finish(name, item, verified=digest is not None)
                 self._progress.add(item.size, objects=1)
@@ -268,6 +282,7 @@ class Transfer:
 
     def _large(self, name, item):
         path = self._place(name)
+        self._in_parts.add(name)
         for _ in range(DAMAGED):
             try:
                 verified = self._attempt(path, item)
@@ -295,9 +310,7 @@ class Transfer:
                     for chunk in parts.chunks(number - AHEAD):
                         hasher.update(chunk)
         finally:
-            for task in ahead:
-                task.cancel()
-            wait(ahead)
+            wait([task for task in ahead if not task.cancel()])  # a cancelled one is never heard of again
             parts.close()
         right = hasher.right()
         if right is False:
@@ -350,7 +363,7 @@ class Transfer:
         os.replace(f"{path}.part", path)
         if self._index:
             self._index.add(name, item)
-        if item.size > PART:
+        if name in self._in_parts:
             os.unlink(f"{path}.part.json")
         self.by_size += not verified
 
@@ -360,7 +373,7 @@ class Transfer:
         return Item(item.key, answer["ContentLength"], answer["ETag"].strip('"'))
 
     def _damaged(self, item):
-        return TrainingFailed(
+        return Damaged(
             f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {DAMAGED} times with other bytes than "
             f"its ETag {one_line(item.etag)} names, or changed as often: it is damaged there or on the way"
         )
@@ -402,7 +415,10 @@ class Parts:
             yield chunk
 
     def write(self, place, content):
-        os.pwrite(self._file, content, place)
+        rest = memoryview(content)
+        while rest:
+            written = os.pwrite(self._file, rest, place)
+            rest, place = rest[written:], place + written
 
     def have(self, number):
         os.write(self._journal, b"%d\n" % number)

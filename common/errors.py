@@ -36,10 +36,13 @@ def one_line(text):
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 
+AT_FAILURE = []  # functions that save what can be saved when a job fails; they take a few seconds at most
+
+
 def run_job(main):
     """Call a job's `main` and leave with the exit code above."""
     try:
-        main()
+        _with_last_words(main)
     except (UserError, TrainingFailed) as error:
         if pulse.has_parent():  # which says it once for all ranks
             _leave(one_line(error), error.exit_code)
@@ -56,6 +59,15 @@ def run_job(main):
         if not is_victim(error):
             traceback.print_exc()
         _leave(f"{type(error).__name__}: {one_line(error)[:300]}", 1, is_victim(error))
+
+
+def _with_last_words(main):
+    try:
+        main()
+    except Exception:
+        for function in AT_FAILURE:
+            function()
+        raise
 
 
 def _leave(text, code, victim=False):

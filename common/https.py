@@ -18,7 +18,7 @@ ATTEMPTS = 6  # without a single new byte between them
 CHUNK = 1 << 20
 
 
-def download(url, path, sha256=None):
+def download(url, path, sha256=None, tell=lambda text, progress: None):
     """`url` as the file `path`. A broken download is resumed where it stopped, also by a later start.
 
     Without a digest only the length that the server states can be verified.
@@ -29,7 +29,7 @@ def download(url, path, sha256=None):
     while True:
         had = _size(part)
         try:
-            _download(url, part, unverified=sha256 is None)
+            _download(url, part, sha256 is None, tell)
             break
         except urllib.error.HTTPError as error:
             if error.code == 416:  # the part is as long as the file or longer
@@ -65,7 +65,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(request, file, code, message, headers, new_url)
 
 
-def _download(url, part, unverified):
+def _download(url, part, unverified, tell):
     """Append what is missing of `url` to `part`."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -84,6 +84,7 @@ def _download(url, part, unverified):
             while chunk := answer.read(CHUNK):
                 file.write(chunk)
                 bar.update(len(chunk))
+                tell(f"fetching {url}: {file.tell() >> 20} MiB", file.tell())
             if total is not None and file.tell() < total:
                 raise ConnectionError(f"the connection closed after {file.tell()} of {total} bytes")
 

@@ -24,39 +24,36 @@ class Lease:
     def __init__(self, file):
         self._file = file
         self._pulse = pulse.of_this_process()
+        self._told = 0.0
 
     def tell(self, text, progress=0):
-        """Where the work stands; `progress` grows as long as it moves."""
-        self._pulse.set("fetch", progress)
-        self.write(state="working", text=text)
+        """Where the work stands; `progress` changes as long as it moves."""
+        now = time.monotonic()
+        if now - self._told > 1:
+            self._told = now
+            self._pulse.set("fetch", progress)
+            self.write(state="working", text=text)
 
     def write(self, **words):
-        content = json.dumps({**words, "at": time.monotonic()}).encode()
+        content = json.dumps({**words, "at": time.monotonic(), "boot": _boot()}).encode()
         os.pwrite(self._file, content.ljust(512)[: max(512, len(content))], 0)
         os.ftruncate(self._file, max(512, len(content)))
 
+    def ended(self):
+        self._pulse.set("start", 0)
+
 
 def once_per_node(path, work):
-    """Have `work(lease)` done by one process of this node; those who came meanwhile share its end, good or bad.
-
-    The clock that the times are taken from is the machine's, the same in every process.
-    """
+    """Have `work(lease)` done by one process of this node; those who came meanwhile share its end, good or bad."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    began = told = time.monotonic()
     file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    lease = Lease(file)
     try:
-        while not _take(file):
-            said = _read(file)
-            if time.monotonic() - told > LINE_SECONDS:
-                told = time.monotonic()
-                print(f"waiting for another process of this node: {one_line(said.get('text', path))}", flush=True)
-            time.sleep(POLL_SECONDS)
-        said = _read(file)
-        if said.get("at", 0) > began and said.get("state") == "failed":
+        said = _wait(file, path)
+        if said.get("state") == "failed":
             raise UserError(said["text"]) if said.get("code") == 2 else TrainingFailed(said["text"])
-        if said.get("at", 0) > began and said.get("state") == "done":
+        if said.get("state") == "done":
             return
-        lease = Lease(file)
         lease.tell(f"preparing {os.path.dirname(path)}")
         try:
             work(lease)
@@ -65,7 +62,29 @@ def once_per_node(path, work):
             raise
         lease.write(state="done")
     finally:
+        lease.ended()
         os.close(file)
+
+
+def _wait(file, path):
+    """Take the lease; what its last owner said of its end, if that was while we waited. The clock is this machine's."""
+    began = told = time.monotonic()
+    pulse_of_mine, waited, said = pulse.of_this_process(), False, {}
+    while not _take(file):
+        waited, said = True, _read(file)
+        pulse_of_mine.set("fetch", int(said.get("at", 0)))  # alive as long as the owner is
+        if time.monotonic() - told > LINE_SECONDS:
+            told = time.monotonic()
+            print(f"waiting for another process of this node: {one_line(said.get('text', path))}", flush=True)
+        time.sleep(POLL_SECONDS)
+    said = _read(file)
+    return said if waited and said.get("boot") == _boot() and said.get("at", 0) > began else {}
+
+
+def _boot():
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
 
 
 def _take(file):
@@ -132,7 +151,7 @@ class Board:
     def wait(self, world_size):
         """Until all are ready; says for whom it waits."""
         self._store.set(self._key("ready", self._rank), "1")
-        told = time.monotonic()
+        told, shown = time.monotonic(), pulse.of_this_process()
         for rank in range(world_size):
             beat, heard = None, time.monotonic()
             while not self._store.check([self._key("ready", rank)]):
@@ -143,9 +162,11 @@ class Board:
                 now, alive = time.monotonic(), self._key("alive", rank)
                 if self._store.check([alive]) and self._store.get(alive) != beat:
                     beat, heard = self._store.get(alive), now
+                    shown.set("fetch", int(beat))  # nothing is stuck as long as the one waited for beats
                 if now - heard > SILENCE_SECONDS:
                     raise TrainingFailed(f"no {self._what}: rank {rank} has been silent for {now - heard:.0f} s, it has died")
                 if now - told > LINE_SECONDS and self._rank == 0:
                     told = now
                     print(f"waiting for rank {rank} to have its {self._what}", flush=True)
                 time.sleep(POLL_SECONDS)
+        shown.set("start", 0)

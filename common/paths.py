@@ -81,7 +81,8 @@ def _place(what, path):
 
 
 def is_address(text):
-    return isinstance(text, str) and re.match(r"[a-z0-9]+://", text) is not None
+    """Also of a mistyped address, which must not become a folder of that name."""
+    return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
 def local_folder(url, root):

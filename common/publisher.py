@@ -46,7 +46,7 @@ class Publisher:
         self._wake.set()
 
     def finish(self, patience_seconds=LAST_PATIENCE_SECONDS):
-        """Publish what is left, and wait for it; TrainingFailed if that cannot be done."""
+        """Publish what is left, and wait for it; TrainingFailed if that cannot be done. A second call finds nothing to do."""
         self._patience.seconds = patience_seconds  # of the look that is under way, too
         self._over.set()
         self._wake.set()
@@ -64,17 +64,19 @@ class Publisher:
                 return
             try:
                 self._patience.good()
-                self._sync()
+                self._sync(background=True)
             except Exception as error:  # the training goes on, and the next look tries again
                 self._say(f"warning: results are not published just now: {one_line(error)}")
 
     # --- One look at the folder ---
 
-    def _sync(self):
+    def _sync(self, background=False):
         surplus = self._surplus  # as of now: what it counts on is in the folder, and will be in the bucket at the end
         files = self._changed()
         manifests = {name: self._read(name) for name in files if name.endswith(".json") and CHECKPOINT.fullmatch(name)}
         for name in sorted(files, key=_order):
+            if background and self._over.is_set():
+                return  # the last look begins with what is newest by now
             content = manifests.get(name)
             if name in manifests and not self._vouched(name):
                 continue
@@ -169,12 +171,15 @@ class Publisher:
         with contextlib.suppress(Exception):  # not every store lets one look
             words = {"Bucket": self._bucket.name, "Prefix": self._bucket.below()}
             answer = self._bucket.client.list_multipart_uploads(**words)
-            for upload in answer.get("Uploads", []):
+            ours = lambda upload: checkpoint.LEFT_BY_A_RUN.fullmatch(self._bucket.relative(upload["Key"]))  # noqa: E731
+            for upload in filter(ours, answer.get("Uploads", [])):
                 words = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                 self._bucket.client.abort_multipart_upload(Bucket=self._bucket.name, **words)
 
     def _prune(self, surplus):
         for name in surplus([self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below())]):
+            if os.path.exists(self._path(name)):  # written since, or not yet removed here
+                continue
             self._bucket.ask("delete_object", self._key(name), self._patience)
             self._there.pop(name, None)
 

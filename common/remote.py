@@ -1,15 +1,10 @@
 """A run whose output folder is in a bucket: bring its newest checkpoint to this machine's disk, or delete it."""
 
-import fnmatch
+import json
 import os
 
-from common import bucket, checkpoint, download
+from common import bucket, checkpoint, download, storage
 from common.errors import UserError
-
-LEFT_BY_A_RUN = [
-    "checkpoints/*.json", "checkpoints/*.pt", "epoch_*.pth", "metrics.jsonl", "curves.png", "report.txt",
-    "tensorboard/events.out.tfevents.*", "ledger/rank_*.jsonl",
-]  # fmt: skip
 
 
 def bring_newest(args, say):
@@ -18,34 +13,62 @@ def bring_newest(args, say):
     items = {place.relative(item.key): item for item in place.items(place.below() + "checkpoints/")}
     numbers = sorted(int(match[1]) for name in items if (match := checkpoint.NAME.fullmatch(os.path.basename(name))))
     here = checkpoint.numbers(args.checkpoint_dir)
-    if not numbers or numbers[-1] in here:
+    if not numbers or args.resume == "never":
         return
+    if here:
+        _refuse_another_history(place, numbers[-1], here[-1], args)
+        numbers = [number for number in numbers if number > here[-1]]
     for number in reversed(numbers):
-        if number in here or _bring(place, items, number, args.checkpoint_dir, say):
-            for other in [other for other in here if other > number]:  # the bucket's run is the one that goes on
-                say(f"warning: {args.output_url} does not have the local checkpoint {other:012d}: it is removed")
-                _remove(args.checkpoint_dir, other)
+        try:
+            _bring(place, items, number, args.checkpoint_dir)
+        except _NotWhole as error:
+            say(f"warning: {error}; trying the one before")
+            _remove(args.checkpoint_dir, number)
+        else:
+            say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
             return
-    if args.resume != "never":
+    if numbers and not here:
         afresh = "start afresh with --resume never --overwrite true"
         raise UserError(f"all {len(numbers)} checkpoints in {args.output_url} are damaged; {afresh}")
 
 
-def _bring(place, items, number, folder, say):
-    """Whether the checkpoint came whole."""
+class _NotWhole(Exception):
+    """This checkpoint cannot be used; any other failure says nothing about it."""
+
+
+def _bring(place, items, number, folder):
     names = [f"{number:012d}.pt", f"{number:012d}.json"]
+    if f"checkpoints/{names[0]}" not in items:
+        raise _NotWhole(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
     try:
-        if f"checkpoints/{names[0]}" not in items:
-            raise UserError(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
         for name in names:  # the manifest last, here too
             download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
+    except download.Damaged as error:
+        raise _NotWhole(error) from None
+    try:
         checkpoint.read_verified(os.path.join(folder, names[0]))
     except UserError as error:
-        say(f"warning: {error}; trying the one before")
-        _remove(folder, number)
-        return False
-    say(f"fetched checkpoint {names[0]} from {place.url(place.below())}")
-    return True
+        raise _NotWhole(error) from None
+
+
+def _refuse_another_history(place, theirs, ours, args):
+    """The local folder may be left from a run that the bucket no longer has."""
+    content = place.ask(
+        "get_object", f"{place.below()}checkpoints/{theirs:012d}.json", work=lambda answer: answer["Body"].read()
+    )
+    with open(os.path.join(args.checkpoint_dir, f"{ours:012d}.json"), "rb") as file:
+        if _run_id(content) != _run_id(file.read()):
+            raise UserError(
+                f"{args.output_dir} holds another run than {args.output_url}: delete that folder, "
+                "or start afresh with --resume never --overwrite true"
+            )
+
+
+def _run_id(manifest):
+    try:
+        return json.loads(manifest).get("run")
+    except (ValueError, AttributeError):
+        return None
 
 
 def _remove(folder, number):
@@ -53,10 +76,31 @@ def _remove(folder, number):
         checkpoint.remove(os.path.join(folder, f"{number:012d}{suffix}"))
 
 
+def local_checkpoint(path, say):
+    """The path itself; of a checkpoint or an output folder in a bucket, where it now is on this machine."""
+    if not bucket.is_address(path):
+        return path
+    if not path.endswith(".pt"):
+        return storage.fetch(path, say=say)
+    place, folder = bucket.Bucket(os.path.dirname(path), say), storage.local_folder(os.path.dirname(path), "input_dir")
+    names = [os.path.basename(path), os.path.basename(path)[: -len("pt")] + "json"]
+    items = {place.relative(item.key): item for item in place.items(place.below())}
+    for name in names:
+        if name not in items:
+            raise UserError(f"--resume {path}: there is no {name} in {os.path.dirname(path)}")
+    os.makedirs(folder, exist_ok=True)
+    download.fetch_items(place, {name: items[name] for name in names}, folder)
+    return os.path.join(folder, names[0])
+
+
+def holds_a_run(args, say):
+    place = bucket.Bucket(args.output_url, say)
+    return any(checkpoint.NAME.fullmatch(os.path.basename(item.key)) for item in place.items(place.below() + "checkpoints/"))
+
+
 def delete(args, say):
     """Remove what a run of ours left in the bucket, and nothing else; the manifests first."""
     place = bucket.Bucket(args.output_url, say)
     names = [place.relative(item.key) for item in place.items(place.below())]
-    for name in sorted(names, key=lambda name: not name.endswith(".json")):
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in LEFT_BY_A_RUN):
-            place.ask("delete_object", place.below() + name)
+    for name in sorted(filter(checkpoint.LEFT_BY_A_RUN.fullmatch, names), key=lambda name: not name.endswith(".json")):
+        place.ask("delete_object", place.below() + name)

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from common import checkpoint, group, lease, remote, storage, world
+from common import checkpoint, group, lease, remote, world
 from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
@@ -38,7 +38,7 @@ def choose(args, ours, say):
     folder = args.checkpoint_dir
     if args.output_url:
         remote.bring_newest(args, say)
-    has_run = bool(checkpoint.numbers(folder))
+    has_run = bool(checkpoint.numbers(folder)) or bool(args.output_url and remote.holds_a_run(args, say))
     if has_run and world.here(args).restart_count:  # the same command again: whatever it asked for was done the first time
         found = checkpoint.newest(folder, say)
         _refuse_another_run(found[1]["identity"], ours, found[2])
@@ -53,12 +53,19 @@ def choose(args, ours, say):
         if args.output_url:
             remote.delete(args, say)
         return None
-    if args.resume == "auto" or (has_run and not _inside(args.resume, folder)):
+    if args.resume == "auto":
         found = checkpoint.newest(folder, say)
-        if found and args.resume != "auto":
-            say(f"{args.output_dir} already went on from --resume {args.resume}")
     else:
         found = _from_path(args, say)
+        own = checkpoint.newest(folder, say) if has_run and not _inside(found[2], folder) else None
+        if own and own[1]["run"] == found[1]["run"]:  # this start, or the one before, has gone on from there
+            say(f"{args.output_dir} already went on from --resume {args.resume}")
+            found = own
+        elif own:
+            raise UserError(
+                f"{args.output_dir} holds another run than --resume {args.resume}: give another --output_dir, "
+                "or first delete that run with --resume never --overwrite true"
+            )
     if found:
         _refuse_another_run(found[1]["identity"], ours, found[2])
     return found
@@ -84,7 +91,7 @@ def from_rank_0(choose):
 
 def _from_path(args, say):
     """The checkpoint that the user named: a file, or a folder whose newest is meant."""
-    path = storage.fetch(args.resume, say=say)
+    path = remote.local_checkpoint(args.resume, say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
         found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)

@@ -17,6 +17,7 @@ import platform
 import signal
 import sys
 import time
+import uuid
 
 import numpy as np
 import torch
@@ -79,10 +80,9 @@ class Run:
     def epochs(self):
         self._start()
         if self._over():
+            place = f"{self.epoch} epochs, {self.total_steps} steps"
             limit = f"--epochs {self.args.epochs}" if self.epoch >= self.args.epochs else f"--max_steps {self.args.max_steps}"
-            self.say(
-                f"nothing to do: the run in {self.args.output_dir} is finished; more than {limit} goes on. {self._where()}"
-            )
+            self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}. {self._where()}")
         while not self._over():
             self.sampler.start_at(self.epoch, self.consumed)
             self._samples_per_epoch = self.sampler.samples_per_epoch
@@ -205,9 +205,15 @@ class Run:
             steps=per_epoch // global_batch,
             loss=loss.item(),
             lr=self._parts["optimizer"].param_groups[0]["lr"],
-            samples_left=(self.args.epochs - self.epoch) * per_epoch - self.consumed,
+            samples_left=self._samples_left(),
             total_steps=self.total_steps,
         )
+
+    def _samples_left(self):
+        left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed
+        if self.args.max_steps is None:
+            return left
+        return min(left, (self.args.max_steps - self.total_steps) * self.sampler.global_batch)
 
     def _check_losses(self):
         """Stop at the first loss that is not a number; looked at seldom, because looking waits for the GPU."""
@@ -238,6 +244,7 @@ class Run:
             **{name: getattr(self, name) for name in ("samples_seen", "total_steps", "epoch", "consumed", "best")},
             "global_batch": self.sampler.global_batch,
             "world_size": self.world_size,
+            "run": self._id,
             "identity": self._identity,
             "arguments": self.arguments,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
@@ -265,7 +272,7 @@ class Run:
             return
         self._started = True
         self.samples_seen = self.total_steps = self.epoch = self.consumed = self._epoch_steps = 0
-        self.best, self.history = None, []
+        self.best, self.history, self._id = None, [], uuid.uuid4().hex
         device = next(self.model.parameters()).device
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._unchecked, self._signal, self._busy, self._waited = [], None, True, 0.0
@@ -319,6 +326,7 @@ class Run:
                 part.load_state_dict(state[name])
         for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):
             setattr(self, name, about[name])
+        self._id = about.get("run", self._id)
         self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
         if self.rank == 0:  # it holds what all ranks had
             self._loss_sum.copy_(state["run"]["loss_sum"])
@@ -371,7 +379,8 @@ class Run:
         self._display.curves(self.history)
 
     def _where(self):
-        folder = self.args.output_dir
+        folder, url = self.args.output_dir, self.args.output_url
         names = [name for name in ("metrics.jsonl", "curves.png", "report.txt") if os.path.exists(os.path.join(folder, name))]
-        files = f"; {', '.join(names)} in {folder}" if names else ""
-        return f"{self._saver.last_good()}{files}; TensorBoard in {self.args.tensorboard_dir}"
+        files = f"; {', '.join(names)} in {url or folder}" if names else ""
+        events = self.args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else self.args.tensorboard_dir
+        return f"{self._saver.last_good()}{files}; TensorBoard in {events}"

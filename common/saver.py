@@ -1,10 +1,11 @@
 """Writes a run's checkpoints behind its back: the training waits for a copy of the state, not for the disk or the bucket."""
 
+import contextlib
 import os
 import threading
 
 from common import checkpoint
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import AT_FAILURE, TrainingFailed, UserError, one_line
 from common.publisher import LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
 
@@ -47,6 +48,11 @@ class Saver:
         if self._url:
             self._publisher = Publisher(self._output_dir, self._url, self._say)
             self._publisher.start()
+            AT_FAILURE.append(self._publish_at_failure)
+
+    def _publish_at_failure(self):
+        with contextlib.suppress(UserError, TrainingFailed):
+            self._publisher.finish(STOP_PATIENCE_SECONDS)
 
     def finish_publishing(self, in_a_hurry):
         if self._publisher is None:
@@ -66,7 +72,8 @@ class Saver:
 
     def last_good(self):
         numbers = checkpoint.numbers(self._folder)
-        return f"last checkpoint {os.path.join(self._folder, f'{numbers[-1]:012d}.pt')}" if numbers else "no checkpoint yet"
+        folder = f"{self._url.rstrip('/')}/checkpoints" if self._url else self._folder
+        return f"last checkpoint {folder}/{numbers[-1]:012d}.pt" if numbers else "no checkpoint yet"
 
     def _write(self, state, about, weights_of_epoch):
         if not checkpoint.finite(state["model"]):

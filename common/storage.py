@@ -18,12 +18,19 @@ def fetch(url, folder=None, say=print, sha256=None):
     if not is_address(url):
         return url
     folder = folder or local_folder(url, "input_dir")
+    try:
+        _fetch_once(url, folder, say, sha256)
+    except OSError as error:
+        raise UserError(f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}") from None
+    return folder
+
+
+def _fetch_once(url, folder, say, sha256):
     if bucket.is_address(url):
         lease.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
     else:
         path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or "download")
-        lease.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, sha256))
-    return folder
+        lease.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, sha256, held.tell))
 
 
 def publish(path, url, say=print):

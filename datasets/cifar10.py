@@ -70,15 +70,15 @@ def _find(args):
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = os.path.join(args.output_dir, "input_dir")
     folder = os.path.join(root, FOLDER)
-    lease.once_per_node(folder, lambda _: _prepare(archive, folder))
+    lease.once_per_node(folder, lambda held: _prepare(archive, folder, held))
     return folder
 
 
-def _prepare(archive, folder):
+def _prepare(archive, folder, held):
     if os.path.isdir(folder):
         return
     if not os.path.exists(archive):
-        https.download(URL, archive, SHA256)
+        https.download(URL, archive, SHA256, held.tell)
     hostile.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
 
 

@@ -13,6 +13,7 @@ line, `# was: <line>` names each line of the base that it replaces; without one 
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -172,6 +173,19 @@ def rebase(path, base):
     return apply(base, placed)
 
 
+def _same_base(paths):
+    """An edit outside the blocks of one job would be lost: it belongs into the base."""
+    first, *others = paths
+    lines = read(first)[0]
+    for path in others:
+        for number, (one, other) in enumerate(itertools.zip_longest(lines, read(path)[0]), 1):
+            if one != other:
+                raise BlockError(
+                    f"{path.name} and {first.name} differ outside their blocks, in line {number} of the base: "
+                    f"{(other or '').strip()!r} and {(one or '').strip()!r}; make the change in {BASE.name}"
+                )
+
+
 def table():
     """One line a job, for the README too."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
@@ -213,13 +227,21 @@ def main(argv):
     try:
         text = run(options)
         if getattr(options, "output", None):
-            Path(options.output).write_text(text)
+            _write(Path(options.output), text)
         else:
             print(text, end="" if text.endswith("\n") else "\n")
     except (BlockError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _write(path, text):
+    """To a new file, or over a job that is the base with blocks: nothing that somebody wrote is lost."""
+    if path.exists() and read(path)[0] != BASE.read_text().split("\n"):
+        raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
+    path.write_text(text)
+    print(f"wrote {path}")
 
 
 def run(options):
@@ -232,6 +254,7 @@ def run(options):
     if options.verb == "compose":
         return "\n".join(compose(options.tags))
     base = BASE.read_text().split("\n")
+    _same_base(feature_jobs())
     rebased = {path: rebase(path, base) for path in feature_jobs()}  # all of them, or none is written
     changed = [path for path, lines in rebased.items() if path.read_text() != "\n".join(lines)]
     for path in changed:

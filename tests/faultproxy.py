@@ -139,3 +139,4 @@ def faults(store, plan, monkeypatch):
         yield proxy
     finally:
         proxy.stop()
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.endpoint)

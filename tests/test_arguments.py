@@ -70,6 +70,7 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["--batch_size", "9" * 5000], ["--batch_size"]),
         (["--schedule", "cosine"], ["--schedule", "one_cycle"]),
         (["--lr", "\x1b[2J"], ["--lr", r"\\x1b"]),
+        (["--batch", "3"], ["unknown option --batch: did you mean --batch_size?"]),
         (["--data_url", "ftp://host/x"], ["ftp://host/x", "give a folder, or an address"]),
         (["--data_url", "a\0b"], ["zero byte"]),
     ],

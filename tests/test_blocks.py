@@ -208,3 +208,16 @@ def test_the_commands_print_what_they_promise(capsys):
 
 def test_the_readme_shows_the_tools_real_output():
     assert blocks.table() in (ROOT / "README.md").read_text()
+
+
+def test_what_somebody_wrote_is_never_lost(house, capsys, tmp_path):
+    """Neither an edit outside the blocks of one job, nor a file that is no job of ours."""
+    job = house / "train_ddp.py"
+    job.write_text(job.read_text().replace("model.train()", "model.eval()"))
+    assert blocks.main(["rebase"]) == 2
+    assert "differ outside their blocks, in line" in capsys.readouterr().err and "model.eval()" in job.read_text()
+    (tmp_path / "elsewhere").mkdir()
+    mine = tmp_path / "elsewhere" / "mine.py"
+    mine.write_text("my own work\n")
+    assert blocks.main(["compose", "DP", "-o", str(mine)]) == 2
+    assert "exists and is not train.py with blocks" in capsys.readouterr().err and mine.read_text() == "my own work\n"

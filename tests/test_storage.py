@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common import bucket, download, lease, publisher, storage
+from common import bucket, checkpoint, download, lease, publisher, storage
 from common.errors import TrainingFailed, UserError
 from tests.faultproxy import BODY_FAULTS, faults
 from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, lock_holders, run_job
@@ -174,9 +175,11 @@ def test_an_object_that_always_arrives_damaged_is_refused(store, monkeypatch, fa
     assert not [name for name in names_in("got") if not re.search(r"\.part(\.json)?$", name)]
 
 
-@pytest.mark.parametrize("key", ["swap/small", "swap/large"])
+@pytest.mark.parametrize("key", ["swap/small", "swap/large", "swap/grown", "swap/shrunk"])
 def test_an_object_replaced_during_the_download_is_fetched_as_it_is_now(store, monkeypatch, key):
-    client, old, new = store.client(), {"small": b"old" * 9, "large": BIG}, {"small": b"newer" * 7, "large": BIG[::-1] + b"x"}
+    client, little, other = store.client(), b"little" * 9, BIG[::-1] + b"x"
+    old = {"small": b"old", "large": BIG, "grown": little, "shrunk": BIG}
+    new = {"small": b"newer", "large": other, "grown": BIG, "shrunk": little}
     kind = key.split("/")[1]
     client.put_object(Bucket="data", Key=key, Body=old[kind])
     replaced = threading.Lock()
@@ -187,7 +190,35 @@ def test_an_object_replaced_during_the_download_is_fetched_as_it_is_now(store, m
 
     with faults(store, plan, monkeypatch):
         storage.fetch(f"s3://data/{key}", "got")
-    assert Path(f"got/{kind}").read_bytes() == new[kind]
+    assert Path(f"got/{kind}").read_bytes() == new[kind] and names_in("got") == [kind]
+
+
+def test_one_refusal_among_many_large_objects_ends_the_fetch(store, monkeypatch):
+    """With parts of the others waiting for their turn."""
+    monkeypatch.setattr(download, "PART", 65536)
+    for number in range(6):
+        store.client().put_object(Bucket="data", Key=f"many/{number}", Body=BIG[: 4 * MIB])
+    begun = time.monotonic()
+    refused = pytest.raises(UserError, match="403 AccessDenied")
+    with (
+        faults(store, lambda request: "denied" if request.is_object and request.path.endswith("3") else None, monkeypatch),
+        refused,
+    ):
+        storage.fetch("s3://data/many", "got")
+    assert time.monotonic() - begun < 20
+
+
+def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkeypatch):
+    parts, real = download.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e")), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, place: real(file, bytes(content[:700]), place))
+    parts.write(0, bytes(range(250)) * 20)
+    assert (tmp_path / "x.part").read_bytes() == bytes(range(250)) * 20
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/x, for s3://data/set, cannot be written to: Not a directory"):
+        storage.fetch("s3://data/set", str(tmp_path / "file/x"))
 
 
 def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatch, tmp_path):
@@ -389,6 +420,15 @@ def test_a_failure_is_told_to_those_who_wait_and_not_to_a_later_start(store, mon
         assert same(storage.fetch("s3://data/set"))
 
 
+@pytest.mark.parametrize("state", ["failed", "done"])
+def test_what_was_said_before_is_not_believed(tmp_path, state):
+    """Of an earlier start, of the time before a reboot, or of another machine that has the same disk."""
+    (tmp_path / "x.lock").write_text(json.dumps({"state": state, "text": "old", "at": 1e12, "boot": "another"}))
+    done = []
+    lease.once_per_node(str(tmp_path / "x"), lambda held: done.append(1))
+    assert done == [1]
+
+
 def waiting_on(lock_file):
     """The processes that have the lease's file open."""
     found = []
@@ -543,6 +583,87 @@ def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, t
             assert "s3://data/runs/fresh holds a run and --resume is never" in done.stderr
     names = remote_names(store, "runs/fresh/")
     assert "notes.txt" in names and "epoch_1.pth" in names and "epoch_2.pth" not in names
+
+
+def runs_here(tmp_path, *options, url="s3://data/runs/here"):
+    env = environment(**{name: os.environ[name] for name in os.environ if name.startswith("AWS_")})
+    script = command("train", *TINY, *options, "--output_dir", url)
+    return subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_what_the_disk_has_beyond_the_bucket_is_kept_and_another_run_refused(store, tmp_path):
+    """The store was away for the last saves; then somebody put another run into the bucket."""
+    assert runs_here(tmp_path, "--epochs", 3).returncode == 0
+    client, prefix = store.client(), "runs/here/"
+    for name in remote_names(store, prefix):
+        if "0768" in name or "0512" in name:
+            client.delete_object(Bucket="data", Key=prefix + name)
+    client.put_object(Bucket="data", Key=prefix + "checkpoints/000000000256.json", Body=(manifest := local_manifest(tmp_path)))
+    done = runs_here(tmp_path, "--epochs", 4)
+    assert done.returncode == 0 and "000000000768.pt: epoch 4" in done.stdout, done.stdout + done.stderr
+    number = remote_names(store, prefix + "checkpoints/")[-1]
+    client.put_object(
+        Bucket="data",
+        Key=prefix + "checkpoints/" + number.replace(".pt", ".json"),
+        Body=manifest.replace(b'"run": "', b'"run": "x'),
+    )
+    done = runs_here(tmp_path, "--epochs", 5)
+    assert done.returncode == 2 and "holds another run than s3://data/runs/here" in done.stderr, done.stderr
+
+
+def local_manifest(tmp_path):
+    return (tmp_path / "output_dir/s3/data/runs/here/checkpoints/000000000768.json").read_bytes()
+
+
+def test_a_refusal_is_not_taken_for_damage(store, tmp_path, monkeypatch):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    url = "s3://data/runs/refused"
+    assert runs_here(tmp_path / "a", url=url).returncode == 0
+    with faults(store, lambda request: "denied" if request.path.endswith(".pt") else None, monkeypatch):
+        done = runs_here(tmp_path / "b", url=url)
+    assert done.returncode == 2 and "403 AccessDenied" in done.stderr and "damaged" not in done.stdout + done.stderr
+    done = runs_here(tmp_path / "b", "--resume", f"{url}/checkpoints/000000000512.pt", "--epochs", 3, url="s3://data/runs/next")
+    assert done.returncode == 0 and "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
+
+
+def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
+    ours = [
+        "checkpoints/000000000512.pt",
+        "checkpoints/000000000512.json",
+        "epoch_3.pth",
+        "tensorboard/events.out.tfevents.1.host",
+    ]
+    theirs = [
+        "checkpoints/pretrained.pt",
+        "checkpoints/other/000000000512.json",
+        "epoch_best/x.pth",
+        "tensorboard/x/events.out.tfevents.1",
+    ]
+    assert [name for name in ours + theirs if checkpoint.LEFT_BY_A_RUN.fullmatch(name)] == ours
+    client = store.client()
+    for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
+        client.create_multipart_upload(Bucket="data", Key=key)
+    (tmp_path / "checkpoints").mkdir()
+    publishing = publisher.Publisher(str(tmp_path), "s3://data/up")
+    publishing.start()
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="data", Prefix="up/").get("Uploads", [])]
+    assert left == ["up/team/file"], "uploads of others go on"
+    for number in (1, 2):
+        (tmp_path / f"checkpoints/{number:012d}.pt").write_text("x")
+        (tmp_path / f"checkpoints/{number:012d}.json").write_text("{}")
+    publishing.saved(lambda names: [name for name in names if "000002" in name])  # as it was known before the second was there
+    publishing.finish()
+    assert len(remote_names(store, "up/checkpoints/")) == 4, "what is in the folder stays in the bucket"
+
+
+def test_a_run_that_fails_still_publishes_what_it_has(store, tmp_path):
+    done = runs_here(tmp_path, "--lr", "1e30", "--save_steps", 1, "--epochs", 9, url="s3://data/runs/nan")
+    assert done.returncode == 1 and "error: " in done.stderr
+    local = tmp_path / "output_dir/s3/data/runs/nan/checkpoints"
+    assert remote_names(store, "runs/nan/checkpoints/") == sorted(
+        name for name in os.listdir(local) if not name.startswith(".")
+    )
 
 
 def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_results_here(store, monkeypatch, tmp_path):

@@ -190,7 +190,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(finished, 
 def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
     run_job("train", tmp_path, *TINY, "--max_steps", 3)
     assert final_state(tmp_path)["position"]["consumed"] == 192
-    assert "--max_steps 3 goes on" in run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
+    assert (
+        "the run has done 0 epochs, 3 steps; it goes on with more than --max_steps 3"
+        in run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
+    )
     run_job("train", tmp_path, *TINY)
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
@@ -251,7 +254,8 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(again):
         (["--max_samples", "512"], ["data set is synthetic, 512 samples here but synthetic, 256 samples there"]),
         (["--optimizer", "adam"], ["optimizer is Adam here but SGD there"]),
         (["--resume", "never"], ["holds a run", "--overwrite true"]),
-        (["--resume", "/nowhere.pt"], ["--resume"]),
+        (["--resume", "/nowhere.pt"], ["--resume /nowhere.pt does not exist"]),
+        (["--resume", "nevr"], ["--resume nevr does not exist: give auto, never, or the path"]),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(again, options, words):
@@ -283,6 +287,13 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
     done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000256.pt")
     assert "000000000256.pt: epoch 2, after 0" in done.stdout
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+    path = finished[0] / "out" / "checkpoints" / "000000000256.pt"
+    done = run_job("train", tmp_path, *TINY, "--resume", path, "--epochs", 3)
+    assert f"already went on from --resume {path}" in done.stdout and "000000000512.pt: epoch 3" in done.stdout
+    (tmp_path / "other").mkdir()
+    run_job("train", tmp_path / "other", *TINY, "--max_steps", 1)
+    done = run_job("train", tmp_path / "other", *TINY, "--resume", path, check=2)
+    assert "holds another run than --resume" in done.stderr
 
 
 # --- Refused before anything is spent ----------------------------------------------------------------------------------

@@ -225,6 +225,8 @@ def test_an_address_is_read_from_and_a_bucket_written_through_a_folder_of_this_m
         ({"data_url": "ftp://h/x"}, {}, "give a folder, or an address that begins with s3://, obs://, oss://, https://"),
         ({"output_dir": "https://h/x"}, {}, "give a folder, or an address that begins with s3://, obs://, oss://"),
         ({}, {"PAI_OUTPUT_CHECKPOINTS": "oss://b/k"}, "checkpoint folder is oss://b/k: give a folder, no address"),
+        ({"output_dir": "S3://bkt/x"}, {}, "give a folder, or an address that begins with s3://"),
+        ({"output_dir": "s3:/bkt/x"}, {}, "give a folder, or an address that begins with s3://"),
         ({"output_dir": "s3://b/../../etc"}, {}, "has a name in it that cannot be a folder's"),
     ],
 )
