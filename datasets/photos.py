@@ -32,15 +32,21 @@ def train_picture(content, special, window, flip, size):
 def test_picture(content, special, size):
     """The middle of the whole picture, as torchvision's Resize and CenterCrop make it."""
     picture = _decode(content, special, None)
-    _, height, width = picture.shape
-    short = round(size * RESIZE_SHARE)
-    if height < width:
-        height, width = short, int(short * width / height)
-    else:
-        height, width = int(short * height / width), short
+    height, width = resized(*picture.shape[1:], size)
     picture = _resize(picture, height, width)
-    top, left = round((height - size) / 2), round((width - size) / 2)
+    top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
+
+
+def resized(height, width, size):
+    """(height, width) of a whole picture whose short side has been resized for evaluation."""
+    short = round(size * RESIZE_SHARE)
+    return (short, int(short * width / height)) if height < width else (int(short * height / width), short)
+
+
+def middle(height, width, size):
+    """(top, left) of the size x size pixels in its middle."""
+    return round((height - size) / 2), round((width - size) / 2)
 
 
 def _resize(picture, height, width):

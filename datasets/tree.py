@@ -12,6 +12,8 @@ import json
 import os
 import struct
 import time
+import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -90,7 +92,7 @@ def _read(path, folder, classes):
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
             arrays = {name: stored[name] for name in ("labels", "widths", "heights", "special")}
-    except (OSError, ValueError, KeyError, EOFError, UnicodeDecodeError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     return Tree(folder, list(classes), names, left_out=left_out, **arrays)
 

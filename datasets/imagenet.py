@@ -1,0 +1,126 @@
+"""Photographs by the class: ROOT/{train,val}/CLASS/*.JPEG, or synthetic ones, as batches for the image jobs.
+
+A file that was judged to be a picture and cannot be decoded after all is replaced by the next sample that can, with its own
+label: the same one in every loader, at every start, on every rank.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+import torch
+
+from common import lease, storage
+from common.errors import TrainingFailed, one_line
+from datasets import crops, photos, tree
+from datasets.dali import DaliLoader
+from datasets.loader import DeviceLoader
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
+SYNTHETIC = {"train": 1280, "val": 256}
+CLASSES = 1000
+
+
+class Photos:
+    """The pictures of a tree, decoded a batch at a time; for training each is cropped and flipped at random."""
+
+    def __init__(self, files, size, train, seed):
+        self.tree, self.size, self.train, self.seed = files, size, train, seed
+        self.classes = files.classes
+        self._told = set()
+
+    def __len__(self):
+        return len(self.tree)
+
+    def __getitem__(self, epoch_and_ids):
+        epoch, ids = epoch_and_ids
+        images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
+        labels = torch.empty(len(ids), dtype=torch.int64)
+        windows, flips = self.windows(ids, epoch)
+        for place, number in enumerate(ids):
+            used, picture = self._picture(int(number), epoch, windows[place], flips[place])
+            images[place], labels[place] = picture, self.tree.labels[used]
+        return images, labels, torch.from_numpy(ids)
+
+    def windows(self, ids, epoch):
+        """Where each picture is cropped in this epoch, and which are flipped."""
+        return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch)
+
+    def _picture(self, number, epoch, window, flip):
+        """(the sample that it is after all, its pixels)"""
+        for step in range(SUBSTITUTES):
+            used = (number + step) % len(self)
+            if step:
+                (window,), (flip,) = self.windows(np.array([used]), epoch)
+            try:
+                return used, self._decode(used, window, flip)
+            except (photos.Undecodable, OSError) as error:
+                self._tell(used, error)
+        raise TrainingFailed(
+            f"{SUBSTITUTES} images in a row of {self.tree.folder} cannot be decoded, from {self.tree.names[number]}"
+        )
+
+    def _decode(self, number, window, flip):
+        with open(self.tree.path(number), "rb") as file:
+            content = file.read()
+        special = self.tree.special[number]
+        if self.train:
+            return photos.train_picture(content, special, window, flip, self.size)
+        return photos.test_picture(content, special, self.size)
+
+    def _tell(self, number, error):
+        if number not in self._told:  # once in each loader process
+            self._told.add(number)
+            name = one_line(self.tree.path(number))
+            print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place", flush=True)
+
+
+class Synthetic:
+    """Noise with a colour for each class, made a batch at a time; the same for the same ids."""
+
+    def __init__(self, count, size, num_classes, seed):
+        self.size, self.seed = size, seed
+        self.classes = [f"colour {number}" for number in range(num_classes)]
+        self._labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
+
+    def __len__(self):
+        return len(self._labels)
+
+    def __getitem__(self, epoch_and_ids):
+        ids = torch.from_numpy(epoch_and_ids[1])
+        generator = torch.Generator().manual_seed(self.seed + int(ids[0]))
+        images = torch.randint(0, 64, (len(ids), 3, self.size, self.size), dtype=torch.uint8, generator=generator)
+        colours = torch.stack([(self._labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)
+        return (images + colours[:, :, None, None]).contiguous(memory_format=torch.channels_last), self._labels[ids], ids
+
+
+def load(args):
+    """The training and the validation set that the arguments ask for."""
+    size, limit = args.image_size, args.max_samples
+    if args.custom_data:
+        counts = {split: min(count, limit or count) for split, count in SYNTHETIC.items()}
+        return tuple(Synthetic(counts[split], size, CLASSES, seed) for seed, split in enumerate(("train", "val")))
+
+    def prepare():
+        root = storage.fetch(args.data_url)
+        return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
+
+    train, test = (spread(files, limit) for files in lease.on_every_rank("data", prepare))
+    return Photos(train, size, True, args.seed), Photos(test, size, False, args.seed)
+
+
+def spread(files, limit):
+    """At most `limit` samples, from all over the classes."""
+    if limit is None or limit >= len(files):
+        return files
+    kept = np.arange(limit) * len(files) // limit
+    arrays = {name: getattr(files, name)[kept] for name in ("labels", "widths", "heights", "special")}
+    return dataclasses.replace(files, names=[files.names[number] for number in kept], **arrays)
+
+
+def loader(data_set, sampler, device, workers=0, backend="pytorch"):
+    """`backend`: pytorch, dali-cpu, or dali-gpu; they give the same pictures in the same order."""
+    if backend == "pytorch" or isinstance(data_set, Synthetic):
+        return DeviceLoader(data_set, sampler, device, MEAN, STD, workers=workers)
+    return DaliLoader(data_set, sampler, device, MEAN, STD, workers, decode_on_gpu=backend == "dali-gpu")

@@ -1,0 +1,378 @@
+"""Photographs: the index of a tree and what is judged in it, the crop as a pure function, the pixels beside torchvision's."""
+
+import io
+import os
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from common.errors import TrainingFailed, UserError
+from datasets import crops, imagenet, photos, tree
+from datasets.sampler import EpochSampler, InOrder
+
+REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "imagenet"
+
+
+def picture(width=60, height=40, mode="RGB", seed=0):
+    """Smooth colours with an edge, so that JPEG keeps them and a wrong crop shows."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    channels = [np.sin(rows / (5 + seed + c)) * 60 + np.cos(columns / (4 + c)) * 60 + 128 for c in range(3)]
+    channels[0][:, : width // 3] = 20
+    return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8)).convert(mode)
+
+
+def encoded(image, form="JPEG", **how):
+    buffer = io.BytesIO()
+    image.save(buffer, form, **how)
+    return buffer.getvalue()
+
+
+JPEG = encoded(picture(), quality=92)
+SIXTEEN = Image.fromarray((np.arange(2400, dtype=np.uint16) * 27).reshape(40, 60))
+BOMB_PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 50_000, 50_000, 8, 2, 0, 0, 0) + b"0000" + b"IEND"
+
+# name: (content, the verdict)
+FILES = {
+    "plain.JPEG": (JPEG, (tree.GOOD, 60, 40)),
+    "grey.jpg": (encoded(picture(mode="L")), (tree.GOOD, 60, 40)),
+    "progressive.jpg": (encoded(picture(), progressive=True), (tree.GOOD, 60, 40)),
+    "rotated.jpg": (encoded(picture(), exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"), (tree.GOOD, 60, 40)),
+    "profile.jpg": (encoded(picture(), icc_profile=bytes(200_000)), (tree.GOOD, 60, 40)),
+    "trailing.jpg": (JPEG + bytes(100), (tree.GOOD, 60, 40)),
+    "cmyk.jpg": (encoded(picture(mode="CMYK")), (tree.SPECIAL, 60, 40)),
+    "named_as_jpeg.JPEG": (encoded(picture(), "PNG"), (tree.GOOD, 60, 40)),
+    "palette.png": (encoded(picture(mode="P"), "PNG"), (tree.SPECIAL, 60, 40)),
+    "alpha.png": (encoded(picture(mode="RGBA"), "PNG"), (tree.SPECIAL, 60, 40)),
+    "sixteen.png": (encoded(SIXTEEN, "PNG"), (tree.SPECIAL, 60, 40)),
+    "moving.webp": (encoded(picture(), "WEBP"), (tree.SPECIAL, 60, 40)),
+    "picture.bmp": (encoded(picture(), "BMP"), (tree.SPECIAL, 60, 40)),
+    "empty.jpg": (b"", "empty"),
+    "cut.jpg": (JPEG[: len(JPEG) // 2], "cut off"),
+    "cut.png": (encoded(picture(), "PNG")[:-20], "cut off"),
+    "html.jpg": (b"<html>404</html>", "not an image"),
+    "bomb.png": (BOMB_PNG, "too many pixels"),
+    "header.jpg": (b"\xff\xd8\xff\xe0\x00\x10JFIF" + b"x" * 100, "damaged header"),
+    "flat.jpg": (JPEG[: JPEG.index(b"\xff\xc0") + 5] + bytes(4) + JPEG[JPEG.index(b"\xff\xc0") + 9 :], "damaged header"),
+    "only_soi.jpg": (b"\xff\xd8", "damaged header"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Two classes; the first has one file of every kind, the second has good ones."""
+    monkeypatch.chdir(tmp_path)
+    for name, (content, _) in FILES.items():
+        (tmp_path / "train" / "kinds").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / "kinds" / name).write_bytes(content)
+    (tmp_path / "train" / "zgood" / "deeper").mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / "train" / "zgood" / ("deeper" if number % 2 else ".") / f"{number}.jpg").write_bytes(
+            encoded(picture(50 + number, 70, seed=number))
+        )
+    (tmp_path / "train" / "zgood" / "notes.txt").write_text("no picture")
+    return tmp_path / "train"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_is_judged(tmp_path, name):
+    content, verdict = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    assert tree.judge(str(tmp_path / name)) == verdict
+
+
+def test_the_order_and_labels_are_those_of_torchvision(folder):
+    found = tree.load(str(folder))
+    theirs = torchvision.datasets.ImageFolder(str(folder))
+    left_out = {name for names in found.left_out.values() for name in names}
+    expected = [pair for pair in theirs.samples if os.path.relpath(pair[0], folder) not in left_out]
+    assert [(found.path(number), int(found.labels[number])) for number in range(len(found))] == expected
+    assert found.classes == theirs.classes and len(left_out) == sum(isinstance(verdict, str) for _, verdict in FILES.values())
+    assert "left out, cut off: 2 (the first is kinds/cut.jpg)" in found.describe()
+    assert "6 of them in an unusual form" in found.describe()
+
+
+def test_the_index_is_used_until_a_folder_changes_or_it_is_damaged(folder, monkeypatch):
+    first = tree.load(str(folder))
+    judged = []
+    real = tree.judge
+    monkeypatch.setattr(tree, "judge", lambda path: judged.append(path) or real(path))
+    assert tree.load(str(folder)).names == first.names and judged == []
+    index = next((Path("input_dir") / "index").glob("*.npz"))
+    index.write_bytes(index.read_bytes()[:-100])
+    assert tree.load(str(folder)).names == first.names and len(judged) == len(FILES) + 4
+    (folder / "zgood" / "new.jpg").write_bytes(JPEG)
+    os.utime(folder / "zgood", ns=(time.time_ns(), time.time_ns() + 1))
+    assert len(tree.load(str(folder))) == len(first) + 1
+
+
+def test_a_folder_without_pictures_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        tree.load(str(tmp_path / "none"))
+    with pytest.raises(UserError, match="has no folder for any class"):
+        (tmp_path / "flat").mkdir()
+        tree.load(str(tmp_path / "flat"))
+    (tmp_path / "flat" / "class").mkdir()
+    (tmp_path / "flat" / "class" / "empty.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds no image that can be read \(empty: 1\)"):
+        tree.load(str(tmp_path / "flat"))
+
+
+def test_a_crop_depends_on_nothing_but_seed_epoch_and_sample():
+    ids, widths, heights = np.arange(1000), np.full(1000, 500), np.full(1000, 375)
+    windows, flips = crops.random_windows(ids, widths, heights, 3, 7)
+    some = np.array([999, 5, 400])
+    again, flips_again = crops.random_windows(some, widths[some], heights[some], 3, 7)
+    assert np.array_equal(again, windows[some]) and np.array_equal(flips_again, flips[some])
+    for seed, epoch in ((4, 7), (3, 8)):
+        assert (crops.random_windows(ids, widths, heights, seed, epoch)[0] != windows).any(axis=1).mean() > 0.99
+
+
+@pytest.mark.parametrize("width, height", [(500, 375), (100, 900), (900, 100), (1, 1), (64, 64)])
+def test_the_windows_are_distributed_as_torchvisions(width, height):
+    """Inside the picture, and the same means of area, ratio and place as 4,000 draws of RandomResizedCrop."""
+    count = 4000
+    windows, flips = crops.random_windows(np.arange(count), np.full(count, width), np.full(count, height), 0, 0)
+    top, left, high, wide = windows.T
+    assert (top >= 0).all() and (left >= 0).all() and (high > 0).all() and (wide > 0).all()
+    assert (top + high <= height).all() and (left + wide <= width).all()
+    assert 0.46 < flips.mean() < 0.54
+    torch.manual_seed(0)
+    empty = torch.empty(3, height, width)
+    theirs = np.array(
+        [torchvision.transforms.RandomResizedCrop.get_params(empty, (0.08, 1), (3 / 4, 4 / 3)) for _ in range(count)]
+    )
+    for ours, reference, scale in (
+        (high * wide, theirs[:, 2] * theirs[:, 3], width * height),
+        (top, theirs[:, 0], height),
+        (left, theirs[:, 1], width),
+    ):
+        assert abs(ours.mean() - reference.mean()) / scale < 0.02
+
+
+def reference_crop(image, window, flip, size):
+    top, left, height, width = map(int, window)
+    resized = torchvision.transforms.functional.resized_crop(image, top, left, height, width, [size, size])
+    found = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+    return found.flip(2) if flip else found
+
+
+def difference(one, other):
+    return (one.int() - other.int()).abs().float().mean().item()
+
+
+# Mean absolute difference from torchvision's reference on Pillow, of 255: two JPEG decoders round differently, and so do two
+# antialiased resizes. What a wrong pixel offset would cost is asserted beside it.
+TOLERANCE = 0.6
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, verdict) in FILES.items() if not isinstance(verdict, str) and "sixteen" not in name]
+)
+def test_the_pixels_are_those_of_torchvision(name):
+    content, (special, width, height) = FILES[name]
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    for sample in range(8):
+        windows, flips = crops.random_windows(np.array([sample]), [width], [height], 0, 0)
+        found = photos.train_picture(content, special, windows[0], flips[0], 32)
+        assert found.dtype == torch.uint8 and found.shape == (3, 32, 32)
+        assert difference(found, reference_crop(image, windows[0], flips[0], 32)) < TOLERANCE
+    whole = torchvision.transforms.Compose(
+        [torchvision.transforms.Resize(round(32 * 256 / 224)), torchvision.transforms.CenterCrop(32)]
+    )
+    assert (
+        difference(photos.test_picture(content, special, 32), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
+        < TOLERANCE
+    )
+
+
+def test_a_shifted_window_would_be_noticed():
+    content, window = FILES["plain.JPEG"][0], np.array([3, 4, 30, 40])
+    found = photos.train_picture(content, 0, window, False, 32)
+    assert difference(found, reference_crop(picture(), window + np.array([1, 1, 0, 0]), False, 32)) > 3 * TOLERANCE
+
+
+def test_sixteen_bits_keep_their_upper_half():
+    content, (special, *_) = FILES["sixteen.png"]
+    found = photos.train_picture(content, special, np.array([0, 0, 40, 60]), False, 40)
+    assert found.min() < 3 and found.max() > 250 - 3 and (found[0] == found[1]).all()
+
+
+def test_a_file_that_only_looks_like_a_picture_is_undecodable():
+    for content in (JPEG[:200] + b"\xff\xd9", b"\xff\xd8" + os.urandom(500), encoded(picture(), "PNG")[:60]):
+        with pytest.raises(photos.Undecodable):
+            photos.train_picture(content, False, np.array([0, 0, 40, 60]), False, 32)
+
+
+# --- Batches -------------------------------------------------------------------------------------------------------------
+
+
+def images_of(folder, sampler, train=True, workers=0, seed=0, backend="pytorch"):
+    """{id: (pixels, label)} of everything that the loader gives, and the ids in order."""
+    data = imagenet.Photos(tree.load(str(folder)), 32, train, seed)
+    loader = imagenet.loader(data, sampler(len(data)), torch.device("cpu"), workers, backend)
+    found, order = {}, []
+    for images, labels in loader:
+        assert images.dtype == torch.float32 and images.is_contiguous(memory_format=torch.channels_last)
+        for number, image, label in zip(loader.ids.tolist(), images, labels.tolist()):
+            found[number] = (image.clone(), label)
+            order.append(number)
+    return found, order
+
+
+def shard(count, batch_size, rank, world_size):
+    sampler = EpochSampler(count, batch_size, seed=5)
+    sampler.shard(rank, world_size)
+    return sampler
+
+
+def assert_equal(some, others):
+    for number, (image, label) in some.items():
+        assert torch.equal(image, others[number][0]) and label == others[number][1], number
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_picture_is_the_same_whoever_loads_it(folder, world_size):
+    """On every rank, with and without worker processes; the shards are disjoint and complete."""
+    whole, order = images_of(folder, lambda count: shard(count, 6, 0, 1))
+    seen = []
+    for rank in range(world_size):
+        some, _ = images_of(folder, lambda count, rank=rank: shard(count, 6 // world_size, rank, world_size), workers=rank)
+        assert_equal(some, whole)
+        seen += some
+    assert sorted(seen) == sorted(order) and len(set(seen)) == len(seen)
+
+
+def test_resumed_at_every_step_of_an_epoch(folder):
+    whole, order = images_of(folder, lambda count: shard(count, 4, 0, 1))
+
+    def resumed(count, consumed):
+        sampler = shard(count, 4, 0, 1)
+        sampler.start_at(0, consumed)
+        return sampler
+
+    for consumed in range(0, len(order), 4):
+        some, rest = images_of(folder, lambda count, consumed=consumed: resumed(count, consumed))
+        assert rest == order[consumed:]
+        assert_equal(some, whole)
+
+
+def test_evaluation_gives_every_picture_once_and_unchanged_in_every_epoch(folder):
+    found, order = images_of(folder, lambda count: InOrder(count, 5), train=False)
+    files = tree.load(str(folder))
+    assert order == list(range(len(files)))
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (imagenet.MEAN, imagenet.STD))
+    for number in order:
+        picture = photos.test_picture(Path(files.path(number)).read_bytes(), files.special[number], 32)
+        assert torch.allclose(found[number][0], (picture / 255 - mean) / std, atol=1e-5)
+        assert found[number][1] == files.labels[number]
+
+
+def test_what_cannot_be_decoded_is_replaced_by_the_next_and_said_once(folder, capfd):
+    files = tree.load(str(folder))
+    number = files.names.index("zgood/0.jpg")
+    content = Path(files.path(number)).read_bytes()
+    Path(files.path(number)).write_bytes(content[:200] + bytes(len(content) - 202) + b"\xff\xd9")
+    for workers in (0, 1):
+        found, order = images_of(folder, lambda count: InOrder(count, 4), train=False, workers=workers)
+        assert torch.equal(found[number][0], found[number + 1][0]) and sorted(order) == list(range(len(files)))
+        assert capfd.readouterr().out.count("zgood/0.jpg cannot be decoded") == 1
+
+
+def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):
+    monkeypatch.setattr(imagenet, "SUBSTITUTES", 3)
+    monkeypatch.setattr(photos, "_decode", lambda *_: (_ for _ in ()).throw(photos.Undecodable("damaged")))
+    with pytest.raises(TrainingFailed, match="3 images in a row"):
+        images_of(folder, lambda count: InOrder(count, 4))
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """30 pictures of many sizes, two of them in a form that DALI reads differently."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(30):
+        where = tmp_path / "train" / f"class{number % 3}"
+        where.mkdir(parents=True, exist_ok=True)
+        mode = "CMYK" if number in (4, 17) else "L" if number == 9 else "RGB"
+        (where / f"{number:02d}.jpg").write_bytes(
+            encoded(picture(40 + 7 * number, 140 - 3 * number, mode, number % 5), quality=90)
+        )
+    return tmp_path / "train"
+
+
+def assert_close(some, others):
+    """Equal labels, and pixels that differ as two decoders and two resizes do; special pictures come from the same decoder."""
+    std = torch.tensor(imagenet.STD).view(3, 1, 1)
+    assert some.keys() == others.keys()
+    for number, (image, label) in some.items():
+        assert label == others[number][1]
+        assert ((image - others[number][0]).abs() * std * 255).mean() < TOLERANCE, number
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_dali_gives_the_same_pictures_in_the_same_order(many, train):
+    def sampler(count):
+        return shard(count, 7, 0, 1) if train else InOrder(count, 7)
+
+    ours, order = images_of(many, sampler, train)
+    theirs, their_order = images_of(many, sampler, train, workers=1, backend="dali-cpu")
+    assert their_order == order
+    assert_close(theirs, ours)
+
+
+@pytest.mark.parametrize("consumed", [0, 6, 18])
+def test_dali_on_a_rank_and_resumed(many, consumed):
+    def sampler(count):
+        made = shard(count, 3, 1, 2)
+        made.start_at(2, consumed)
+        return made
+
+    ours, order = images_of(many, sampler)
+    theirs, their_order = images_of(many, sampler, workers=1, backend="dali-cpu")
+    assert their_order == order and len(order) == (30 - consumed) // 6 * 3
+    assert_close(theirs, ours)
+
+
+def test_dali_goes_on_behind_a_picture_that_it_cannot_decode(many, capfd):
+    files = tree.load(str(many))
+    number = files.names.index("class1/13.jpg")
+    content = Path(files.path(number)).read_bytes()
+    Path(files.path(number)).write_bytes(content[:200] + bytes(len(content) - 202) + b"\xff\xd9")
+    ours, order = images_of(many, lambda count: InOrder(count, 4), train=False)
+    theirs, their_order = images_of(many, lambda count: InOrder(count, 4), train=False, workers=1, backend="dali-cpu")
+    assert their_order == order and torch.equal(theirs[number][0], ours[number + 1][0])
+    assert_close(theirs, ours)
+    assert capfd.readouterr().out.count("warning: DALI cannot make a batch of epoch 1") == 1
+
+
+def test_fewer_samples_come_from_all_over_the_classes(folder):
+    some = imagenet.spread(tree.load(str(folder)), 5)
+    assert len(some) == 5 and set(some.labels) == {0, 1} and len(some.names) == 5
+    data = imagenet.Synthetic(100, 16, 10, seed=0)
+    images, labels, _ = data[0, np.arange(8)]
+    again, *_ = data[3, np.arange(8)]
+    assert torch.equal(images, again) and images.shape == (8, 3, 16, 16) and labels.max() < 10
+
+
+@pytest.mark.skipif(not REAL.parent.exists(), reason="the real photographs are not beside the project")
+def test_the_pixels_of_real_photographs(tmp_path):
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, str(REAL.parent / "make_data.py"), str(tmp_path)], check=True, capture_output=True)
+    found = tree.load(str(tmp_path / "imagenet" / "train"), str(tmp_path))
+    differences = []
+    for number in range(0, len(found), 6):
+        windows, flips = crops.random_windows(np.array([number]), [found.widths[number]], [found.heights[number]], 0, 0)
+        content = Path(found.path(number)).read_bytes()
+        mine = photos.train_picture(content, found.special[number], windows[0], flips[0], 224)
+        differences.append(
+            difference(mine, reference_crop(Image.open(found.path(number)).convert("RGB"), windows[0], flips[0], 224))
+        )
+    assert np.mean(differences) < 0.1 and max(differences) < TOLERANCE
