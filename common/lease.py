@@ -45,11 +45,12 @@ class Lease:
 
 def once_per_node(path, work):
     """Have `work(lease)` done by one process of this node; those who came meanwhile share its end, good or bad."""
+    began = time.monotonic()
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     lease = Lease(file)
     try:
-        said = _wait(file, path)
+        said = _wait(file, path, began)
         if said.get("state") == "failed":
             raise UserError(said["text"]) if said.get("code") == 2 else TrainingFailed(said["text"])
         if said.get("state") == "done":
@@ -66,19 +67,19 @@ def once_per_node(path, work):
         os.close(file)
 
 
-def _wait(file, path):
-    """Take the lease; what its last owner said of its end, if that was while we waited. The clock is this machine's."""
-    began = told = time.monotonic()
-    pulse_of_mine, waited, said = pulse.of_this_process(), False, {}
+def _wait(file, path, began):
+    """Take the lease; what its last owner said of its end, if that was after `began`. The clock is this machine's."""
+    told = time.monotonic()
+    shown = pulse.of_this_process()
     while not _take(file):
-        waited, said = True, _read(file)
-        pulse_of_mine.set("fetch", int(said.get("at", 0)))  # alive as long as the owner is
+        said = _read(file)
+        shown.set("fetch", int(said.get("at", 0)))  # alive as long as the owner is
         if time.monotonic() - told > LINE_SECONDS:
             told = time.monotonic()
             print(f"waiting for another process of this node: {one_line(said.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
     said = _read(file)
-    return said if waited and said.get("boot") == _boot() and said.get("at", 0) > began else {}
+    return said if said.get("boot") == _boot() and said.get("at", 0) > began else {}
 
 
 def _boot():
