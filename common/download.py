@@ -44,7 +44,7 @@ def fetch(url, folder, tell=lambda text, progress: None, say=print):
         say(f"{folder} has all {len(items)} objects of {url}")
         return
     _need_space(folder, missing)
-    progress = Progress(url, missing, len(items), tell)
+    progress = Progress(url, missing, tell)
     transfer = Transfer(bucket, folder, index, progress)
     try:
         transfer.run(missing)
@@ -57,7 +57,7 @@ def fetch(url, folder, tell=lambda text, progress: None, say=print):
 
 def fetch_items(bucket, items, folder):
     """{name: item} as files of `folder`, beside what is there already."""
-    progress = Progress(bucket.url(bucket.prefix), items, len(items), lambda text, progress: None)
+    progress = Progress(bucket.url(bucket.prefix), items, lambda text, progress: None)
     try:
         Transfer(bucket, folder, None, progress).run(items)
     finally:
@@ -163,7 +163,7 @@ class Index:
 class Progress:
     """A bar on a terminal, a line every ten seconds in a log, and the same words for those who wait."""
 
-    def __init__(self, url, items, all_items, tell):
+    def __init__(self, url, items, tell):
         self._url, self._objects, self._tell = url, len(items), tell
         self._done = self._bytes = self._had = 0
         self._total = sum(item.size for item in items.values())
@@ -213,10 +213,8 @@ class Transfer:
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast = fast_reader(bucket)
         self._folders = set()  # made already
-        self._in_parts, self._grown = (
-            set(),
-            [],
-        )  # names of large objects; (name, item) of small ones that became large meanwhile
+        self._in_parts = set()  # names of large objects
+        self._grown = []  # (name, item) of small ones that became large meanwhile
         self.by_size = 0
 
     def run(self, items):

@@ -7,14 +7,17 @@ from common import bucket, checkpoint, download, storage
 from common.errors import UserError
 
 
-def bring_newest(args, say):
-    """Make the checkpoint folder hold the newest valid checkpoint that the bucket has, unless it has a newer one itself."""
+def bring_newest(args, say, only_look=False):
+    """Make the checkpoint folder hold the newest valid checkpoint that the bucket has, unless it has a newer one itself.
+
+    Returns whether there is a run in the bucket.
+    """
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below() + "checkpoints/")}
     numbers = sorted(int(match[1]) for name in items if (match := checkpoint.NAME.fullmatch(os.path.basename(name))))
     here = checkpoint.numbers(args.checkpoint_dir)
-    if not numbers or args.resume == "never":
-        return
+    if not numbers or only_look:
+        return bool(numbers)
     if here:
         _refuse_another_history(place, numbers[-1], here[-1], args)
         numbers = [number for number in numbers if number > here[-1]]
@@ -26,10 +29,11 @@ def bring_newest(args, say):
             _remove(args.checkpoint_dir, number)
         else:
             say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
-            return
+            return True
     if numbers and not here:
         afresh = "start afresh with --resume never --overwrite true"
         raise UserError(f"all {len(numbers)} checkpoints in {args.output_url} are damaged; {afresh}")
+    return True
 
 
 class _NotWhole(Exception):
@@ -91,11 +95,6 @@ def local_checkpoint(path, say):
     os.makedirs(folder, exist_ok=True)
     download.fetch_items(place, {name: items[name] for name in names}, folder)
     return os.path.join(folder, names[0])
-
-
-def holds_a_run(args, say):
-    place = bucket.Bucket(args.output_url, say)
-    return any(checkpoint.NAME.fullmatch(os.path.basename(item.key)) for item in place.items(place.below() + "checkpoints/"))
 
 
 def delete(args, say):

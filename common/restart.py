@@ -36,10 +36,11 @@ def identity(args, sampler, model, parts):
 def choose(args, ours, say):
     """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
     folder = args.checkpoint_dir
-    if args.output_url:
-        remote.bring_newest(args, say)
-    has_run = bool(checkpoint.numbers(folder)) or bool(args.output_url and remote.holds_a_run(args, say))
-    if has_run and world.here(args).restart_count:  # the same command again: whatever it asked for was done the first time
+    restarted = world.here(args).restart_count
+    afresh = args.resume == "never" and not restarted
+    in_bucket = bool(args.output_url) and remote.bring_newest(args, say, only_look=afresh)
+    has_run = bool(checkpoint.numbers(folder)) or in_bucket
+    if has_run and restarted:  # the same command again: whatever it asked for was done the first time
         found = checkpoint.newest(folder, say)
         _refuse_another_run(found[1]["identity"], ours, found[2])
         return found

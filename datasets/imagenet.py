@@ -57,9 +57,8 @@ class Photos:
                 return used, self._decode(used, window, flip)
             except (photos.Undecodable, OSError) as error:
                 self._tell(used, error)
-        raise TrainingFailed(
-            f"{SUBSTITUTES} images in a row of {self.tree.folder} cannot be decoded, from {self.tree.names[number]}"
-        )
+        first = one_line(self.tree.path(number))
+        raise TrainingFailed(f"{SUBSTITUTES} images in a row cannot be decoded, from {first}: fetch the data set again")
 
     def _decode(self, number, window, flip):
         with open(self.tree.path(number), "rb") as file:

@@ -585,10 +585,20 @@ def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, t
     assert "notes.txt" in names and "epoch_1.pth" in names and "epoch_2.pth" not in names
 
 
-def runs_here(tmp_path, *options, url="s3://data/runs/here"):
-    env = environment(**{name: os.environ[name] for name in os.environ if name.startswith("AWS_")})
+def runs_here(tmp_path, *options, url="s3://data/runs/here", **extra):
+    env = environment(**{name: os.environ[name] for name in os.environ if name.startswith("AWS_")}, **extra)
     script = command("train", *TINY, *options, "--output_dir", url)
     return subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_restart_on_an_empty_disk_goes_on_also_with_resume_never(store, tmp_path):
+    """The platform gives the same command again; what it asked for was done the first time."""
+    url, fresh = "s3://data/runs/again", ["--resume", "never", "--overwrite", "true"]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    assert runs_here(tmp_path / "first", *fresh, url=url).returncode == 0
+    done = runs_here(tmp_path / "second", *fresh, "--epochs", 3, url=url, MA_SCHEDULE_CNT="2")
+    assert done.returncode == 0 and "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_the_disk_has_beyond_the_bucket_is_kept_and_another_run_refused(store, tmp_path):
