@@ -5,10 +5,7 @@ A large object lies beside its place as NAME.part, with NAME.part.json saying wh
 """
 
 import collections
-import contextlib
-import datetime
 import hashlib
-import json
 import os
 import sys
 import threading
@@ -17,18 +14,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 
 from tqdm import tqdm
 
-from common.bucket import CONNECT_SECONDS, PATIENCE_SECONDS, READ_SECONDS, THREADS, Bucket, Changed, Item, Patience
+from common import etag, fast
+from common.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience
 from common.errors import TrainingFailed, UserError, one_line
+from common.fetched import INDEX, Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: they stay in the processor's cache
 AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; objects in parts; small objects of one task
-INDEX = ".fetched.jsonl"
 LINE_SECONDS = 10
 DAMAGED = 8  # deliveries of one object with wrong bytes until the store is no longer believed
 SPARE = 64 << 20  # bytes that stay free on the disk
 MIB = 1 << 20
-PART_SIZES = [size * MIB for size in (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 256, 512, 1024)]
 
 
 def fetch(url, folder, tell=lambda text, progress: None, say=print):
@@ -114,52 +111,6 @@ class Damaged(TrainingFailed):
     """The store's bytes are not those that it names."""
 
 
-class Index:
-    """Which object each file of the folder is: a line of JSON for each, the last one counts."""
-
-    def __init__(self, folder):
-        self._folder, self._path, self._known = folder, os.path.join(folder, INDEX), {}
-        with contextlib.suppress(FileNotFoundError), open(self._path, encoding="utf-8") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # the line that a kill broke off
-                    entry = json.loads(line)
-                    self._known[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
-                    if entry["size"] is None:  # removed since
-                        del self._known[entry["name"]]
-        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self._file.write("\n")
-        self._lock = threading.Lock()
-
-    def names(self):
-        return set(self._known)
-
-    def has(self, name, item):
-        known = self._known.get(name)
-        if known is None or known[:2] != (item.size, item.etag):
-            return False
-        try:
-            status = os.stat(os.path.join(self._folder, name))
-        except OSError:
-            return False
-        return (status.st_size, status.st_mtime_ns) == (item.size, known[2])
-
-    def add(self, name, item):
-        mtime = os.stat(os.path.join(self._folder, name)).st_mtime_ns
-        line = json.dumps({"name": name, "size": item.size, "etag": item.etag, "mtime": mtime})
-        with self._lock:
-            self._file.write(line + "\n")
-
-    def remove(self, name):
-        """The object is no more, so the file goes too."""
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._folder, name))
-        self._file.write(json.dumps({"name": name, "size": None, "etag": None, "mtime": None}) + "\n")
-
-    def close(self):
-        with contextlib.suppress(OSError):  # a full disk, which has been said already
-            self._file.close()
-
-
 class Progress:
     """A bar on a terminal, a line every ten seconds in a log, and the same words for those who wait."""
 
@@ -211,7 +162,7 @@ class Transfer:
         self._bucket, self._folder, self._index, self._progress = bucket, folder, index, progress
         self._patience = Patience(PATIENCE_SECONDS)
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
-        self._fast = fast_reader(bucket)
+        self._fast = fast.reader(bucket)
         self._folders = set()  # made already
         self._in_parts = set()  # names of large objects
         self._grown = []  # (name, item) of small ones that became large meanwhile
@@ -272,7 +223,7 @@ class Transfer:
             return content, digest
 
         def read(answer):
-            return answer["Body"].read(), None if _encrypted(answer) else digest
+            return answer["Body"].read(), None if etag.is_encrypted(answer) else digest
 
         return self._get(item, read)
 
@@ -295,9 +246,9 @@ class Transfer:
 
     def _attempt(self, path, item):
         """Whether the object's bytes are right, None where that cannot be known; they are in PATH.part then."""
-        parts = Parts(path, item)
+        parts = Parts(path, item, PART)
         first = self._head(item)
-        hasher = Hasher(None if first["encrypted"] else item.digest, item.size, first["part_size"])
+        hasher = etag.Hasher(None if first["encrypted"] else item.digest, item.size, first["part_size"])
         ahead = collections.deque()
         try:
             for number in range(parts.count + AHEAD):
@@ -305,7 +256,7 @@ class Transfer:
                     ahead.append(self._requests.submit(self._part, parts, item, number))
                 if number >= AHEAD:
                     ahead.popleft().result()
-                    for chunk in parts.chunks(number - AHEAD):
+                    for chunk in parts.chunks(number - AHEAD, CHUNK):
                         hasher.update(chunk)
         finally:
             wait([task for task in ahead if not task.cancel()])  # a cancelled one is never heard of again
@@ -339,7 +290,7 @@ class Transfer:
         """How the object was stored: the size of its parts, where the store tells, and whether its ETag is a digest at all."""
         words = {"PartNumber": 1} if item.digest and "-" in item.digest else {}
         answer = self._bucket.ask("head_object", item.key, self._patience, **words)
-        return {"part_size": answer["ContentLength"] if words else item.size, "encrypted": _encrypted(answer)}
+        return {"part_size": answer["ContentLength"] if words else item.size, "encrypted": etag.is_encrypted(answer)}
 
     # --- What both kinds share ---
 
@@ -375,136 +326,3 @@ class Transfer:
             f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {DAMAGED} times with other bytes than "
             f"its ETag {one_line(item.etag)} names, or changed as often: it is damaged there or on the way"
         )
-
-
-def _encrypted(answer):
-    """Whether the store has encrypted the object with a key of its user's, so that its ETag is no digest."""
-    return answer.get("ServerSideEncryption", "AES256") != "AES256" or bool(answer.get("SSECustomerAlgorithm"))
-
-
-class Parts:
-    """NAME.part, and NAME.part.json: which object it is, then a line for each part that is in it."""
-
-    def __init__(self, path, item):
-        self._path, self._notes, self._size = f"{path}.part", f"{path}.part.json", item.size
-        self.count, self.there = -(-item.size // PART), set()
-        identity = {"etag": item.etag, "size": item.size, "part": PART}
-        with contextlib.suppress(OSError, ValueError, IndexError), open(self._notes) as file:
-            lines = file.read().split("\n")
-            if json.loads(lines[0]) == identity and os.path.getsize(self._path) == item.size:
-                self.there = {int(line) for line in lines[1:-1]}
-        if not self.there:
-            with open(self._path, "wb") as file:
-                file.truncate(item.size)
-            with open(self._notes, "w") as file:
-                file.write(json.dumps(identity) + "\n")
-        self._buffer = memoryview(bytearray(CHUNK))
-        self._file, self._journal = os.open(self._path, os.O_RDWR), os.open(self._notes, os.O_WRONLY | os.O_APPEND)
-
-    def length(self, number):
-        return min(PART, self._size - number * PART)
-
-    def chunks(self, number):
-        """The bytes of a part that is there, in one buffer after the other; each is valid until the next."""
-        begin, end = number * PART, number * PART + self.length(number)
-        while begin < end:
-            chunk = self._buffer[: min(CHUNK, end - begin)]
-            begin += os.preadv(self._file, [chunk], begin)
-            yield chunk
-
-    def write(self, place, content):
-        rest = memoryview(content)
-        while rest:
-            written = os.pwrite(self._file, rest, place)
-            rest, place = rest[written:], place + written
-
-    def have(self, number):
-        os.write(self._journal, b"%d\n" % number)
-
-    def close(self):
-        os.close(self._file)
-        os.close(self._journal)
-
-    def forget(self):
-        os.unlink(self._notes)
-        os.unlink(self._path)
-
-
-class Hasher:
-    """The digest that an ETag is: MD5 of the object, or of the MD5s of the parts that it was stored in."""
-
-    def __init__(self, digest, size, part_size):
-        self._wanted, self._parts = digest, int(digest.partition("-")[2] or 0) if digest else 0
-        if self._parts and -(-size // part_size) != self._parts:  # a store that does not tell: the size that programs use
-            fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
-            part_size = fitting[0] if len(fitting) == 1 else None
-        self._part_size, self._filled = part_size, 0
-        if part_size is None:
-            self._wanted = None
-        self._whole, self._part = hashlib.md5(), hashlib.md5()
-
-    def update(self, content):
-        if self._wanted is None:
-            return
-        if not self._parts:
-            self._whole.update(content)
-            return
-        rest = memoryview(content)
-        while rest:
-            piece = rest[: self._part_size - self._filled]
-            self._part.update(piece)
-            self._filled += len(piece)
-            rest = rest[len(piece) :]
-            if self._filled == self._part_size:
-                self._close_part()
-
-    def _close_part(self):
-        self._whole.update(self._part.digest())
-        self._part, self._filled = hashlib.md5(), 0
-
-    def right(self):
-        """Whether the bytes have the digest; None where there is none to compare with."""
-        if self._wanted is None:
-            return None
-        if self._filled:
-            self._close_part()
-        return self._whole.hexdigest() + (f"-{self._parts}" if self._parts else "") == self._wanted
-
-
-def fast_reader(bucket):
-    """A function item -> bytes through obstore, which needs a fifth of boto3's time for a small object; None without it.
-
-    It answers None wherever anything is not as it should be: boto3 then asks again and knows what to say.
-    """
-    try:
-        import obstore
-        from obstore.store import S3Store
-    except ImportError:
-        return None
-    settings = bucket.settings
-
-    def credential():
-        found = settings.session.get_credentials().get_frozen_credentials()
-        return {
-            "access_key_id": found.access_key, "secret_access_key": found.secret_key,
-            "token": found.token, "expires_at": datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=15),
-        }  # fmt: skip
-
-    try:
-        store = S3Store(
-            bucket.name, endpoint=bucket.obstore_endpoint(), region=settings.region, credential_provider=credential,
-            virtual_hosted_style_request=settings.style == "virtual",
-            client_options={"allow_http": True, "connect_timeout": f"{CONNECT_SECONDS}s", "timeout": f"{READ_SECONDS}s"},
-            retry_config={"max_retries": 0},
-        )  # fmt: skip
-    except Exception:
-        return None
-
-    def read(item):
-        try:
-            answer = obstore.get(store, item.key)
-            return answer.bytes() if (answer.meta["e_tag"] or "").strip('"') == item.etag else None
-        except Exception:
-            return None
-
-    return read

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 
-from common import checkpoint
+from common import checkpoint, etag
 from common.bucket import Bucket, Patience
 from common.errors import one_line
 
@@ -144,7 +144,7 @@ class Publisher:
         digest = hashlib.md5(content)
 
         def check(answer):
-            if not _encrypted(answer) and answer["ETag"].strip('"') != digest.hexdigest():
+            if not etag.is_encrypted(answer) and answer["ETag"].strip('"') != digest.hexdigest():
                 raise ConnectionError("the store has other bytes than were sent")
 
         self._bucket.ask("put_object", self._key(name), self._patience, work=check, Body=content, ContentMD5=_base64(digest))
@@ -192,7 +192,3 @@ def _order(name):
 
 def _base64(digest):
     return base64.b64encode(digest.digest()).decode()
-
-
-def _encrypted(answer):
-    return answer.get("ServerSideEncryption", "AES256") != "AES256"

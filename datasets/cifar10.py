@@ -10,7 +10,7 @@ from common import https, lease, storage
 from common.errors import UserError
 from datasets import augment as augmentation
 from datasets import hostile, synthetic
-from datasets.loader import DeviceLoader
+from datasets.loader import DeviceLoader, torch_batches
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -92,4 +92,4 @@ def _read(folder, names):
 
 def loader(data_set, sampler, device, augment=False, seed=0, workers=0):
     crop_and_flip = functools.partial(augmentation.crop_and_flip, seed=seed) if augment else None
-    return DeviceLoader(data_set, sampler, device, MEAN, STD, crop_and_flip, workers)
+    return DeviceLoader(torch_batches(data_set, sampler, device, workers), sampler, device, MEAN, STD, crop_and_flip)

@@ -16,35 +16,23 @@ from datasets import photos
 AHEAD = 2  # batches that DALI prepares while the network computes
 
 
-class DaliLoader:
-    """Yields (images, labels) on the device like DeviceLoader; `ids` are the samples of the batch that was last given."""
+class DaliBatches:
+    """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
 
-    def __init__(self, data_set, sampler, device, mean, std, workers=0, decode_on_gpu=False):
+    def __init__(self, data_set, sampler, device, workers=0, decode_on_gpu=False):
         try:
             import nvidia.dali  # noqa: F401
         except ImportError:
-            raise UserError(
-                "--data_backend dali needs the package nvidia-dali-cuda120: pip install nvidia-dali-cuda120"
-            ) from None
+            raise UserError("--data_backend dali needs DALI: pip install nvidia-dali-cuda120, or use pytorch") from None
         self.sampler, self.device = sampler, device
         self._data, self._on_gpu = data_set, decode_on_gpu
         self._threads = workers or len(os.sched_getaffinity(0))
-        self.ids = None
-        mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (mean, std))
-        self._scale, self._shift = 1 / (255 * std), -mean / std
-
-    def __len__(self):
-        return len(self.sampler)
 
     def __iter__(self):
-        epoch = self.sampler.epoch
-        for images, labels, ids in self._batches(epoch, list(self.sampler)):
-            self.ids = torch.from_numpy(ids)
-            images = images.to(self.device, non_blocking=True)
-            yield images.to(torch.float32).mul_(self._scale).add_(self._shift), labels.to(self.device, non_blocking=True)
+        for images, labels, ids in self._batches(self.sampler.epoch, list(self.sampler)):
+            yield images, labels, torch.from_numpy(ids)
 
     def _batches(self, epoch, batches):
-        """(uint8 images, labels, ids) of each batch, in order."""
         ours = [not self._data.tree.special[ids].any() for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):

@@ -13,8 +13,8 @@ import torch
 from common import lease, storage
 from common.errors import TrainingFailed, one_line
 from datasets import crops, photos, tree
-from datasets.dali import DaliLoader
-from datasets.loader import DeviceLoader
+from datasets.dali import DaliBatches
+from datasets.loader import DeviceLoader, torch_batches
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
@@ -121,5 +121,7 @@ def spread(files, limit):
 def loader(data_set, sampler, device, workers=0, backend="pytorch"):
     """`backend`: pytorch, dali-cpu, or dali-gpu; they give the same pictures in the same order."""
     if backend == "pytorch" or isinstance(data_set, Synthetic):
-        return DeviceLoader(data_set, sampler, device, MEAN, STD, workers=workers)
-    return DaliLoader(data_set, sampler, device, MEAN, STD, workers, decode_on_gpu=backend == "dali-gpu")
+        batches = torch_batches(data_set, sampler, device, workers)
+    else:
+        batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
+    return DeviceLoader(batches, sampler, device, MEAN, STD)

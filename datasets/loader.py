@@ -1,7 +1,6 @@
 """Batches of (images, labels) on the device, ready for the network, from any data set that is asked for whole batches.
 
-The images stay uint8 until they are on the device; there the whole batch is augmented and normalised. torch's own DataLoader
-brings them there, in its worker processes or in this one.
+The images stay uint8 until they are on the device; there the whole batch is augmented and normalised.
 """
 
 import signal
@@ -10,21 +9,12 @@ import torch
 
 
 class DeviceLoader:
-    """`data_set[epoch, ids]` gives (uint8 images, labels, ids); `ids` are the samples of the batch that was last given."""
+    """`batches` gives (uint8 images, labels, ids) in the sampler's order; `ids` are those of the batch that was last given."""
 
-    def __init__(self, data_set, sampler, device, mean, std, augment=None, workers=0):
-        self.sampler, self.device, self._augment = sampler, device, augment
+    def __init__(self, batches, sampler, device, mean, std, augment=None):
+        self.sampler, self.device = sampler, device
+        self._batches, self._augment = batches, augment
         self.ids = None
-        self._batches = torch.utils.data.DataLoader(
-            data_set,
-            sampler=_WithEpoch(sampler),
-            batch_size=None,  # the sampler gives whole batches of ids
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            worker_init_fn=_leave_signals_to_the_parent,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
-        )
         mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (mean, std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
 
@@ -39,6 +29,20 @@ class DeviceLoader:
                 images = self._augment(images, ids, epoch=epoch)
             self.ids = ids
             yield images.to(torch.float32).mul_(self._scale).add_(self._shift), labels.to(self.device, non_blocking=True)
+
+
+def torch_batches(data_set, sampler, device, workers=0):
+    """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
+    return torch.utils.data.DataLoader(
+        data_set,
+        sampler=_WithEpoch(sampler),
+        batch_size=None,  # the sampler gives whole batches of ids
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=_leave_signals_to_the_parent,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
+    )
 
 
 class _WithEpoch:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common import bucket, checkpoint, download, lease, publisher, storage
+from common import bucket, checkpoint, download, fast, fetched, lease, publisher, storage
+from common import etag as etag_module
 from common.errors import TrainingFailed, UserError
 from tests.faultproxy import BODY_FAULTS, faults
 from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, lock_holders, run_job
@@ -149,7 +150,7 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     """The first answers for every object are broken; a stall is noticed within 15 s."""
     monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.2)
     monkeypatch.setattr(bucket, "READ_SECONDS", 1)
-    monkeypatch.setattr(download, "READ_SECONDS", 1)
+    monkeypatch.setattr(fast, "READ_SECONDS", 1)
     seen = set()
 
     def plan(request):
@@ -209,7 +210,7 @@ def test_one_refusal_among_many_large_objects_ends_the_fetch(store, monkeypatch)
 
 
 def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkeypatch):
-    parts, real = download.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e")), os.pwrite
+    parts, real = fetched.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, content, place: real(file, bytes(content[:700]), place))
     parts.write(0, bytes(range(250)) * 20)
     assert (tmp_path / "x.part").read_bytes() == bytes(range(250)) * 20
@@ -224,14 +225,14 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
 def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatch, tmp_path):
     """An ETag that is no MD5, and parts of a size that nobody uses."""
     for etag, size in (("0x8DCA", 5), ("0" * 32 + "-3", 17)):
-        hasher = download.Hasher(bucket.Item("k", size, etag).digest, size, size)
+        hasher = etag_module.Hasher(bucket.Item("k", size, etag).digest, size, size)
         hasher.update(b"x" * size)
         assert hasher.right() is None
     content = os.urandom(25 * MIB)
     parts = b"".join(hashlib.md5(content[begin : begin + 10 * MIB]).digest() for begin in range(0, len(content), 10 * MIB))
     etag = hashlib.md5(parts).hexdigest() + "-3"
     for part_size, right in ((10 * MIB, True), (9 * MIB, False)):
-        hasher = download.Hasher(etag, len(content), part_size)
+        hasher = etag_module.Hasher(etag, len(content), part_size)
         for begin in range(0, len(content), 8 * MIB):
             hasher.update(content[begin : begin + 8 * MIB])
         assert hasher.right() is right
