@@ -61,9 +61,7 @@ class Photos:
         raise TrainingFailed(f"{SUBSTITUTES} images in a row cannot be decoded, from {first}: fetch the data set again")
 
     def _decode(self, number, window, flip):
-        with open(self.tree.path(number), "rb") as file:
-            content = file.read()
-        special = self.tree.special[number]
+        content, special = self.tree.read(number), self.tree.special[number]
         if self.train:
             return photos.train_picture(content, special, window, flip, self.size)
         return photos.test_picture(content, special, self.size)

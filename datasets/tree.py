@@ -46,6 +46,11 @@ class Tree:
     def path(self, number):
         return os.path.join(self.folder, self.names[number])
 
+    def read(self, number):
+        """The bytes of a sample's file."""
+        with open(self.path(number), "rb") as file:
+            return file.read()
+
     def describe(self):
         """One line for the log, whatever there is to say of the files."""
         text = f"{self.folder}: {len(self)} images of {len(self.classes)} classes"
