@@ -69,15 +69,40 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if action.default is None else super()._get_help_string(action)
 
 
+CIFAR = (
+    "folder or bucket (s3://, obs://, oss://) with cifar-10-batches-py or cifar-10-python.tar.gz, or the archive's "
+    "https:// address; unset: downloaded to input_dir"
+)
+
+
 def parser(doc):
     """The options that every CIFAR job shares, described by the job's docstring."""
+    parser = general_parser(doc, data=CIFAR, workers=0)
+    training = group(parser, "training")
+    training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
+    schedules = ["one_cycle", "constant"]
+    training.add_argument("--schedule", choices=schedules, default="one_cycle", help="learning rate over the run")
+    training.add_argument("--augment", type=boolean, default=True, help="random crop and flip of the training images")
+    group(parser, "short runs").add_argument(
+        "--width", type=number(int, at_least=1, below=1025), default=64, help="channels of the network's first stage"
+    )
+    return parser
+
+
+def general_parser(doc, data, workers):
+    """The options of every job; `data` says what --data_url has to hold. A job sets its own defaults with set_defaults."""
     parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     _training_options(parser.add_argument_group("training"))
-    _data_options(parser.add_argument_group("data"))
+    _data_options(parser.add_argument_group("data"), data, workers)
     _output_options(parser.add_argument_group("output and restart"))
     _distributed_options(parser.add_argument_group("distributed (the platform sets these; you need not)"))
     _short_run_options(parser.add_argument_group("short runs, to try things out"))
     return parser
+
+
+def group(parser, title):
+    """The group of options whose title begins so."""
+    return next(group for group in parser._action_groups if group.title.startswith(title))
 
 
 def _training_options(group):
@@ -85,8 +110,6 @@ def _training_options(group):
     group.add_argument("--epochs", type=number(int, at_least=1), default=30, help="passes over the training images")
     group.add_argument("--batch_size", type=number(int, at_least=1), default=128, help="samples a step, per device")
     group.add_argument("--lr", type=number(float, above=0), default=0.1, help="learning rate (its peak, with one_cycle)")
-    group.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
-    group.add_argument("--schedule", choices=["one_cycle", "constant"], default="one_cycle", help="learning rate over the run")
     group.add_argument("--weight_decay", type=number(float, at_least=0), default=5e-4, help="pull of the weights towards zero")
     group.add_argument(
         "--label_smoothing",
@@ -94,29 +117,24 @@ def _training_options(group):
         default=0.1,
         help="share of the target spread over all classes",
     )
-    group.add_argument("--augment", type=boolean, default=True, help="random crop and flip of the training images")
     group.add_argument(
         "--seed", type=number(int, at_least=0, below=2**31), default=0, help="of weights, order and augmentation"
     )
 
 
-def _data_options(group):
+def _data_options(group, data, workers):
     group.add_argument(
         "--custom_data",
         type=boolean,
         default=False,
         help="train on synthetic images instead; its accuracy means nothing",
     )
-    group.add_argument(
-        "--data_url",
-        help="folder or bucket (s3://, obs://, oss://) with cifar-10-batches-py or cifar-10-python.tar.gz, or the archive's "
-        "https:// address; unset: downloaded to input_dir",
-    )
+    group.add_argument("--data_url", help=data)
     group.add_argument(
         "--workers",
         type=number(int, at_least=0, below=257),
-        default=0,
-        help="loader processes; 0 loads in the job's own",
+        default=workers,
+        help="loader processes; 0 loads in the job's own" + ("; unset: one for each core" if workers is None else ""),
     )
 
 
@@ -168,9 +186,6 @@ def _short_run_options(group):
     )
     group.add_argument(
         "--max_steps", type=number(int, at_least=1), help="stop after so many steps of the run, then evaluate and save"
-    )
-    group.add_argument(
-        "--width", type=number(int, at_least=1, below=1025), default=64, help="channels of the network's first stage"
     )
 
 

@@ -23,7 +23,7 @@ TEMPORARY = ".unfinished"
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/\d{12}\.(pt|json)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|"
+    r"checkpoints/\d{12}\.(pt|json)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 
@@ -39,6 +39,23 @@ def unwrapped(model):
         while hasattr(model, name):
             model = getattr(model, name)
     return model
+
+
+def load_weights(network, path, new_head=True):
+    """Into the network, from a file of plain weights; with `new_head`, what has another shape there keeps its random ones."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} holds no weights: {one_line(error)[:200]}") from None
+    state = plain_keys(state.get("model", state))
+    own = network.state_dict()
+    other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
+    strange = sorted(own.keys() ^ state.keys())
+    if strange or (other_shapes and not new_head) or len(other_shapes) > 2:
+        names = ", ".join((strange + other_shapes)[:3])
+        raise UserError(f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit")
+    network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)
+    return other_shapes
 
 
 def snapshot(value):

@@ -37,6 +37,13 @@ def half_precision(args, device):
     return torch.bfloat16
 
 
+def loader_workers(args):
+    """--workers, or this node's cores divided among its ranks."""
+    if args.workers is not None:
+        return args.workers
+    return max(1, len(os.sched_getaffinity(0)) // world.here(args).local_world_size)
+
+
 def describe(device):
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"

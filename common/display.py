@@ -9,13 +9,11 @@ import json
 import os
 import shutil
 import sys
-import time
 
 from tqdm import tqdm
 
 from common.checkpoint import write_atomically
-
-LINE_SECONDS = 5
+from common.phases import Window
 
 
 class Display:
@@ -40,27 +38,35 @@ class Display:
             name = f"epoch {epoch + 1}/{epochs}"
             self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
 
-    def step(self, samples, waited):
-        """Count one step; True when it is time for a line."""
-        self._window.add(samples, waited)
+    def step(self, samples, seconds):
+        """Count one step and its seconds in each phase; True when it is time for a line."""
+        self._window.add(samples, seconds)
         if self._bar:
             self._bar.update()
         return self._window.due()
 
     def line(self, *, epoch, epochs, step, steps, loss, lr, samples_left, total_steps):
-        rate, waiting = self._window.close()
+        """Returns the share of the time that was spent waiting for data since the last one."""
+        rate, shares = self._window.close()
+        split = " ".join(f"{phase}={share:.0%}" for phase, share in shares.items())
         left = datetime.timedelta(seconds=int(samples_left / rate))
         if self._bar:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {waiting:.0%} waiting for data, {left} left")
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
         else:
             self.say(
                 f"epoch={epoch + 1}/{epochs} step={step}/{steps} loss={loss:.4f} lr={lr:.6f} "
-                f"images_per_s={rate:.0f} left={left} waiting_for_data={waiting:.0%}"
+                f"images_per_s={rate:.0f} left={left} {split}"
             )
         self.scalars(
             total_steps,
-            {"train/loss": loss, "train/lr": lr, "speed/images_per_s": rate, "speed/waiting_for_data": waiting},
+            {
+                "train/loss": loss,
+                "train/lr": lr,
+                "speed/images_per_s": rate,
+                **{f"speed/{phase}": share for phase, share in shares.items()},
+            },
         )
+        return shares["waiting_for_data"]
 
     def end_epoch(self):
         if self._bar:
@@ -89,6 +95,10 @@ class Display:
         if self.active:
             with open(os.path.join(self.output_dir, "metrics.jsonl"), "ab") as file:
                 file.write(_json_line(row))
+
+    def evaluation(self, row):
+        if self.active:
+            write_atomically(os.path.join(self.output_dir, "evaluation.json"), _json_line(row))
 
     def curves(self, history):
         """curves.png: loss and every other metric of the epochs so far, one panel each."""
@@ -134,28 +144,6 @@ class Display:
         self.end_epoch()
         if self._events:
             self._events.close()
-
-
-class Window:
-    """Samples, seconds and seconds spent waiting for data since the last line."""
-
-    def __init__(self):
-        self._begin, self._samples, self._waited, self._first = time.monotonic(), 0, 0.0, True
-
-    def add(self, samples, waited):
-        self._samples += samples
-        self._waited += waited
-
-    def due(self):
-        return self._first or time.monotonic() - self._begin >= LINE_SECONDS
-
-    def close(self):
-        """(samples a second, share of the time spent waiting), and begin anew."""
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        rate, waiting = self._samples / seconds, min(1.0, self._waited / seconds)
-        self.__init__()
-        self._first = False
-        return rate, waiting
 
 
 def _json_line(row):

@@ -14,8 +14,10 @@ from common import checkpoint, group, lease, remote, world
 from common.errors import UserError
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
-CHANGEABLE = ["epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype"]
-
+CHANGEABLE = [
+    "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
+    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema",
+]  # fmt: skip
 
 LOCK_SECONDS = 10  # the start before this one may be dying just now
 

@@ -22,7 +22,7 @@ import uuid
 import numpy as np
 import torch
 
-from common import checkpoint, group, opening, pulse, restart, seeds, world
+from common import checkpoint, group, opening, phases, pulse, restart, seeds, world
 from common.display import Display
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.ledger import Ledger
@@ -54,7 +54,8 @@ class Run:
         self.say = self._display.say
         self._pulse = pulse.of_this_process()
         self._saver = Saver(args, self.say)
-        self._started = False
+        self._started, self._advised = False, None
+        self._profile = phases.Profile(args.prof, self._wait_for_device) if getattr(args, "prof", None) else None
 
     def register(self, **parts):
         """More state to save and restore, e.g. run.register(scaler=scaler)."""
@@ -75,13 +76,24 @@ class Run:
         in_epoch = (self.consumed + self.sampler.global_batch / 2) / self._samples_per_epoch
         return min(1.0, (self.epoch + in_epoch) / self.args.epochs)
 
+    @property
+    def goes_on(self):
+        """Whether there was a checkpoint to go on from."""
+        self._start()
+        return self._found
+
     # --- The loop ---
 
     def epochs(self):
         self._start()
         if self._over():
             place = f"{self.epoch} epochs, {self.total_steps} steps"
-            limit = f"--epochs {self.args.epochs}" if self.epoch >= self.args.epochs else f"--max_steps {self.args.max_steps}"
+            limits = [
+                (self.epoch >= self.args.epochs, f"--epochs {self.args.epochs}"),
+                (self._steps_used_up(), f"--max_steps {self.args.max_steps}"),
+                (self._gave_up(), "the epochs that --early_stopping_patience allows without a better one"),
+            ]
+            limit = next(text for reached, text in limits if reached)
             self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}. {self._where()}")
         while not self._over():
             self.sampler.start_at(self.epoch, self.consumed)
@@ -98,7 +110,8 @@ class Run:
             asked = time.monotonic()
             self._show("data")
             batch = next(batches)
-            self._waited = time.monotonic() - asked
+            self._given, moved = time.monotonic(), loader.transfer_seconds()
+            self._waited = (self._given - asked - (0 if loader.beside else moved), moved)
             self._busy, self._loss_shared, due = True, False, self.total_steps + 1
             self._show("step")
             self._attempt.set(self.epoch, self.consumed)
@@ -123,8 +136,11 @@ class Run:
         self._epoch_steps += self.world_size  # one of each rank, also when a restart changes their number
         self._unchecked.append((self.total_steps, loss, ids))
         self._attempt.set(-1, -1)
-        if self._display.step(self.sampler.global_batch, self._waited):
+        seconds = (*self._waited, time.monotonic() - self._given)
+        if self._display.step(self.sampler.global_batch, seconds):
             self._line(loss)
+        if self._profile:
+            self._end_profile(self._profile.step(self.sampler.global_batch, seconds))
         self._fulfil(*self._wishes())
 
     def _wishes(self):
@@ -178,6 +194,13 @@ class Run:
         if self._signal and self.world_size == 1:
             self._stop_on(self._signal)
 
+    def end_evaluation(self, **metrics):
+        """The end of a start that only evaluates: its metrics as a line and in evaluation.json."""
+        self._start()
+        self.say(" ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+        self._display.evaluation({"epoch": self.epoch, "samples": self.samples_seen, **metrics})
+        self._close()
+
     def _close_epoch(self, metrics):
         self.epoch += 1
         loss = (self._loss_sum / self._epoch_steps).item()
@@ -198,7 +221,7 @@ class Run:
     def _line(self, loss):
         self._check_losses()
         per_epoch, global_batch = self._samples_per_epoch, self.sampler.global_batch
-        self._display.line(
+        waiting = self._display.line(
             epoch=self.epoch,
             epochs=self.args.epochs,
             step=self.consumed // global_batch,
@@ -208,6 +231,17 @@ class Run:
             samples_left=self._samples_left(),
             total_steps=self.total_steps,
         )
+        if not self._advised and self.total_steps - self._steps_before > phases.WARM_UP:
+            self._advised = phases.advice(self.args, waiting, world.here(self.args).local_world_size)
+            if self._advised:
+                self.say(self._advised)
+
+    def _end_profile(self, line):
+        if line:
+            self.say(line)
+            self._attempt.done()
+            self._display.close()
+            sys.exit(0)
 
     def _samples_left(self):
         left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed
@@ -275,12 +309,13 @@ class Run:
         self.best, self.history, self._id = None, [], uuid.uuid4().hex
         device = next(self.model.parameters()).device
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._unchecked, self._signal, self._busy, self._waited = [], None, True, 0.0
+        self._unchecked, self._signal, self._busy = [], None, True
         self._loss_shared, self._evaluating = True, False
         self._steps_to_wishes = self._steps_between_wishes = 1
         self._saved = self._epoch_began = self._curves_drawn = self._wished = time.monotonic()
         self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
         found = self._find()
+        self._found = bool(found)
         if found:
             self._restore(*found)
         for line in opening.lines(self, device, found):
@@ -330,13 +365,23 @@ class Run:
         self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
         if self.rank == 0:  # it holds what all ranks had
             self._loss_sum.copy_(state["run"]["loss_sum"])
-        if self.args.batch_size == about["arguments"]["batch_size"]:
+        sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], self.arguments)]
+        if sizes[0] == sizes[1]:
             self.sampler.set_global_batch(about["global_batch"])
+
+    def _wait_for_device(self):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     # --- Ending ---
 
     def _over(self):
-        return self.epoch >= self.args.epochs or self._steps_used_up()
+        return self.epoch >= self.args.epochs or self._steps_used_up() or self._gave_up()
+
+    def _gave_up(self):
+        """Whether so many epochs in a row have not been better than the best."""
+        patience = getattr(self.args, "early_stopping_patience", None)
+        return patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= patience
 
     def _steps_used_up(self):
         return self.args.max_steps is not None and self.total_steps >= self.args.max_steps

@@ -10,16 +10,31 @@ import os
 import numpy as np
 import torch
 
-from common import lease, storage
-from common.errors import TrainingFailed, one_line
+from common import arguments, lease, storage
+from common.errors import TrainingFailed, UserError, one_line
 from datasets import crops, photos, tree
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, torch_batches
 
+BACKENDS = ["pytorch", "synthetic", "syntetic", "dali", "dali-cpu", "dali-gpu"]
+DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 SYNTHETIC = {"train": 1280, "val": 256}
-CLASSES = 1000
+IMAGENET = {"train": 1_281_167, "val": 50_000}
+COLOURS = 10
+
+
+def add_options(parser):
+    data = arguments.group(parser, "data")
+    data.add_argument(
+        "--data_backend",
+        choices=BACKENDS,
+        default="pytorch",
+        help="who decodes: pytorch (nvImageCodec on the CPU), dali-cpu (or dali), dali-gpu; all give the same pictures in the "
+        "same order. synthetic (or syntetic): one batch that stays on the device, to measure everything else",
+    )
+    data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="pixels of a side")
 
 
 class Photos:
@@ -95,9 +110,12 @@ class Synthetic:
 def load(args):
     """The training and the validation set that the arguments ask for."""
     size, limit = args.image_size, args.max_samples
-    if args.custom_data:
-        counts = {split: min(count, limit or count) for split, count in SYNTHETIC.items()}
-        return tuple(Synthetic(counts[split], size, CLASSES, seed) for seed, split in enumerate(("train", "val")))
+    if args.custom_data or args.data_backend in ("synthetic", "syntetic"):
+        counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
+        counts = {split: min(count, limit or count) for split, count in counts.items()}
+        return tuple(Synthetic(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
+    if not args.data_url:
+        raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
     def prepare():
         root = storage.fetch(args.data_url)
@@ -117,9 +135,38 @@ def spread(files, limit):
 
 
 def loader(data_set, sampler, device, workers=0, backend="pytorch"):
-    """`backend`: pytorch, dali-cpu, or dali-gpu; they give the same pictures in the same order."""
+    """`backend`: one of BACKENDS; but for synthetic they give the same pictures in the same order."""
+    if backend in ("synthetic", "syntetic"):
+        return Resident(data_set, sampler, device)
     if backend == "pytorch" or isinstance(data_set, Synthetic):
         batches = torch_batches(data_set, sampler, device, workers)
     else:
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
     return DeviceLoader(batches, sampler, device, MEAN, STD)
+
+
+class Resident:
+    """A loader that costs nothing: one batch of noise, made on the device, for every one of the sampler's."""
+
+    beside = False
+
+    def __init__(self, data_set, sampler, device):
+        self.sampler, self.device, self.ids = sampler, device, None
+        self._size, self._classes = data_set.size, len(data_set.classes)
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        images = None
+        for ids in self.sampler:
+            if images is None or len(ids) > len(images):
+                generator = torch.Generator(self.device).manual_seed(0)
+                images = torch.randn((len(ids), 3, self._size, self._size), device=self.device, generator=generator)
+                images = images.contiguous(memory_format=torch.channels_last)
+                labels = torch.randint(0, self._classes, (len(ids),), device=self.device, generator=generator)
+            self.ids = torch.from_numpy(ids)
+            yield images[: len(ids)], labels[: len(ids)]
+
+    def transfer_seconds(self):
+        return 0.0

@@ -1,20 +1,31 @@
 """Batches of (images, labels) on the device, ready for the network, from any data set that is asked for whole batches.
 
-The images stay uint8 until they are on the device; there the whole batch is augmented and normalised.
+The images stay uint8 until they are on the device; there the whole batch is augmented and normalised. On a GPU a thread does
+that on a stream of its own, beside the training step.
 """
 
+import atexit
+import contextlib
+import queue
 import signal
+import threading
+import time
+import weakref
 
 import torch
+
+AHEAD = 2  # batches that wait on the GPU while the network computes
 
 
 class DeviceLoader:
     """`batches` gives (uint8 images, labels, ids) in the sampler's order; `ids` are those of the batch that was last given."""
 
-    def __init__(self, batches, sampler, device, mean, std, augment=None):
-        self.sampler, self.device = sampler, device
+    def __init__(self, batches, sampler, device, mean, std, augment=None, dtype=torch.float32):
+        self.sampler, self.device, self.dtype = sampler, device, dtype
         self._batches, self._augment = batches, augment
         self.ids = None
+        self.beside = device.type == "cuda"  # whether the transfer goes on beside the training step
+        self._clock = Clock(device)
         mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (mean, std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
 
@@ -22,18 +33,106 @@ class DeviceLoader:
         return len(self.sampler)
 
     def __iter__(self):
-        epoch = self.sampler.epoch
-        for images, labels, ids in self._batches:
-            images = images.to(self.device, non_blocking=True)
-            if self._augment:
-                images = self._augment(images, ids, epoch=epoch)
+        for images, labels, ids, ready in ahead(self._moved(), AHEAD) if self.beside else self._moved():
+            if ready:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(ready)
+                for tensor in (images, labels):
+                    tensor.record_stream(stream)
             self.ids = ids
-            yield images.to(torch.float32).mul_(self._scale).add_(self._shift), labels.to(self.device, non_blocking=True)
+            yield images, labels
+
+    def transfer_seconds(self):
+        """What moving and normalising has taken since this was last asked."""
+        return self._clock.read()
+
+    def _moved(self):
+        epoch, batches = self.sampler.epoch, iter(self._batches)
+        while True:
+            with self._clock.stream():
+                found = next(batches, None)
+            if found is None:
+                return
+            images, labels, ids = found
+            with self._clock as clock:
+                images = images.to(self.device, non_blocking=True)
+                if self._augment:
+                    images = self._augment(images, ids, epoch=epoch)
+                images = images.to(torch.float32).mul_(self._scale).add_(self._shift).to(self.dtype)
+                labels = labels.to(self.device, non_blocking=True)
+            yield images, labels, ids, clock.end
+
+
+class Clock:
+    """Seconds of the work inside `with`; on a GPU the work goes to a stream of its own, and its events tell the time."""
+
+    def __init__(self, device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._seconds, self._events, self.end = 0.0, [], None
+
+    def stream(self):
+        return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+
+    def __enter__(self):
+        self._began, self._inside = self._mark(), self.stream()
+        self._inside.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._inside.__exit__(*error)
+        if self._stream:
+            self.end = self._mark()
+            self._events.append((self._began, self.end))
+        else:
+            self._seconds += time.perf_counter() - self._began
+
+    def _mark(self):
+        if not self._stream:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def read(self):
+        while self._events and self._events[0][1].query():
+            began, end = self._events.pop(0)
+            self._seconds += began.elapsed_time(end) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def ahead(items, depth):
+    """The same items, made by a thread up to `depth` ahead. What fails there is raised here; no thread outlives the loop."""
+    made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
+
+    def work():
+        try:
+            while room.acquire() and not over.is_set():
+                made.put((next(items), None))
+        except BaseException as error:  # the end of the items among them
+            made.put((None, error))
+
+    thread = threading.Thread(target=work, name="batches ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error:
+                raise error
+            yield item
+            room.release()
+    finally:
+        over.set()
+        room.release()
+        thread.join()
+        items.close()
 
 
 def torch_batches(data_set, sampler, device, workers=0):
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
-    return torch.utils.data.DataLoader(
+    loader = torch.utils.data.DataLoader(
         data_set,
         sampler=_WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
@@ -43,6 +142,9 @@ def torch_batches(data_set, sampler, device, workers=0):
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
     )
+    if workers:
+        atexit.register(_end_workers, weakref.ref(loader))
+    return loader
 
 
 class _WithEpoch:
@@ -56,6 +158,13 @@ class _WithEpoch:
 
     def __iter__(self):
         return ((self._sampler.epoch, ids) for ids in self._sampler)
+
+
+def _end_workers(loader):
+    """At exit Python sends each of them the signal that they ignore, and waits: so they are told before."""
+    iterator = getattr(loader(), "_iterator", None)
+    if iterator is not None:
+        iterator._shutdown_workers()
 
 
 def _leave_signals_to_the_parent(_worker):

@@ -128,14 +128,14 @@ def test_the_recipe_of_the_modelarts_sample_is_reachable(tmp_path):
 
 
 def test_killed_in_mid_epoch_and_started_again_the_result_has_the_same_bits(finished, tmp_path):
-    """Twice in the same run, and the second start has loader workers."""
+    """Twice in the same run; the later starts have loader workers, and the last one has to end with them."""
     options = [*TINY, "--save_steps", 1]
     for number, workers in ((64, 0), (384, 2)):
         process = start(tmp_path, *options, "--workers", workers)
         wait_for(saved(tmp_path, number), process, f"checkpoint {number}")
         process.kill()
         process.wait()
-    done = run_job("train", tmp_path, *options)
+    done = run_job("train", tmp_path, *options, "--workers", 2)
     assert re.search(r"going on from \S+000000000(384|448).pt: epoch 2, after (128|192) of its samples", done.stdout), (
         done.stdout
     )

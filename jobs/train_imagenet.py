@@ -1,0 +1,227 @@
+"""Train ResNet-50, or another of torchvision's networks, on ImageNet or any folder of photographs by the class.
+
+    python jobs/train_imagenet.py --custom_data true --arch resnet18 --image_size 64 --batch_size 32 --epochs 2
+    python jobs/train_imagenet.py --data_url /data/imagenet              a folder with {train,val}/CLASS/*.JPEG
+    torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048 --workers 12
+    python jobs/train_imagenet.py --data_url /data/imagenet --evaluate true --weights resnet50.pth
+    python jobs/train_imagenet.py --data_backend synthetic --prof 100    the speed of everything but the input
+
+Every GPU of every node works, in half precision. Started again, it goes on where it stopped, on any number of GPUs that
+divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further.
+"""
+
+import contextlib
+import difflib
+import math
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+
+import torch
+from torch import distributed
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from common import arguments, checkpoint, devices, group
+from common.arguments import boolean, number
+from common.errors import UserError, run_job
+from common.run import Run
+from datasets import imagenet
+from datasets.sampler import EpochSampler, InOrder
+
+
+def main():
+    args = arguments.parse(options())
+    group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
+    device = devices.choose(args)
+    group.join(args, device)
+    args.workers = devices.loader_workers(args)
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(args.seed)
+
+    # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; the others need no scaling.
+    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type == "cuda" else torch.float32
+    autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
+
+    # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
+    train_set, val_set = imagenet.load(args)
+    train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
+    val_sampler = InOrder(len(val_set), args.batch_size)
+    train_sampler.shard(rank, world_size)
+    val_sampler.shard(rank, world_size)
+    if args.total_batch:
+        train_sampler.set_global_batch(args.total_batch)
+    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, args.data_backend)
+    val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, args.data_backend)
+
+    network = build(args, num_classes=len(train_set.classes)).to(device, memory_format=torch.channels_last)
+    ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True) if args.ema else None
+    ranks = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)  # averages the gradients over all
+    model = torch.compile(ranks) if args.compile else ranks
+
+    loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    optimizer = build_optimizer(args, network)
+
+    parts = {"optimizer": optimizer, "scaler": scaler, **({"ema": ema} if ema else {})}
+    run = Run(args, train_sampler, model, **parts)
+
+    if args.evaluate:
+        if not (args.weights or run.goes_on):
+            raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
+        judged = ema.module if ema and run.goes_on else network
+        metrics, latency = evaluate(judged, val_loader, autocast)
+        run.end_evaluation(**metrics, **latency)
+        return
+
+    peak = args.lr * run.global_batch / 256
+    run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")
+    for epoch in run.epochs():
+        model.train()
+
+        for images, labels in run.steps(train_loader):
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate(args, peak, epochs=run.progress * args.epochs)
+
+            images, labels, others, share = mix(images, labels, args.mixup)
+            portions = list(zip(images.split(args.batch_size), labels.split(args.batch_size), others.split(args.batch_size)))
+            total = torch.zeros((), device=device)
+
+            optimizer.zero_grad()
+            for place, (portion, targets, other_targets) in enumerate(portions):
+                last = place == len(portions) - 1
+                with contextlib.nullcontext() if last else ranks.no_sync():  # they average once, behind the last portion
+                    with autocast:
+                        output = model(portion)
+                        loss = share * loss_fn(output, targets) + (1 - share) * loss_fn(output, other_targets)
+                    loss = loss * (len(portion) / len(images))
+                    scaler.scale(loss).backward()
+                total += loss.detach()
+            scaler.step(optimizer)
+            scaler.update()
+
+            if ema:
+                ema.update_parameters(network)
+
+            run.step(total)
+
+        if args.training_only:
+            run.end_epoch()
+        else:
+            metrics, _ = evaluate(ema.module if ema else network, val_loader, autocast)
+            run.end_epoch(**metrics)
+
+
+def options():
+    parser = arguments.general_parser(__doc__, data=imagenet.DATA, workers=None)
+    parser.set_defaults(epochs=90, batch_size=256, lr=0.1, weight_decay=5e-5)
+    imagenet.add_options(parser)
+    group.add_options(parser)
+
+    training = arguments.group(parser, "training")
+    training.add_argument("--arch", default="resnet50", help="a classification network of torchvision")
+    training.add_argument("--weights", help="file of weights to begin with: an epoch_N.pth, or one of torchvision's")
+    training.add_argument("--total_batch", type=number(int, at_least=1), help="images a step, of all devices together; larger "
+                          "than batch_size x devices, the gradients are accumulated; unset: batch_size x devices")  # fmt: skip
+    training.add_argument("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine",
+                          help="learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run")  # fmt: skip
+    training.add_argument("--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up")
+    training.add_argument("--end_lr", type=number(float, at_least=0), default=0, help="where cosine and linear end")
+    training.add_argument("--optimizer", choices=["sgd", "rmsprop"], default="sgd", help="sgd is Nesterov's")
+    training.add_argument("--momentum", type=number(float, at_least=0, below=1), default=0.9, help="of either")
+    training.add_argument("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
+    training.add_argument("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
+    training.add_argument("--ema", type=number(float, above=0, below=1), help="decay of averaged weights, e.g. 0.9999, which "
+                          "are evaluated instead and are 'ema' in the checkpoints; unset: none")  # fmt: skip
+    training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
+                          help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
+    training.add_argument("--compile", type=boolean, default=False, help="torch.compile the network; its first steps are slow")
+    training.add_argument("--early_stopping_patience", type=number(int, at_least=1), help="end after so many epochs without a "
+                          "better accuracy")  # fmt: skip
+
+    short = arguments.group(parser, "short runs")
+    short.add_argument("--evaluate", type=boolean, default=False, help="evaluate --weights or the checkpoint of --resume, only")
+    short.add_argument("--training_only", type=boolean, default=False, help="no evaluation")
+    short.add_argument("--prof", type=number(int, at_least=1), help="after 10 steps to warm up, measure so many: images a second and "
+                       "where the time went; saves nothing")  # fmt: skip
+    return parser
+
+
+def build(args, num_classes):
+    """The network; in ResNets the last norm of each block begins at zero, so that training begins with a shallow one."""
+    import torchvision
+
+    # inception_v3 and googlenet answer with more than the classes.
+    names = set(torchvision.models.list_models(module=torchvision.models)) - {"inception_v3", "googlenet"}
+    if args.arch not in names:
+        near = difflib.get_close_matches(args.arch, names, n=3, cutoff=0) or sorted(names)
+        raise UserError(f"--arch {args.arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(near)}")
+    zero_init = {"zero_init_residual": True} if args.arch.startswith(("resne", "wide_resnet")) else {}
+    network = torchvision.models.get_model(args.arch, num_classes=num_classes, **zero_init)
+    if args.weights:
+        anew = checkpoint.load_weights(network, args.weights, new_head=not args.evaluate)
+        if anew and distributed.get_rank() == 0:
+            print(f"{args.weights} is for other classes: {' and '.join(anew)} begin anew", flush=True)
+    return network
+
+
+def build_optimizer(args, network):
+    """No weight decay on norms and biases, unless it is asked for."""
+    decayed = [parameter for parameter in network.parameters() if parameter.ndim > 1 or args.bn_weight_decay]
+    others = [parameter for parameter in network.parameters() if not (parameter.ndim > 1 or args.bn_weight_decay)]
+    parameters = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0}]
+    if args.optimizer == "rmsprop":
+        return torch.optim.RMSprop(parameters, lr=args.lr, alpha=0.9, eps=1e-3, momentum=args.momentum)
+    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0, fused=True)
+
+
+def learning_rate(args, peak, epochs):
+    """After so many epochs: of samples seen, so that no batch size changes its shape."""
+    if epochs < args.warmup:
+        return peak * epochs / args.warmup
+    done = (epochs - args.warmup) / max(args.epochs - args.warmup, 1e-9)
+    if args.schedule == "step":
+        return peak * 0.1 ** sum(epochs >= share * args.epochs for share in (1 / 3, 2 / 3, 8 / 9))
+    factor = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1}[args.schedule]
+    return args.end_lr + (peak - args.end_lr) * factor
+
+
+def mix(images, labels, strength):
+    """mixup: each image and another one of the batch, and the share of the first. The generator is seeded for every step."""
+    if not strength:
+        return images, labels, labels, 1.0
+    share = float(torch.distributions.Beta(strength, strength).sample())
+    order = torch.randperm(len(images)).to(images.device)
+    return images.lerp(images[order], 1 - share), labels, labels[order], share
+
+
+@torch.no_grad()
+def evaluate(network, loader, autocast):
+    """Over the validation samples of all ranks, each counted once; the latency is rank 0's, of a batch, in milliseconds."""
+    network.eval()
+    for buffer in network.buffers():  # the running statistics of rank 0, which the checkpoint has
+        distributed.broadcast(buffer, 0)
+    sums = torch.zeros(4, dtype=torch.float64, device=loader.device)  # samples, right, among the best five, loss
+    seconds = []
+    for images, labels in loader:
+        began = time.perf_counter()
+        with autocast:
+            output = network(images).float()
+        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]
+        loss = torch.nn.functional.cross_entropy(output, labels, reduction="sum")
+        sums += torch.stack([torch.tensor(len(labels), device=loader.device), right[:, 0].sum(), right.sum(), loss])
+        if loader.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+
+    distributed.all_reduce(sums)
+    samples, *rest = sums.tolist()
+    shares = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)
+    latency = 1000 * torch.tensor(seconds or [0.0], dtype=torch.float64).quantile(shares)
+    metrics = dict(zip(("accuracy", "top5", "loss"), (value / samples for value in rest)))
+    return metrics, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
+
+
+if __name__ == "__main__":
+    run_job(main)
