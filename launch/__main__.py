@@ -5,6 +5,7 @@ import sys
 
 VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together",
+    "pack": "photographs as large files, for a bucket or a slow disk",
     "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",
 }
 

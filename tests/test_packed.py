@@ -1,0 +1,528 @@
+"""Photographs in tar shards: the samples of the tree byte for byte, packed the same by any number of threads, killed or not."""
+
+import collections
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common import bucket
+from common.errors import TrainingFailed, UserError
+from datasets import packed, tree
+from launch import pack
+from tests.faultproxy import faults
+from tests.jobs import ROOT, environment
+from tests.objectstore import ObjectStore
+
+SMALL_SHARDS = 0.05  # MiB: about eight of the pictures below
+
+
+def encoded(seed, form="JPEG", mode="RGB"):
+    """Noise, so that a file has several kilobytes."""
+    size = (30 + 3 * (seed % 11), 70 - seed % 7, 3)
+    picture = Image.fromarray(np.random.default_rng(seed).integers(0, 256, size, np.uint8)).convert(mode)
+    picture.save(buffer := io.BytesIO(), form)
+    return buffer.getvalue()
+
+
+def write_tree(root, count=60, other=0):
+    for split, number in [("train", number) for number in range(count)] + [("val", number) for number in range(12)]:
+        where = root / split / f"n{number % 3}.of.three" / ("deeper" if number % 5 == 0 else "")
+        where.mkdir(parents=True, exist_ok=True)
+        mode = "CMYK" if number == 7 else "RGB"
+        form = {4: "PNG", 9: "WEBP"}.get(number, "JPEG")
+        (where / f"picture.{number:02d}.JPEG").write_bytes(encoded(number + other, form, mode))
+    (root / "train" / "n0.of.three" / "cut.JPEG").write_bytes(encoded(1)[:-500])
+    (root / "train" / "n1.of.three" / "a\udcff.JPEG").write_bytes(encoded(2))
+    (root / "val" / "n1.of.three" / "empty.png").write_bytes(b"")
+    return root
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return write_tree(tmp_path_factory.mktemp("photographs"))
+
+
+def settings(**other):
+    return types.SimpleNamespace(**{"form": "original", "shard_mb": SMALL_SHARDS, "workers": 2, "overwrite": False, **other})
+
+
+@pytest.fixture(scope="session")
+def whole(root, tmp_path_factory):
+    """A pack that nobody may change."""
+    pack.pack(str(root), str(folder := tmp_path_factory.mktemp("pack")), settings())
+    return folder
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "pack"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def contents(folder):
+    """{name: bytes} of what readers see."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")}
+
+
+def run(*options, check=0):
+    """(what the verb says, its errors)"""
+    code, said, errors = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        try:
+            pack.main([*map(str, options)])
+        except SystemExit as ended:
+            code = ended.code
+    assert code == check, said.getvalue() + errors.getvalue()
+    return types.SimpleNamespace(stdout=said.getvalue(), stderr=errors.getvalue())
+
+
+def start(*script, cwd):
+    """As a user does: a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, *script], env=environment(PYTHONPATH=str(ROOT)), cwd=cwd, stdout=subprocess.PIPE, text=True
+    )
+
+
+# --- The samples -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_every_sample_is_that_of_the_tree(root, whole, tmp_path, split):
+    ours, files = packed.load(str(whole), split), tree.load(str(root / split), str(tmp_path))
+    assert (ours.names, ours.classes, ours.left_out, len(ours)) == (files.names, files.classes, files.left_out, len(files))
+    for name in ("labels", "widths", "heights", "special"):
+        assert (
+            np.array_equal(getattr(ours, name), getattr(files, name))
+            and getattr(ours, name).dtype == getattr(files, name).dtype
+        )
+    assert [ours.read(number) for number in range(len(ours))] == [files.read(number) for number in range(len(files))]
+    assert ours.describe() == files.describe().replace(files.folder, str(whole)) and "left out" in ours.describe()
+    assert ours.path(3).startswith(f"{whole}/{split}-00000") and ours.path(3).endswith(f".tar:{ours.names[3]}")
+    some = ours.pick(np.array([5, 2]))
+    assert [some.read(0), some.read(1)] == [files.read(5), files.read(2)] and list(some.labels) == list(files.labels[[5, 2]])
+    assert len(some) == 2 and some.names == [files.names[5], files.names[2]]
+
+
+def test_the_shards_are_those_of_webdataset(root, whole, tmp_path):
+    """Read front to back by tarfile: a key's files lie together, its label is text, and a shard has several classes."""
+    files, seen = tree.load(str(root / "train"), str(tmp_path)), []
+    for path in sorted(whole.glob("train-*.tar")):
+        groups = collections.defaultdict(dict)
+        keys = []
+        with tarfile.open(path, "r|") as shard:
+            for member in shard:
+                key, _, extension = member.name.partition(".")
+                keys.append(key)
+                groups[key][extension] = shard.extractfile(member).read()
+                assert (member.mtime, member.uid, member.gid, member.uname, member.mode) == (0, 0, 0, "", 0o644)
+        assert keys[::2] == keys[1::2] == list(groups), "a sample's files are neighbours"
+        assert path.stat().st_size <= SMALL_SHARDS * (1 << 20) or len(groups) == 1
+        for key, group in groups.items():
+            label = int(group.pop("cls"))
+            ((kind, content),) = group.items()
+            assert (content, label) == (files.read(int(key)), files.labels[int(key)])
+            assert kind == Image.open(io.BytesIO(content)).format.lower().replace("jpeg", "jpg")
+        assert len(groups) < 5 or len({files.labels[int(key)] for key in groups}) > 1
+        seen += map(int, groups)
+    assert seen != sorted(seen) and sorted(seen) == list(range(len(files)))
+
+
+class Reader(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        return self.samples.read(number)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_and_threads_read_the_same(whole, monkeypatch, method):
+    """With fewer open shards than there are, so that some are closed while others are read."""
+    samples = packed.load(str(whole), "train")
+    expected = [samples.read(number) for number in range(len(samples))]
+    packed._opened.cache_clear()
+    monkeypatch.setattr(packed, "_opened", packed.functools.lru_cache(2)(packed._Open))
+    found = [[] for _ in range(4)]
+
+    def read(into):
+        into += [samples.read(number) for number in range(len(samples))]
+
+    threads = [threading.Thread(target=read, args=(into,)) for into in found]
+    for thread in threads:
+        thread.start()
+    loader = torch.utils.data.DataLoader(Reader(samples), batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert list(loader) == expected
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+    held = [link for link in map(os.readlink, open_descriptors()) if link.endswith(".tar")]
+    assert len(held) <= 2, "those of shards that are no longer held are closed"
+    assert pickle.loads(pickle.dumps(samples)).read(3) == expected[3]
+
+
+def open_descriptors():
+    return [path for name in os.listdir("/proc/self/fd") if os.path.lexists(path := f"/proc/self/fd/{name}")]
+
+
+# --- Making it ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", ["1", "5"])
+def test_packed_again_it_has_the_same_bytes(root, whole, tmp_path, workers):
+    words = [str(root), "again", "--shard_mb", str(SMALL_SHARDS), "--workers", workers]
+    process = start("-m", "launch", "pack", *words, cwd=tmp_path)
+    last = process.communicate(timeout=60)[0].splitlines()[-1]
+    assert process.returncode == 0
+    assert contents(tmp_path / "again") == contents(whole)
+    assert not (tmp_path / "again" / ".tree").exists() and os.listdir(tmp_path) == ["again"], "nothing is left elsewhere"
+    shards = len(list(whole.glob("*.tar")))
+    assert f"has 73 images, 0.2 MiB, in {shards} shards; made {shards} of them now" in last, last
+    assert last.endswith("left out: cut off: 1, empty: 1")
+
+
+ENDLESS = """
+import sys, threading
+from datasets import tree
+from launch import pack
+read, lock, count = tree.Tree.read, threading.Lock(), [0]
+def slow(self, number):
+    with lock:
+        count[0] += 1
+    if count[0] > {reads}:
+        threading.Event().wait()
+    return read(self, number)
+tree.Tree.read = slow
+pack.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("reads", [3, 30])
+def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(root, whole, tmp_path, reads):
+    """The first is killed within the first shard, the second within a later one."""
+    options = [str(root), str(tmp_path / "pack"), "--shard_mb", str(SMALL_SHARDS), "--workers", "1"]
+    process = start("-c", ENDLESS.format(reads=reads), *options, cwd=tmp_path)
+    awaited = ".train-000001.json" if reads == 30 else "train-000000.tar.unfinished"
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pack" / awaited).exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = {path: path.stat() for path in (tmp_path / "pack").glob(".*-0*.json")}
+    kept = {tar: tar.stat() for tar in (path.with_name(path.name[1:].replace("json", "tar")) for path in kept)}
+    assert bool(kept) == (reads == 30) and not list((tmp_path / "pack").glob("*.npz"))
+    with pytest.raises(UserError, match="has no finished pack of train: python -m launch pack ROOT"):
+        packed.load(str(tmp_path / "pack"), "train")
+    run(*options)
+    assert contents(tmp_path / "pack") == contents(whole)
+    assert all((path.stat().st_ino, path.stat().st_mtime_ns) == (old.st_ino, old.st_mtime_ns) for path, old in kept.items())
+
+
+def test_a_second_start_makes_only_what_is_missing_or_has_changed(root, copied, whole, tmp_path, capsys):
+    own = Path(shutil.copytree(root, tmp_path / "root"))
+    shutil.copy2(copied / "train-000001.tar", tmp_path / "kept")
+    (copied / "train-000001.tar").unlink()
+    (copied / "val-index.npz").write_bytes(b"damaged")
+    pack.pack(str(own), str(copied), settings())
+    assert "made 1 of them now" in capsys.readouterr().out and contents(copied) == contents(whole)
+    path = next(path for path in (own / "train").rglob("*.08.JPEG"))
+    flip(path, path.stat().st_size // 2)
+    pack.pack(str(own), str(copied), settings())
+    assert "made 1 of them now" in capsys.readouterr().out
+    files = packed.load(str(copied), "train")
+    assert files.read(files.names.index(str(path.relative_to(own / "train")))) == path.read_bytes()
+
+
+def test_another_tree_or_setting_is_refused(root, copied, whole, tmp_path):
+    other = write_tree(tmp_path / "other", count=20, other=100)
+    before = contents(copied)
+    for words in ((other, copied, "--shard_mb", SMALL_SHARDS), (root, copied, "--shard_mb", 1)):
+        done = run(*words, check=2)
+        assert "has a pack of other photographs or settings" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert contents(copied) == before
+    run(other, copied, "--shard_mb", SMALL_SHARDS, "--overwrite", "true")
+    assert len(packed.load(str(copied), "train")) == 21 and len(contents(copied)) < len(before)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "train-000000.tar").write_bytes(b"of somebody else")
+    with pytest.raises(UserError, match="give another folder, or --overwrite true"):
+        pack.pack(str(root), str(tmp_path / "theirs"), settings())
+    for path in copied.glob(".*"):  # as it comes from a bucket
+        path.unlink()
+    with pytest.raises(UserError, match="other photographs"):
+        pack.pack(str(root), str(copied), settings())
+    pack.pack(str(root), str(copied), settings(overwrite=True))
+    for path in [*copied.glob("*.npz"), *copied.glob(".*-pack.json")]:  # nothing says any more what the shards are
+        path.unlink()
+    pack.pack(str(root), str(copied), settings(overwrite=True))
+    assert contents(copied) == before
+
+
+def test_what_cannot_be_is_said_in_one_line(root, tmp_path, monkeypatch, capsys):
+    for words, said in (
+        ((tmp_path, "out"), "has no folder train"),
+        ((root, root / "train" / "out"), "give a folder elsewhere"),
+        ((root,), "give ROOT and OUT, or --verify OUT"),
+        ((root, "gs://x/y"), "is not a bucket's address"),
+        (("--verify", tmp_path / "none"), "has no finished pack of train"),
+    ):
+        error = run(*words, check=2).stderr.splitlines()[-1]
+        assert "error: " in error and said in error
+    assert os.listdir(tmp_path) == []
+    full = types.SimpleNamespace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(UserError, match=r"has 1 MiB free, the pack needs 64 MiB: give a folder on a larger disk"):
+        pack.pack(str(root), str(tmp_path / "out"), settings())
+    assert not [name for name in os.listdir(tmp_path / "out") if name.endswith((".tar", ".npz"))]
+    full.free = 1 << 40
+    with pack._alone(str(tmp_path / "out")), pytest.raises(UserError, match="another pack is being made"):
+        pack.pack(str(root), str(tmp_path / "out"), settings())
+    read = tree.Tree.read
+    monkeypatch.setattr(tree.Tree, "read", lambda self, number: read(self, number) + b"x" * (number == 30))
+    with pytest.raises(UserError, match="changed while it was packed: start again"):
+        pack.pack(str(root), str(tmp_path / "out"), settings())
+
+
+# --- Damage ------------------------------------------------------------------------------------------------------------
+
+
+def flip(path, place):
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_is_named(copied):
+    samples = packed.load(str(copied), "train")
+    number = 17
+    flip(samples.place(number), int(samples.offset[number] + samples.length[number] // 2))
+    with pytest.raises(OSError, match=rf"train-\d+.tar:{samples.names[number]} is damaged"):
+        samples.read(number)
+    assert len([samples.read(other) for other in range(len(samples)) if other != number]) == len(samples) - 1
+    flip(copied / "val-000000.tar", 0)  # in a header
+    done = run("--verify", copied, check=1)
+    assert f"and in it 1 samples: {samples.names[number]}" in done.stdout and "val-000000.tar, and in it 0" in done.stdout
+    shards = len(list(copied.glob("*.tar")))
+    assert f"error: 2 of {shards} shards are damaged: delete them" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_whole_pack_is_verified_and_a_missing_shard_named(whole, copied):
+    assert "73 images in" in run("--verify", whole).stdout
+    (copied / "val-000000.tar").write_bytes(b"")
+    with pytest.raises(UserError, match=r"val-000000.tar is missing or has not the \d+ bytes"):
+        packed.load(str(copied), "val")
+    (copied / "val-index.npz").unlink()
+    with pytest.raises(UserError, match="has no finished pack of val: python -m launch pack ROOT"):
+        packed.load(str(copied), "val")
+
+
+def with_changes(path, arrays=lambda arrays: {}, about=lambda about: {}):
+    """The index in `path`, changed as somebody would who knows its form."""
+    with np.load(path) as stored:
+        words = json.loads(bytes(stored["about"]))
+        found = {name: stored[name] for name in stored.files}
+    found.update(arrays(found))
+    words.update(about(words))
+    found["about"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
+    np.savez(path, **found)
+
+
+def shard_named(name):
+    return lambda about: {"shards": [{**about["shards"][0], "name": name}, *about["shards"][1:]]}
+
+
+def first(name, value):
+    def change(arrays):
+        array = arrays[name].copy()
+        array[0] = value
+        return {name: array}
+
+    return change
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+HOSTILE = {
+    "pickle": {"arrays": lambda arrays: {"labels": np.array([Bomb()] * len(arrays["labels"]), object)}},
+    "parent": {"about": shard_named("../train-000000.tar")},
+    "absolute": {"about": shard_named("/etc/passwd")},
+    "line": {"about": shard_named("train-000000.tar\n")},
+    "other split": {"about": shard_named("val-000000.tar")},
+    "not a name": {"about": shard_named(5)},
+    "size": {"about": lambda about: {"shards": [{**about["shards"][0], "size": 2**63}]}},
+    "no shards": {"about": lambda about: {"shards": []}},
+    "no classes": {"about": lambda about: {"classes": []}},
+    "left out": {"about": lambda about: {"left_out": {"x": []}}},
+    "format": {"about": lambda about: {"format": 99}},
+    "beyond": {"arrays": first("offset", 10**6)},
+    "far beyond": {"arrays": first("offset", 2**63 - 1)},
+    "negative": {"arrays": first("offset", -1)},
+    "longer": {"arrays": first("length", 2**62)},
+    "empty": {"arrays": first("length", 0)},
+    "label": {"arrays": first("labels", 3)},
+    "shard": {"arrays": first("shard", 99)},
+    "negative shard": {"arrays": first("shard", -1)},
+    "flat": {"arrays": first("widths", 0)},
+    "fewer": {"arrays": lambda arrays: {"checksum": arrays["checksum"][:-1]}},
+    "floats": {"arrays": lambda arrays: {"offset": arrays["offset"].astype(float)}},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_index_is_refused_in_one_line(copied, tmp_path, kind):
+    path = copied / "train-index.npz"
+    with_changes(path, **HOSTILE[kind])
+    with pytest.raises(UserError, match=r"train-index.npz is damaged \(.+\): fetch it again") as refused:
+        packed.load(str(copied), "train")
+    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_index_is_refused_in_one_line(copied):
+    path = copied / "train-index.npz"
+    content = path.read_bytes()
+    np.savez_compressed(bomb := io.BytesIO(), labels=np.zeros(10**6))
+    np.save(bare := io.BytesIO(), np.arange(3))
+    with zipfile.ZipFile(lacking := io.BytesIO(), "w") as archive:
+        archive.writestr("about.npy", b"")
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    pickled = pickle.dumps(Bomb())
+    damaged = [
+        content[:-50],
+        content[:100],
+        b"",
+        b"PK\3\4",
+        pickled,
+        *(file.getvalue() for file in (bomb, bare, lacking)),
+        flipped,
+    ]
+    for some in damaged:
+        path.write_bytes(some)
+        with pytest.raises(UserError, match=r"is damaged \(.+\): fetch it again, or have python -m launch pack") as refused:
+            packed.load(str(copied), "train")
+        assert "\n" not in str(refused.value)
+    assert not os.path.exists("ran")
+
+
+# --- In a bucket -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory):
+    store = ObjectStore(tmp_path_factory.mktemp("store"))
+    store.client().create_bucket(Bucket="data")
+    yield store
+    store.stop()
+
+
+@pytest.fixture
+def store(running, monkeypatch):
+    packed._connected.cache_clear()  # each test reaches it in its own way
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    nowhere = {"AWS_CONFIG_FILE": "/none", "AWS_SHARED_CREDENTIALS_FILE": "/none", "AWS_EC2_METADATA_DISABLED": "true"}
+    for name, value in {**running.environment, **nowhere}.items():
+        monkeypatch.setenv(name, value)
+    return running
+
+
+@pytest.fixture
+def url(store, whole):
+    if not store.client().list_objects(Bucket="data", Prefix="pack/").get("Contents"):
+        for name, content in contents(whole).items():
+            store.client().put_object(Bucket="data", Key=f"pack/{name}", Body=content)
+    return "s3://data/pack"
+
+
+def test_samples_are_read_out_of_a_bucket(url, store, whole, monkeypatch):
+    local = packed.load(str(whole), "train")
+    expected = [local.read(number) for number in range(len(local))]
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        samples = packed.load(url, "train")
+        assert [request.path for request in proxy.objects()] == ["/data/pack/train-index.npz"], "no shard is fetched"
+        assert samples.read(3) == expected[3] and proxy.objects()[-1].headers["Range"].startswith("bytes=")
+        for method in ("fork", "spawn"):  # forked with a client of the parent's in use
+            context = multiprocessing.get_context(method)
+            loader = torch.utils.data.DataLoader(
+                Reader(samples), batch_size=None, num_workers=1, multiprocessing_context=context
+            )
+            assert list(loader) == expected
+    assert samples.path(0).startswith("s3://data/pack/train-0")
+    with pytest.raises(
+        UserError, match=r"s3://data/none has no finished pack of val: python -m launch pack ROOT s3://data/none makes it"
+    ):
+        packed.load("s3://data/none", "val")
+
+
+@pytest.mark.parametrize("fault", ["flip", "short", "cut", "reset", "503"])
+def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole, monkeypatch, fault):
+    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.06)
+    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 1)
+    expected = packed.load(str(whole), "train").read(5)
+    samples = packed.load(url, "train")
+    plan = lambda request: fault if request.is_object and not any(earlier.fault for earlier in proxy.log[:-1]) else None  # noqa: E731
+    with faults(store, lambda request: plan(request), monkeypatch) as proxy:
+        assert samples.read(5) == expected and len(proxy.objects()) == 2
+        plan = lambda request: fault  # noqa: E731
+        error, said = (
+            (OSError, "is damaged: its bytes are not") if fault == "flip" else (TrainingFailed, "no good answer for 1 s")
+        )
+        with pytest.raises(error, match=said) as refused:
+            samples.read(5)
+        assert "train-0" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_shorter_object_is_named(url, store):
+    samples = packed.load(url, "val")
+    store.client().put_object(Bucket="data", Key="short/val-000000.tar", Body=b"x")
+    samples.folder = "s3://data/short"
+    number = int(np.flatnonzero(samples.shard == 0)[0])
+    with pytest.raises(OSError, match=r"val-000000\.tar ends before byte"):
+        samples.read(number)
+
+
+def test_packed_into_a_bucket_and_started_again(store, root, whole, tmp_path, monkeypatch):
+    words = [root, "s3://data/made", "--shard_mb", SMALL_SHARDS]
+    with faults(store, lambda request: "denied" if "000003.tar" in request.path else None, monkeypatch):
+        assert "403 AccessDenied" in run(*words, check=2).stderr
+    names = [item["Key"] for item in store.client().list_objects(Bucket="data", Prefix="made/").get("Contents", [])]
+    assert not [name for name in names if name.endswith("npz")], "the index comes last"
+    missing = len(contents(whole)) - len(names)
+    assert f"published {missing} files to s3://data/made" in run(*words).stdout
+    there = store.client().list_objects(Bucket="data", Prefix="made/")["Contents"]
+    found = {item["Key"][5:]: store.client().get_object(Bucket="data", Key=item["Key"])["Body"].read() for item in there}
+    assert found == contents(whole) == contents(tmp_path / "output_dir/s3/data/made")
+    other = write_tree(tmp_path / "other", count=20, other=100)
+    shutil.rmtree(tmp_path / "output_dir")
+    assert "s3://data/made has another pack" in run(other, *words[1:], check=2).stderr
+    run(other, *words[1:], "--overwrite", "true")
+    assert len(packed.load("s3://data/made", "train")) == 21
