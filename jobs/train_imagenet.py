@@ -143,8 +143,8 @@ def options():
     short = arguments.group(parser, "short runs")
     short.add_argument("--evaluate", type=boolean, default=False, help="evaluate --weights or the checkpoint of --resume, only")
     short.add_argument("--training_only", type=boolean, default=False, help="no evaluation")
-    short.add_argument("--prof", type=number(int, at_least=1), help="after 10 warm-up steps, measure so many: images a second, and "
-                       "where the time went; saves nothing")  # fmt: skip
+    short.add_argument("--prof", type=number(int, at_least=1), help="warm up for 10 steps, measure so many: images a second, "
+                       "and where the time went; saves nothing")  # fmt: skip
     return parser
 
 
