@@ -13,10 +13,7 @@ MASK = 0xFFFFFFFF
 def crop_and_flip(images, ids, seed, epoch):
     """uint8 (N, C, H, W) in channels_last to the same, each shifted by up to PADDING pixels and flipped half of the time."""
     count, _, height, width = images.shape
-    bits = random_bits(ids.to(images.device), seed, epoch)
-    span = 2 * PADDING + 1
-    top, left, flip = bits % span, (bits >> 8) % span, (bits >> 16) & 1
-
+    top, left, flip = crops_and_flips(ids.to(images.device), seed, epoch)
     rows = top[:, None] + torch.arange(height, device=images.device)
     columns = torch.arange(width, device=images.device).expand(count, width)
     columns = left[:, None] + torch.where(flip[:, None] == 1, width - 1 - columns, columns)
@@ -25,6 +22,13 @@ def crop_and_flip(images, ids, seed, epoch):
     sample = torch.arange(count, device=images.device)
     pixels = padded.permute(0, 2, 3, 1)[sample[:, None, None], rows[:, :, None], columns[:, None, :]]
     return pixels.permute(0, 3, 1, 2)
+
+
+def crops_and_flips(ids, seed, epoch):
+    """(top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
+    bits = random_bits(ids, seed, epoch)
+    span = 2 * PADDING + 1
+    return bits % span, (bits >> 8) % span, (bits >> 16) & 1
 
 
 def random_bits(ids, seed, epoch):

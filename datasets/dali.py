@@ -1,17 +1,20 @@
-"""The batches of the photo jobs through NVIDIA DALI, on the CPU or with the GPU's own decoder: the same order, the same crops.
+"""The batches of the jobs through NVIDIA DALI, on the CPU or on the GPU: the same samples in the same order, cropped alike.
 
-The sampler's order is the order of the reader's file list, and every crop and flip is handed in, so a pipeline is made for each
-epoch (which takes milliseconds) and a resume begins in its middle. A batch that DALI cannot make, or that holds a picture
-which other decoders read differently, comes from Pillow and torch instead, and the pipeline goes on behind it.
+The sampler's order is handed to DALI, and so is every crop and flip. So a pipeline is made for each epoch (which takes
+milliseconds) and a resume begins in its middle; between two epochs it holds no memory. A batch of photographs that DALI cannot
+make, or with a picture that other decoders read differently, comes from Pillow and torch instead, and it goes on behind it.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from common.errors import UserError, one_line
-from datasets import photos
+from datasets import cifar10, photos
+from datasets.augment import PADDING, crops_and_flips
+from datasets.loader import DeviceLoader
 
 AHEAD = 2  # batches that DALI prepares while the network computes
 
@@ -20,10 +23,7 @@ class DaliBatches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
 
     def __init__(self, data_set, sampler, device, workers=0, decode_on_gpu=False):
-        try:
-            import nvidia.dali  # noqa: F401
-        except ImportError:
-            raise UserError("--data_backend dali needs DALI: pip install nvidia-dali-cuda120, or use pytorch") from None
+        _need_dali()
         self.sampler, self.device = sampler, device
         self._data, self._on_gpu = data_set, decode_on_gpu
         self._threads = workers or len(os.sched_getaffinity(0))
@@ -42,7 +42,8 @@ class DaliBatches:
                         rest = [batch for batch, fits in zip(batches[number:], ours[number:]) if fits]
                         pipeline = self._pipeline(rest, epoch)
                     (found,) = pipeline.run()
-                    yield self._as_tensor(found, len(ids)), torch.from_numpy(self._data.tree.labels[ids]), ids
+                    images = as_tensor(found, self.device)[: len(ids)].permute(0, 3, 1, 2)
+                    yield images, torch.from_numpy(self._data.tree.labels[ids]), ids
                     continue
                 except RuntimeError as error:
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
@@ -51,39 +52,37 @@ class DaliBatches:
             images, labels, _ = self._data[epoch, ids]
             yield images, labels, ids
 
-    def _as_tensor(self, found, count):
-        """The batch's own memory, which DALI uses again after the next but one: copied, and without its padding."""
-        size = self._data.size
-        if self._on_gpu:
-            import nvidia.dali.plugin.pytorch as plugin
-
-            images = torch.empty((len(found), size, size, 3), dtype=torch.uint8, device=self.device)
-            plugin.feed_ndarray(found.as_tensor(), images, cuda_stream=torch.cuda.current_stream(self.device))
-        else:
-            images = torch.from_numpy(np.array(found.as_tensor()))
-        return images[:count].permute(0, 3, 1, 2)
-
     def _pipeline(self, batches, epoch):
         from nvidia.dali import fn, pipeline_def, types
 
         data, largest = self._data, max(map(len, batches))
-        files = [data.tree.path(number) for ids in batches for number in _padded(ids, largest)]
         plan = _train_plan if data.train else _test_plan
+        readers = None if data.tree.in_files else ThreadPoolExecutor(self._threads)
 
-        def numbers(batch):
+        def source(batch):
             if batch == len(batches):  # DALI asks ahead
                 raise StopIteration
-            return plan(data, _padded(batches[batch], largest), epoch)
+            ids = _padded(batches[batch], largest)
+            numbers = plan(data, ids, epoch)
+            return (list(readers.map(encoded, ids)), *numbers) if readers else numbers
+
+        def encoded(number):
+            return np.frombuffer(data.tree.read(number), np.uint8)
 
         @pipeline_def(
             batch_size=largest, num_threads=self._threads, device_id=self.device.index or 0 if self._on_gpu else None,
             prefetch_queue_depth=AHEAD,
         )  # fmt: skip
         def build():
-            encoded, _ = fn.readers.file(files=files, random_shuffle=False, prefetch_queue_depth=AHEAD)
-            window, extent, resized, offset, flip = fn.external_source(numbers, num_outputs=5, batch_info=False)
+            if readers:
+                jpegs, *numbers = fn.external_source(source, num_outputs=6, batch_info=False)
+            else:
+                files = [data.tree.path(number) for ids in batches for number in _padded(ids, largest)]
+                jpegs, _ = fn.readers.file(files=files, random_shuffle=False, prefetch_queue_depth=AHEAD)
+                numbers = fn.external_source(source, num_outputs=5, batch_info=False)
+            window, extent, resized, offset, flip = numbers
             images = fn.decoders.image_slice(
-                encoded, window, extent, device="mixed" if self._on_gpu else "cpu", axis_names="HW", output_type=types.RGB,
+                jpegs, window, extent, device="mixed" if self._on_gpu else "cpu", axis_names="HW", output_type=types.RGB,
                 normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
             )  # fmt: skip
             images = fn.resize(images, size=resized, interp_type=types.INTERP_LINEAR, antialias=True)
@@ -95,6 +94,83 @@ class DaliBatches:
         made = build()
         made.build()
         return made
+
+
+class ArrayBatches:
+    """The same for images that are in memory already: DALI pads, crops and flips them, with the numbers of augment.py."""
+
+    def __init__(self, data_set, sampler, device, augment, seed):
+        _need_dali()
+        self._data, self._sampler, self.device = data_set, sampler, device
+        self._augment, self._seed = augment, seed
+
+    def __iter__(self):
+        epoch, batches = self._sampler.epoch, list(self._sampler)
+        pipeline = self._pipeline(epoch, batches) if batches else None
+        for ids in batches:
+            (found,) = pipeline.run()
+            _, labels, ids = self._data[epoch, ids]
+            yield as_tensor(found, self.device).permute(0, 3, 1, 2), labels, ids
+
+    def _pipeline(self, epoch, batches):
+        from nvidia.dali import fn, pipeline_def
+
+        height, width = self._data.images.shape[2:]
+        on_gpu = self.device.type == "cuda"
+
+        def source(batch):
+            if batch == len(batches):  # DALI asks ahead
+                raise StopIteration
+            images, _, ids = self._data[epoch, batches[batch]]
+            top, left, flip = crops_and_flips(ids, self._seed, epoch)
+            anchors = torch.stack([top, left], dim=1).to(torch.int32) - PADDING
+            images = images.permute(0, 2, 3, 1).contiguous()
+            return tuple(array.numpy() for array in (images, anchors, flip.to(torch.int32)))
+
+        @pipeline_def(
+            batch_size=max(map(len, batches)), num_threads=1, device_id=self.device.index or 0 if on_gpu else None,
+            prefetch_queue_depth=AHEAD,
+        )  # fmt: skip
+        def build():
+            images, anchors, flip = fn.external_source(source, num_outputs=3, batch_info=False, layout=["HWC", None, None])
+            images = images.gpu() if on_gpu else images
+            if not self._augment:
+                return images
+            images = fn.slice(
+                images, anchors, [height, width], axis_names="HW", normalized_anchor=False, normalized_shape=False,
+                out_of_bounds_policy="pad", fill_values=0,
+            )  # fmt: skip
+            return fn.flip(images, horizontal=flip)
+
+        made = build()
+        made.build()
+        return made
+
+
+def cifar_loader(data_set, sampler, device, augment, seed):
+    """The loader of datasets.cifar10, with DALI at work in it: on a GPU the pictures are cut and flipped there."""
+    return DeviceLoader(ArrayBatches(data_set, sampler, device, augment, seed), sampler, device, cifar10.MEAN, cifar10.STD)
+
+
+def _need_dali():
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        raise UserError("NVIDIA's DALI is missing: pip install nvidia-dali-cuda120, or take a job or backend without") from None
+
+
+def as_tensor(found, device):
+    """A batch's own memory, which DALI uses again after the next but one, copied."""
+    from nvidia.dali.tensors import TensorListGPU
+
+    dense = found.as_tensor()
+    if not isinstance(found, TensorListGPU):
+        return torch.from_numpy(np.array(dense))
+    import nvidia.dali.plugin.pytorch as plugin
+
+    images = torch.empty(dense.shape(), dtype=torch.uint8, device=device)
+    plugin.feed_ndarray(dense, images, cuda_stream=torch.cuda.current_stream(device))
+    return images
 
 
 def _padded(ids, count):

@@ -4,7 +4,6 @@ A file that was judged to be a picture and cannot be decoded after all is replac
 label: the same one in every loader, at every start, on every rank.
 """
 
-import dataclasses
 import os
 
 import numpy as np
@@ -12,12 +11,12 @@ import torch
 
 from common import arguments, lease, storage
 from common.errors import TrainingFailed, UserError, one_line
-from datasets import crops, photos, tree
+from datasets import crops, packed, photos, tree
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, torch_batches
 
-BACKENDS = ["pytorch", "synthetic", "syntetic", "dali", "dali-cpu", "dali-gpu"]
-DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+BACKENDS = ["pytorch", "synthetic", "syntetic", "dali", "dali-cpu", "dali-gpu", "packed", "packed-remote"]
+DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or what launch pack made of one"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 SYNTHETIC = {"train": 1280, "val": 256}
@@ -31,8 +30,10 @@ def add_options(parser):
         "--data_backend",
         choices=BACKENDS,
         default="pytorch",
-        help="who decodes: pytorch (nvImageCodec on the CPU), dali-cpu (or dali), dali-gpu; all give the same pictures in the "
-        "same order. synthetic (or syntetic): one batch that stays on the device, to measure everything else",
+        help="where the pictures come from and who decodes them; all give the same ones in the same order. pytorch: files, "
+        "nvImageCodec on the CPU; dali-cpu (or dali), dali-gpu: files, DALI; packed: the large files of launch pack; "
+        "packed-remote: those, read from the bucket as they are needed instead of fetched before; "
+        "synthetic (or syntetic): one batch of noise that stays on the device, to measure everything else",
     )
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="pixels of a side")
 
@@ -118,6 +119,9 @@ def load(args):
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
     def prepare():
+        if args.data_backend.startswith("packed"):
+            root = args.data_url if args.data_backend == "packed-remote" else storage.fetch(args.data_url)
+            return [packed.load(root, split) for split in ("train", "val")]
         root = storage.fetch(args.data_url)
         return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
 
@@ -129,19 +133,17 @@ def spread(files, limit):
     """At most `limit` samples, from all over the classes."""
     if limit is None or limit >= len(files):
         return files
-    kept = np.arange(limit) * len(files) // limit
-    arrays = {name: getattr(files, name)[kept] for name in ("labels", "widths", "heights", "special")}
-    return dataclasses.replace(files, names=[files.names[number] for number in kept], **arrays)
+    return files.pick(np.arange(limit) * len(files) // limit)
 
 
 def loader(data_set, sampler, device, workers=0, backend="pytorch"):
     """`backend`: one of BACKENDS; but for synthetic they give the same pictures in the same order."""
     if backend in ("synthetic", "syntetic"):
         return Resident(data_set, sampler, device)
-    if backend == "pytorch" or isinstance(data_set, Synthetic):
-        batches = torch_batches(data_set, sampler, device, workers)
-    else:
+    if backend.startswith("dali") and isinstance(data_set, Photos):
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
+    else:
+        batches = torch_batches(data_set, sampler, device, workers)
     return DeviceLoader(batches, sampler, device, MEAN, STD)
 
 

@@ -37,6 +37,8 @@ PER_SAMPLE = {
 
 @dataclasses.dataclass
 class Packed(tree.Tree):
+    in_files = False
+
     shard: np.ndarray  # in which of the shards a sample is
     offset: np.ndarray  # of its first byte there
     length: np.ndarray

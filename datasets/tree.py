@@ -31,6 +31,8 @@ GOOD, SPECIAL = 0, 1
 
 @dataclasses.dataclass
 class Tree:
+    in_files = True  # whether path() is that of a file which holds the sample and nothing else
+
     folder: str
     classes: list  # names, sorted: the label is the place
     names: list  # of the files that are samples, below the folder
@@ -50,6 +52,11 @@ class Tree:
         """The bytes of a sample's file."""
         with open(self.path(number), "rb") as file:
             return file.read()
+
+    def pick(self, numbers):
+        """The same with these samples only, in this order."""
+        arrays = {name: getattr(self, name)[numbers] for name in ("labels", "widths", "heights", "special")}
+        return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
     def describe(self):
         """One line for the log, whatever there is to say of the files."""

@@ -63,7 +63,7 @@ def main():
     ### end DDP ###
 
     # Batches of (images, labels) on the device, normalised there; the training images cropped and flipped at random.
-    train_loader = cifar10.loader(train_set, train_sampler, device, augment=args.augment, seed=args.seed, workers=args.workers)
+    train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 

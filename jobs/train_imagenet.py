@@ -197,17 +197,17 @@ def mix(images, labels, strength):
 
 
 @torch.no_grad()
-def evaluate(network, loader, autocast):
+def evaluate(model, loader, autocast):
     """Over the validation samples of all ranks, each counted once; the latency is rank 0's, of a batch, in milliseconds."""
-    network.eval()
-    for buffer in network.buffers():  # the running statistics of rank 0, which the checkpoint has
+    model.eval()
+    for buffer in model.buffers():  # the running statistics of rank 0, which the checkpoint has
         distributed.broadcast(buffer, 0)
     sums = torch.zeros(4, dtype=torch.float64, device=loader.device)  # samples, right, among the best five, loss
     seconds = []
     for images, labels in loader:
         began = time.perf_counter()
         with autocast:
-            output = network(images).float()
+            output = model(images).float()
         right = output.topk(min(5, output.shape[1])).indices == labels[:, None]
         loss = torch.nn.functional.cross_entropy(output, labels, reduction="sum")
         sums += torch.stack([torch.tensor(len(labels), device=loader.device), right[:, 0].sum(), right.sum(), loss])
