@@ -1,0 +1,196 @@
+"""The flagship as whole jobs: it learns, goes on to the same bits from every backend, evaluates, profiles, and says what is wrong."""
+
+import importlib.util
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.errors import UserError
+from tests.check_ledger import complaints, steps_that_count
+from tests.jobs import ROOT, assert_same_bits, final_state, run_job
+from tests.test_train import saved, start, wait_for
+
+SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--epochs", 2, "--warmup", 0, "--lr", 0.8]
+SYNTHETIC = ["--custom_data", "true", "--max_samples", 64, *SMALL]
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory):
+    """A tree of 48 and 12 pictures of three classes, of many sizes."""
+    folder, draw = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+    for split, count in (("train", 48), ("val", 12)):
+        for number in range(count):
+            where = folder / split / f"class{number % 3}"
+            where.mkdir(parents=True, exist_ok=True)
+            pixels = draw.integers(0, 60, (36 + number % 7, 40 + number % 5, 3), dtype=np.uint8)
+            pixels[:, :, number % 3] += 150
+            Image.fromarray(pixels).save(where / f"{number}.JPEG", quality=90)
+    return folder
+
+
+def last_row(folder):
+    return json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def trained(photographs, tmp_path_factory):
+    """(folder, log) of a run over the photographs that nobody touched, with everything on."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = run_job("train_imagenet", folder, "--data_url", photographs, *EVERYTHING)
+    return folder, done.stdout
+
+
+EVERYTHING = [*SMALL, "--epochs", 3, "--mixup", 0.2, "--ema", 0.8, "--total_batch", 16, "--ledger", "true", "--keep", 100]
+
+
+def test_it_learns_from_photographs_and_says_where_the_time_went(trained):
+    folder, log = trained
+    assert "learning rate 0.05 for a total batch of 16, in portions of 8 on each device" in log
+    assert re.search(r"waiting_for_data=\d+% transfer=\d+% compute=\d+%", log)
+    row = last_row(folder)
+    assert row["accuracy"] > 0.6 and row["top5"] == 1.0 and row["samples"] == 144 and row["steps"] == 9
+    state = torch.load(folder / "out" / "checkpoints" / "000000000144.pt", weights_only=True)
+    assert state["ema"].keys() >= {"n_averaged", "module.fc.weight"}
+    assert not torch.equal(state["ema"]["module.fc.weight"], state["model"]["fc.weight"])
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_killed_in_mid_epoch_and_started_again_it_ends_with_the_same_bits(trained, photographs, tmp_path, workers):
+    options = ["--data_url", photographs, *EVERYTHING, "--save_steps", 1]
+    process = start(tmp_path, *options, "--workers", workers, job="train_imagenet")
+    wait_for(saved(tmp_path, 64), process, "the fourth step")
+    process.kill()
+    process.wait()
+    done = run_job("train_imagenet", tmp_path, *options)
+    assert re.search(r"going on from \S+: epoch 2, after (16|32) of its samples", done.stdout), done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(trained[0]))
+
+
+def test_on_two_devices_it_sees_the_same_batches_in_fewer_portions(trained, photographs, tmp_path):
+    """Begun on two, gone on with one: the total batch stays, no sample is lost or repeated."""
+    options = ["--data_url", photographs, *EVERYTHING]
+    run_job("train_imagenet", tmp_path, *options, "--nproc_per_node", 2, "--max_steps", 4)
+    run_job("train_imagenet", tmp_path, *options)
+    assert last_row(tmp_path)["samples"] == 144
+    mine, theirs = (steps_that_count([folder / "out"]) for folder in (tmp_path, trained[0]))
+    sets = [[{place: set(ids) for place, ids in steps.items()} for steps in epochs.values()] for epochs in (mine, theirs)]
+    assert not list(complaints(mine, 48, 16)) and sets[0] == sets[1]
+
+
+def test_evaluation_alone_gives_the_numbers_of_the_training(trained, photographs, tmp_path):
+    checkpoint = trained[0] / "out" / "checkpoints" / "000000000144.pt"
+    options = ["--data_url", photographs, *SMALL, "--epochs", 3, "--evaluate", "true"]
+    done = run_job("train_imagenet", tmp_path, *options, "--ema", 0.8, "--resume", checkpoint)
+    row, theirs = json.loads((tmp_path / "out" / "evaluation.json").read_text()), last_row(trained[0])
+    assert {name: row[name] for name in ("accuracy", "top5", "loss")} == {
+        name: theirs[name] for name in ("accuracy", "top5", "loss")
+    }
+    assert 0 < row["latency_p50"] <= row["latency_p95"] <= row["latency_p99"] <= row["latency_max"]
+    assert f"accuracy={row['accuracy']:.4f}" in done.stdout
+    weights = trained[0] / "out" / "epoch_3.pth"
+    (tmp_path / "other").mkdir()
+    run_job("train_imagenet", tmp_path / "other", *options, "--weights", weights)
+    assert json.loads((tmp_path / "other" / "out" / "evaluation.json").read_text())["samples"] == 0
+
+
+def test_weights_for_other_classes_are_taken_but_for_the_last_layer(trained, tmp_path):
+    weights = trained[0] / "out" / "epoch_1.pth"
+    done = run_job("train_imagenet", tmp_path, *SYNTHETIC, "--epochs", 1, "--max_steps", 1, "--weights", weights, "--lr", 1e-6)
+    assert "is for other classes: fc.weight and fc.bias begin anew" in done.stdout
+    mine, theirs = (
+        torch.load(path, weights_only=True) for path in (sorted((tmp_path / "out").glob("checkpoints/*.pt"))[0], weights)
+    )
+    assert torch.allclose(mine["model"]["conv1.weight"], theirs["conv1.weight"], atol=1e-4)
+    assert mine["model"]["fc.weight"].shape == (10, 512)
+
+
+def test_a_profile_measures_and_saves_nothing(tmp_path):
+    done = run_job("train_imagenet", tmp_path, *SMALL, "--data_backend", "syntetic", "--max_samples", 200, "--prof", 3)
+    assert re.search(
+        r"Training speed was \d+\.\d images/s over 3 steps: \d+% waiting for data, 0% transfer, \d+% compute", done.stdout
+    )
+    assert not list((tmp_path / "out").glob("checkpoints/*.pt")) and "epoch=2" not in done.stdout
+
+
+def test_it_gives_up_when_nothing_gets_better(tmp_path):
+    options = [*SYNTHETIC, "--max_samples", 16, "--lr", 1e-9, "--epochs", 50, "--early_stopping_patience", 1]
+    done = run_job("train_imagenet", tmp_path, *options)
+    best = int(re.search(r"done: best accuracy \S+ in epoch (\d+)", done.stdout)[1])
+    assert last_row(tmp_path)["epoch"] == best + 1 < 50
+    again = run_job("train_imagenet", tmp_path, *options)
+    assert "it goes on with more than the epochs that --early_stopping_patience allows" in again.stdout
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (SMALL, "there are no images: give --data_url"),
+        ([*SYNTHETIC, "--evaluate", "true"], "--evaluate true has no weights: give --weights FILE, --resume PATH"),
+        ([*SYNTHETIC, "--total_batch", 3, "--nproc_per_node", 2], "a global batch of 3 does not divide among 2 ranks"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(tmp_path, options, message):
+    done = run_job("train_imagenet", tmp_path, *options, check=2)
+    assert re.search(message, done.stderr) and "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def job():
+    spec = importlib.util.spec_from_file_location("train_imagenet", ROOT / "jobs" / "train_imagenet.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_network_or_weights_that_cannot_be_had(job, trained):
+    args = SimpleNamespace(arch="resnet19", weights=None, evaluate=False)
+    with pytest.raises(UserError, match=r"--arch resnet19 is none of torchvision's \d+ networks; the nearest: resnet18"):
+        job.build(args, 3)
+    args.arch, args.weights = "resnet18", str(ROOT / "README.md")
+    with pytest.raises(UserError, match=r"README\.md holds no weights"):
+        job.build(args, 3)
+    args.arch, args.weights = "resnet34", str(trained[0] / "out" / "epoch_1.pth")
+    with pytest.raises(UserError, match=r"is of another network than this ResNet: layer1\.2\.bn1\.bias"):
+        job.build(args, 3)
+    args.arch, args.evaluate = "resnet18", True
+    with pytest.raises(UserError, match=r"fc.bias, fc.weight and so on do not fit|fc.weight, fc.bias and so on do not fit"):
+        job.build(args, 4)
+
+
+def test_the_learning_rate_over_the_run(job):
+    args = SimpleNamespace(epochs=90, warmup=5, end_lr=0.01, schedule="cosine")
+    rate = lambda epochs: job.learning_rate(args, 2.0, epochs)  # noqa: E731
+    assert rate(2.5) == 1.0 and rate(5) == 2.0 and rate(90) == pytest.approx(0.01) and rate(47.5) == pytest.approx(1.005)
+    args.schedule = "linear"
+    assert rate(47.5) == pytest.approx(1.005) and rate(90) == pytest.approx(0.01)
+    args.schedule = "step"
+    assert [round(math.log10(rate(epochs) / 2), 6) for epochs in (29, 31, 61, 81)] == [0, -1, -2, -3]
+
+
+def test_norms_and_biases_do_not_decay_and_the_last_norm_of_a_block_begins_at_zero(job):
+    args = SimpleNamespace(
+        arch="resnet50", weights=None, weight_decay=0.1, bn_weight_decay=False, optimizer="sgd", lr=1.0, momentum=0.9
+    )
+    network = job.build(args, num_classes=7)
+    assert all(not module.bn3.weight.any() for module in network.modules() if hasattr(module, "bn3"))
+    decayed, others = job.build_optimizer(args, network).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    assert len(decayed["params"]) == 54 and len(others["params"]) == 107  # 53 convolutions and fc; 53 norms and fc's bias
+    args.optimizer, args.bn_weight_decay = "rmsprop", True
+    groups = job.build_optimizer(args, network).param_groups
+    assert groups[0]["alpha"] == 0.9 and len(groups[0]["params"]) == 161
+
+
+def test_mixup_keeps_each_share_of_image_and_label(job):
+    torch.manual_seed(0)
+    images, labels = torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8)
+    mixed, same, others, share = job.mix(images, labels, 0.4)
+    assert torch.equal(same, labels) and sorted(others.tolist()) == list(range(8)) and 0 < share < 1
+    assert torch.allclose(mixed.flatten(), share * labels + (1 - share) * others)
+    assert job.mix(images, labels, 0)[3] == 1.0
