@@ -5,6 +5,7 @@ milliseconds) and a resume begins in its middle; between two epochs it holds no 
 make, or with a picture that other decoders read differently, comes from Pillow and torch instead, and it goes on behind it.
 """
 
+import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,8 +30,11 @@ class DaliBatches:
         self._threads = workers or len(os.sched_getaffinity(0))
 
     def __iter__(self):
-        for images, labels, ids in self._batches(self.sampler.epoch, list(self.sampler)):
-            yield images, labels, torch.from_numpy(ids)
+        try:
+            for images, labels, ids in self._batches(self.sampler.epoch, list(self.sampler)):
+                yield images, labels, torch.from_numpy(ids)
+        finally:
+            give_memory_back()
 
     def _batches(self, epoch, batches):
         ours = [not self._data.tree.special[ids].any() for ids in batches]
@@ -152,6 +156,13 @@ def cifar_loader(data_set, sampler, device, augment, seed):
     return DeviceLoader(ArrayBatches(data_set, sampler, device, augment, seed), sampler, device, cifar10.MEAN, cifar10.STD)
 
 
+def give_memory_back():
+    """What the threads of a pipeline have freed, the C library keeps for them, and the next pipeline has other threads."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim:
+        trim(0)
+
+
 def _need_dali():
     try:
         import nvidia.dali  # noqa: F401
@@ -194,6 +205,6 @@ def _train_plan(data, ids, epoch):
 def _test_plan(data, ids, _):
     heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
     whole = np.stack([heights, widths], axis=1).astype(np.float32)
-    resized = np.array([photos.resized(height, width, data.size) for height, width in zip(heights, widths)], np.float32)
+    resized = np.array([photos.resized(height, width, data.short) for height, width in zip(heights, widths)], np.float32)
     offset = np.array([photos.middle(height, width, data.size) for height, width in resized.astype(int)], np.float32)
     return np.zeros_like(whole), whole, resized, offset, np.zeros(len(ids), np.int32)

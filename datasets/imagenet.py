@@ -41,8 +41,10 @@ def add_options(parser):
 class Photos:
     """The pictures of a tree, decoded a batch at a time; for training each is cropped and flipped at random."""
 
-    def __init__(self, files, size, train, seed):
+    def __init__(self, files, size, train, seed, area=crops.AREA, short=None):
+        """`area`: how much of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
+        self.area, self.short = area, short or photos.short_side(size)
         self.classes = files.classes
         self._told = set()
 
@@ -61,7 +63,7 @@ class Photos:
 
     def windows(self, ids, epoch):
         """Where each picture is cropped in this epoch, and which are flipped."""
-        return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch)
+        return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
     def _picture(self, number, epoch, window, flip):
         """(the sample that it is after all, its pixels)"""
@@ -80,7 +82,7 @@ class Photos:
         content, special = self.tree.read(number), self.tree.special[number]
         if self.train:
             return photos.train_picture(content, special, window, flip, self.size)
-        return photos.test_picture(content, special, self.size)
+        return photos.test_picture(content, special, self.size, self.short)
 
     def _tell(self, number, error):
         if number not in self._told:  # once in each loader process
@@ -136,15 +138,15 @@ def spread(files, limit):
     return files.pick(np.arange(limit) * len(files) // limit)
 
 
-def loader(data_set, sampler, device, workers=0, backend="pytorch"):
-    """`backend`: one of BACKENDS; but for synthetic they give the same pictures in the same order."""
+def loader(data_set, sampler, device, workers=0, backend="pytorch", mean=MEAN, std=STD, **how):
+    """`backend`: one of BACKENDS; but for synthetic they give the same pictures in the same order. `how`: see DeviceLoader."""
     if backend in ("synthetic", "syntetic"):
         return Resident(data_set, sampler, device)
     if backend.startswith("dali") and isinstance(data_set, Photos):
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
     else:
         batches = torch_batches(data_set, sampler, device, workers)
-    return DeviceLoader(batches, sampler, device, MEAN, STD)
+    return DeviceLoader(batches, sampler, device, mean, std, **how)
 
 
 class Resident:

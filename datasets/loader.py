@@ -20,9 +20,10 @@ AHEAD = 2  # batches that wait on the GPU while the network computes
 class DeviceLoader:
     """`batches` gives (uint8 images, labels, ids) in the sampler's order; `ids` are those of the batch that was last given."""
 
-    def __init__(self, batches, sampler, device, mean, std, augment=None, dtype=torch.float32):
+    def __init__(self, batches, sampler, device, mean, std, augment=None, dtype=torch.float32, pin_memory=True):
         self.sampler, self.device, self.dtype = sampler, device, dtype
         self._batches, self._augment = batches, augment
+        self._pin = pin_memory and device.type == "cuda"
         self.ids = None
         self.beside = device.type == "cuda"  # whether the transfer goes on beside the training step
         self._clock = Clock(device)
@@ -55,6 +56,8 @@ class DeviceLoader:
                 return
             images, labels, ids = found
             with self._clock as clock:
+                if self._pin and images.device.type == "cpu":  # then the GPU fetches it beside its computing
+                    images = images.pin_memory()
                 images = images.to(self.device, non_blocking=True)
                 if self._augment:
                     images = self._augment(images, ids, epoch=epoch)
@@ -121,8 +124,8 @@ def ahead(items, depth):
                 return
             if error:
                 raise error
-            yield item
             room.release()
+            yield item
     finally:
         over.set()
         room.release()
@@ -139,7 +142,6 @@ def torch_batches(data_set, sampler, device, workers=0):
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=_leave_signals_to_the_parent,
-        pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
     )
     if workers:

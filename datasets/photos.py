@@ -17,6 +17,10 @@ from common.errors import one_line
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle cut out
 
 
+def short_side(size):
+    return round(size * RESIZE_SHARE)
+
+
 class Undecodable(Exception):
     """The file has the header of a picture and is none."""
 
@@ -29,18 +33,17 @@ def train_picture(content, special, window, flip, size):
     return picture.flip(2) if flip else picture
 
 
-def test_picture(content, special, size):
-    """The middle of the whole picture, as torchvision's Resize and CenterCrop make it."""
+def test_picture(content, special, size, short):
+    """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it."""
     picture = _decode(content, special, None)
-    height, width = resized(*picture.shape[1:], size)
+    height, width = resized(*picture.shape[1:], short)
     picture = _resize(picture, height, width)
     top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
 
 
-def resized(height, width, size):
+def resized(height, width, short):
     """(height, width) of a whole picture whose short side has been resized for evaluation."""
-    short = round(size * RESIZE_SHARE)
     return (short, int(short * width / height)) if height < width else (int(short * height / width), short)
 
 

@@ -187,7 +187,7 @@ def test_the_pixels_are_those_of_torchvision(name):
         [torchvision.transforms.Resize(round(32 * 256 / 224)), torchvision.transforms.CenterCrop(32)]
     )
     assert (
-        difference(photos.test_picture(content, special, 32), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
+        difference(photos.test_picture(content, special, 32, 37), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
         < TOLERANCE
     )
 
@@ -269,7 +269,7 @@ def test_evaluation_gives_every_picture_once_and_unchanged_in_every_epoch(folder
     assert order == list(range(len(files)))
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (imagenet.MEAN, imagenet.STD))
     for number in order:
-        picture = photos.test_picture(Path(files.path(number)).read_bytes(), files.special[number], 32)
+        picture = photos.test_picture(Path(files.path(number)).read_bytes(), files.special[number], 32, 37)
         assert torch.allclose(found[number][0], (picture / 255 - mean) / std, atol=1e-5)
         assert found[number][1] == files.labels[number]
 

@@ -1,0 +1,205 @@
+"""What stands between the batches and the network: the thread that works ahead, the phases of the log, memory over epochs."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common import phases
+from datasets import imagenet, packed, tree
+from datasets.facade import Dataset, resident_bytes
+from datasets.loader import DeviceLoader, ahead
+from datasets.sampler import EpochSampler
+from launch import pack
+
+CPU = torch.device("cpu")
+
+
+# --- Working ahead -----------------------------------------------------------------------------------------------------
+
+
+def working():
+    return [thread for thread in threading.enumerate() if thread.name == "batches ahead"]
+
+
+def counted(count, asked, fails_at=None):
+    for number in range(count):
+        asked.append(number)
+        if number == fails_at:
+            raise OSError("the disk is gone")
+        yield number
+
+
+def test_ahead_gives_the_same_in_order_and_leaves_no_thread():
+    assert list(ahead(counted(50, []), 3)) == list(range(50))
+    assert not working()
+
+
+def test_ahead_works_no_further_ahead_than_it_may():
+    asked, reached = [], threading.Event()
+
+    def items():
+        for number in counted(50, asked):
+            if number == 3:
+                reached.set()
+            yield number
+
+    found = ahead(items(), 3)
+    assert next(found) == 0
+    assert reached.wait(30) and len(asked) <= 5  # one is with us, three wait, one may be on its way
+    found.close()
+    assert not working() and len(asked) <= 5
+
+
+@pytest.mark.parametrize("place", [0, 7])
+def test_what_fails_ahead_is_raised_in_its_place(place):
+    found = ahead(counted(50, [], place), 3)
+    assert [next(found) for _ in range(place)] == list(range(place))
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(found)
+    assert not working()
+
+
+class Numbers:
+    def __iter__(self):
+        for number in range(5):
+            yield torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.tensor([number, number]), torch.tensor([number, 9])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_ids_are_those_of_the_batch_that_was_given(beside):
+    """Also where a thread has gone on to later ones."""
+    loader = DeviceLoader(Numbers(), EpochSampler(10, 2, seed=0), CPU, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), dtype=torch.float16)
+    loader.beside = beside
+    for number, (images, labels) in enumerate(loader):
+        assert loader.ids.tolist() == [number, 9] and labels.tolist() == [number, number]
+        assert images.dtype == torch.float16 and torch.allclose(
+            images.float(), torch.tensor((number / 255 - 0.5) / 0.25), atol=2e-3
+        )
+    assert loader.transfer_seconds() > 0 and loader.transfer_seconds() == 0
+    assert not working()
+
+
+# --- Phases ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_window_adds_up_each_phase(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
+    window = phases.Window()
+    assert window.due()
+    for _ in range(4):
+        window.add(8, (0.5, 0.25, 1.0))
+    now[0] += 10
+    assert window.close() == (3.2, {"waiting_for_data": 0.2, "transfer": 0.1, "compute": 0.4})
+    assert not window.due()
+    now[0] += phases.LINE_SECONDS
+    assert window.due() and window.close()[0] == 0
+
+
+def test_a_profile_leaves_the_warm_up_out(monkeypatch):
+    now, finished = [0.0], []
+    monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
+    profile = phases.Profile(4, lambda: finished.append(now[0]))
+    lines = []
+    for step in range(phases.WARM_UP + 4):
+        now[0] += 100 if step < phases.WARM_UP else 2
+        lines.append(profile.step(16, (0.5, 0, 1.0)))
+    assert lines[:-1] == [None] * (phases.WARM_UP + 3)
+    expected = "Training speed was 8.0 images/s over 4 steps: 25% waiting for data, 0% transfer, 50% compute"
+    assert lines[-1] == expected and len(finished) == 2  # the device has done its work at both ends
+
+
+@pytest.mark.parametrize(
+    "backend, workers, waiting, ranks, words",
+    [
+        ("pytorch", 0, 0.6, 1, ["waited for data 60%", "--workers", "launch pack", "dali-gpu"]),
+        ("packed", 256, 0.3, 1, ["waited for data 30%", "dali-gpu"]),
+        ("pytorch", 0, 0.2, 1, None),
+        ("synthetic", 0, 0.9, 1, None),
+        (None, 0, 0.9, 1, None),
+    ],
+)
+def test_advice_is_given_where_the_loader_holds_the_network_up(backend, workers, waiting, ranks, words):
+    from types import SimpleNamespace
+
+    args = SimpleNamespace(workers=workers, **({"data_backend": backend} if backend else {}))
+    line = phases.advice(args, waiting, ranks)
+    assert (line is None) == (words is None)
+    assert all(word in line for word in words or [])
+
+
+# --- The facade, and memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root, draw = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+    for number in range(40):
+        where = root / ("train" if number < 30 else "val") / f"class{number % 3}"
+        where.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 255, (6, 8, 3), dtype=np.uint8).repeat(9, axis=0).repeat(8, axis=1)
+        Image.fromarray(pixels).save(where / f"{number}.jpg", quality=92)
+    return root
+
+
+def everything(loader):
+    return [(loader.ids.tolist(), labels.tolist(), images.clone()) for images, labels in loader]
+
+
+@pytest.mark.parametrize("use_dali", [False, True])
+def test_the_facade_of_the_article(folder, tmp_path, monkeypatch, use_dali):
+    monkeypatch.chdir(tmp_path)
+    how = {"size": 24, "val_size": 32, "val_batch_size": 4, "workers": 1, "cuda": False, "min_crop_size": 0.5}
+    data = Dataset(str(folder), 8, use_dali=use_dali, fp16=True, **how)
+    assert (data.get_nb_train(), data.get_nb_val(), data.get_nb_classes()) == (30, 10, 3)
+    loader = data.get_train_loader()
+    first, again = everything(loader), everything(loader)
+    assert len(loader) == len(first) == 3 and first[0][2].dtype == torch.float16
+    assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(first, again))
+    data.reset()
+    assert [batch[0] for batch in everything(data.get_train_loader())] != [batch[0] for batch in first]
+    data.prep_for_val()
+    val = everything(data.get_val_loader())
+    assert [number for ids, _, _ in val for number in ids] == list(range(10)) and len(val[-1][0]) == 2
+    assert val[0][2].shape == (4, 3, 24, 24)
+    data.set_train_batch_size(15)
+    assert len(data.get_train_loader()) == 2
+    plain = Dataset(str(folder), 8, mean=[0, 0, 0], std=[255, 255, 255], **how)
+    mine = everything(plain.get_train_loader())
+    assert [batch[:2] for batch in mine] == [batch[:2] for batch in first]
+    std = torch.tensor(imagenet.STD).view(3, 1, 1)
+    mean = torch.tensor(imagenet.MEAN).view(3, 1, 1)
+    assert (first[0][2].float() * std + mean - mine[0][2]).abs().mean() < 2 / 255  # two decoders, and half precision
+
+
+def test_clearing_memory_says_what_it_gave_back(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = Dataset(str(folder), 8, size=24, cuda=False, use_dali=True)
+    data.clear_memory(verbose=True)
+    assert "MiB given back, " in capsys.readouterr().out
+
+
+EPOCHS, SETTLED = 50, 10
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "dali-cpu", "packed"])
+def test_memory_is_flat_over_50_epochs(folder, tmp_path, monkeypatch, backend):
+    """The most that is resident in any of the last 25 epochs is what it was after the first ten, but for a few MiB."""
+    monkeypatch.chdir(tmp_path)
+    if backend == "packed":
+        pack.main([str(folder), str(tmp_path / "pack")])
+    files = packed.load(str(tmp_path / "pack"), "train") if backend == "packed" else tree.load(str(folder / "train"))
+    data = imagenet.Photos(files, 64, True, seed=0)
+    sampler = EpochSampler(len(data), 10, seed=0)
+    loader = imagenet.loader(data, sampler, CPU, 0, backend)
+    resident = []
+    for epoch in range(EPOCHS):
+        sampler.start_at(epoch, 0)
+        assert sum(len(images) for images, _ in loader) == 30
+        resident.append(resident_bytes() / 2**20)
+    assert max(resident[-25:]) < max(resident[:SETTLED]) + 16, resident
+    assert len(os.listdir("/proc/self/fd")) < 200
