@@ -6,6 +6,7 @@ import sys
 VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together",
     "pack": "photographs as large files, for a bucket or a slow disk",
+    "kspeed": "fill the shared sample cache before a job, look at it, empty it",
     "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",
 }
 
