@@ -11,11 +11,12 @@ import torch
 
 from common import arguments, lease, storage
 from common.errors import TrainingFailed, UserError, one_line
-from datasets import crops, packed, photos, tree
+from datasets import crops, kspeed, packed, photos, tree
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, torch_batches
 
-BACKENDS = ["pytorch", "synthetic", "syntetic", "dali", "dali-cpu", "dali-gpu", "packed", "packed-remote"]
+BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote"]
+NO_INPUT = ["synthetic", "syntetic"]  # the second is how Alibaba's document spells it
 DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or what launch pack made of one"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
@@ -28,13 +29,18 @@ def add_options(parser):
     data = arguments.group(parser, "data")
     data.add_argument(
         "--data_backend",
-        choices=BACKENDS,
+        choices=[*BACKENDS, *NO_INPUT],
         default="pytorch",
         help="where the pictures come from and who decodes them; all give the same ones in the same order. pytorch: files, "
         "nvImageCodec on the CPU; dali-cpu (or dali), dali-gpu: files, DALI; packed: the large files of launch pack; "
         "packed-remote: those, read from the bucket as they are needed instead of fetched before; "
+        "kspeed, dali-kspeed: files, through a cache in memcached that jobs and nodes share; "
         "synthetic (or syntetic): one batch of noise that stays on the device, to measure everything else",
     )
+    data.add_argument(
+        "--kspeed_iplist", help="memcached servers of kspeed, host:port,host:port,...; unset: the variable KSPEED_IPLIST"
+    )
+    data.add_argument("--kspeed_user", help="their user, where they want one; the password is the variable KSPEED_PASSWORD")
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="pixels of a side")
 
 
@@ -113,7 +119,7 @@ class Synthetic:
 def load(args):
     """The training and the validation set that the arguments ask for."""
     size, limit = args.image_size, args.max_samples
-    if args.custom_data or args.data_backend in ("synthetic", "syntetic"):
+    if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         counts = {split: min(count, limit or count) for split, count in counts.items()}
         return tuple(Synthetic(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
@@ -128,6 +134,8 @@ def load(args):
         return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
 
     train, test = (spread(files, limit) for files in lease.on_every_rank("data", prepare))
+    if args.data_backend.endswith("kspeed"):
+        train, test = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, test))
     return Photos(train, size, True, args.seed), Photos(test, size, False, args.seed)
 
 
@@ -139,8 +147,8 @@ def spread(files, limit):
 
 
 def loader(data_set, sampler, device, workers=0, backend="pytorch", mean=MEAN, std=STD, **how):
-    """`backend`: one of BACKENDS; but for synthetic they give the same pictures in the same order. `how`: see DeviceLoader."""
-    if backend in ("synthetic", "syntetic"):
+    """`backend`: one of NO_INPUT, or of BACKENDS, which give the same pictures in the same order. `how`: see DeviceLoader."""
+    if backend in NO_INPUT:
         return Resident(data_set, sampler, device)
     if backend.startswith("dali") and isinstance(data_set, Photos):
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")

@@ -93,6 +93,8 @@ def _read(path):
 class CachedTree(tree.Tree):
     """A Tree whose photographs come through a cache."""
 
+    in_files = False
+
     cache: SampleCache
 
     @classmethod
@@ -101,6 +103,31 @@ class CachedTree(tree.Tree):
 
     def read(self, number):
         return read_through(self.cache, self.folder, self.path(number), functools.partial(super().read, number))
+
+
+@dataclasses.dataclass
+class VendorsTree(tree.Tree):
+    """A Tree whose photographs come from the vendor's service."""
+
+    in_files = False
+
+    login: tuple  # iplist, user, password
+
+    def read(self, number):
+        return _vendors_folder(os.getpid(), self.folder, self.login).getBIN(self.path(number))
+
+
+@functools.lru_cache(maxsize=8)
+def _vendors_folder(_process, root, login):
+    """A client of each process's own."""
+    return engine().KSpeedFolder(root, None, THREADS, *login)
+
+
+def through_cache(files, iplist=None, user=None):
+    """The Tree, read through the vendor's service where its package is, else through memcached."""
+    if engine() is sys.modules[__name__]:
+        return CachedTree.of(files, open_cache(iplist, user))
+    return VendorsTree(**vars(files), login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
 
 
 class KSpeedFolder:

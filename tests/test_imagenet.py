@@ -12,8 +12,11 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
+from datasets.cache import SampleCache
+from launch import pack
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import ROOT, assert_same_bits, final_state, run_job
+from tests.memcached import Memcached
 from tests.test_train import saved, start, wait_for
 
 SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--epochs", 2, "--warmup", 0, "--lr", 0.8]
@@ -58,6 +61,22 @@ def test_it_learns_from_photographs_and_says_where_the_time_went(trained):
     state = torch.load(folder / "out" / "checkpoints" / "000000000144.pt", weights_only=True)
     assert state["ema"].keys() >= {"n_averaged", "module.fc.weight"}
     assert not torch.equal(state["ema"]["module.fc.weight"], state["model"]["fc.weight"])
+
+
+@pytest.mark.parametrize("backend", ["packed", "kspeed"])
+def test_every_backend_that_decodes_alike_ends_with_the_same_bits(trained, photographs, tmp_path, backend):
+    with Memcached() as server:
+        options = {
+            "kspeed": ["--data_url", photographs, "--kspeed_iplist", server.address],
+            "packed": ["--data_url", tmp_path / "pack"],
+        }
+        if backend == "packed":
+            pack.main([str(photographs), str(tmp_path / "pack")])
+        run_job("train_imagenet", tmp_path, *options[backend], "--data_backend", backend, *EVERYTHING)
+        if backend == "kspeed":
+            status = SampleCache(server.address).status()
+            assert next(iter(status.values()))["get_hits"] >= 2 * 60  # of the second and the third epoch
+    assert_same_bits(final_state(tmp_path), final_state(trained[0]))
 
 
 @pytest.mark.parametrize("workers", [2])

@@ -339,6 +339,29 @@ def test_dali_on_a_rank_and_resumed(many, consumed):
     assert_close(theirs, ours)
 
 
+class Kept(tree.Tree):
+    """Read by itself, and counted, as a pack or a cache is."""
+
+    in_files, reads = False, 0
+
+    def read(self, number):
+        Kept.reads += 1
+        return super().read(number)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_dali_decodes_what_is_in_no_file_alike(many, train, monkeypatch):
+    def sampler(count):
+        return shard(count, 7, 0, 1) if train else InOrder(count, 7)
+
+    from_files, order = images_of(many, sampler, train, workers=2, backend="dali-cpu")
+    plain = tree.load
+    monkeypatch.setattr(tree, "load", lambda folder: Kept(**vars(plain(folder))))
+    read, their_order = images_of(many, sampler, train, workers=2, backend="dali-kspeed")
+    assert their_order == order and Kept.reads >= len(order)
+    assert_equal(read, from_files)
+
+
 def test_dali_goes_on_behind_a_picture_that_it_cannot_decode(many, capfd):
     files = tree.load(str(many))
     number = files.names.index("class1/13.jpg")
