@@ -57,10 +57,10 @@ class DaliBatches:
             yield images, labels, ids
 
     def _pipeline(self, batches, epoch):
-        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali import fn, pipeline_def
 
         data, largest = self._data, max(map(len, batches))
-        plan = _train_plan if data.train else _test_plan
+        plan, graph, plans = (_train_plan, _train_graph, 3) if data.train else (_test_plan, _test_graph, 2)
         readers = None if data.tree.in_files else ThreadPoolExecutor(self._threads)
 
         def source(batch):
@@ -79,25 +79,53 @@ class DaliBatches:
         )  # fmt: skip
         def build():
             if readers:
-                jpegs, *numbers = fn.external_source(source, num_outputs=6, batch_info=False)
+                jpegs, *numbers = fn.external_source(source, num_outputs=1 + plans, batch_info=False)
             else:
                 files = [data.tree.path(number) for ids in batches for number in _padded(ids, largest)]
                 jpegs, _ = fn.readers.file(files=files, random_shuffle=False, prefetch_queue_depth=AHEAD)
-                numbers = fn.external_source(source, num_outputs=5, batch_info=False)
-            window, extent, resized, offset, flip = numbers
-            images = fn.decoders.image_slice(
-                jpegs, window, extent, device="mixed" if self._on_gpu else "cpu", axis_names="HW", output_type=types.RGB,
-                normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
-            )  # fmt: skip
-            images = fn.resize(images, size=resized, interp_type=types.INTERP_LINEAR, antialias=True)
-            images = fn.slice(
-                images, offset, [float(data.size)] * 2, axis_names="HW", normalized_anchor=False, normalized_shape=False
-            )
-            return fn.flip(images, horizontal=flip)
+                numbers = fn.external_source(source, num_outputs=plans, batch_info=False)
+            return graph(jpegs, *numbers, data.size, "mixed" if self._on_gpu else "cpu")
 
         made = build()
         made.build()
         return made
+
+
+# What is done to a batch of photographs, and the numbers that it needs of each: torchvision ignores EXIF orientation, and so
+# do these.
+
+
+def _train_plan(data, ids, epoch):
+    """Where the window begins, how large it is, and whether it is flipped."""
+    windows, flips = data.windows(ids, epoch)
+    return windows[:, :2].astype(np.float32), windows[:, 2:].astype(np.float32), flips.astype(np.int32)
+
+
+def _train_graph(jpegs, window, extent, flip, size, decoder):
+    from nvidia.dali import fn, types
+
+    images = fn.decoders.image_slice(
+        jpegs, window, extent, device=decoder, axis_names="HW", output_type=types.RGB, normalized_anchor=False,
+        normalized_shape=False, adjust_orientation=False,
+    )  # fmt: skip
+    images = fn.resize(images, size=(size, size), interp_type=types.INTERP_LINEAR, antialias=True)
+    return fn.flip(images, horizontal=flip)
+
+
+def _test_plan(data, ids, _epoch):
+    """Its size when resized, and where its middle begins in that."""
+    heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
+    resized = np.array([photos.resized(height, width, data.short) for height, width in zip(heights, widths)])
+    middle = np.array([photos.middle(height, width, data.size) for height, width in resized])
+    return resized.astype(np.float32), middle.astype(np.float32)
+
+
+def _test_graph(jpegs, resized, middle, size, decoder):
+    from nvidia.dali import fn, types
+
+    images = fn.decoders.image(jpegs, device=decoder, output_type=types.RGB, adjust_orientation=False)
+    images = fn.resize(images, size=resized, interp_type=types.INTERP_LINEAR, antialias=True)
+    return fn.slice(images, middle, [float(size)] * 2, axis_names="HW", normalized_anchor=False, normalized_shape=False)
 
 
 class ArrayBatches:
@@ -187,24 +215,3 @@ def as_tensor(found, device):
 def _padded(ids, count):
     """As many as every batch of a pipeline has; the last one is repeated."""
     return np.concatenate([ids, np.repeat(ids[-1:], count - len(ids))])
-
-
-def _train_plan(data, ids, epoch):
-    """Per sample: where the window begins, how large it is, its size when resized, what is cut out of that, and the flip."""
-    windows, flips = data.windows(ids, epoch)
-    size = np.full((len(ids), 2), data.size, np.float32)
-    return (
-        windows[:, :2].astype(np.float32),
-        windows[:, 2:].astype(np.float32),
-        size,
-        np.zeros_like(size),
-        flips.astype(np.int32),
-    )
-
-
-def _test_plan(data, ids, _):
-    heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
-    whole = np.stack([heights, widths], axis=1).astype(np.float32)
-    resized = np.array([photos.resized(height, width, data.short) for height, width in zip(heights, widths)], np.float32)
-    offset = np.array([photos.middle(height, width, data.size) for height, width in resized.astype(int)], np.float32)
-    return np.zeros_like(whole), whole, resized, offset, np.zeros(len(ids), np.int32)

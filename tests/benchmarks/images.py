@@ -1,0 +1,234 @@
+"""Photographs as batches of 224 x 224 on one core: every backend of ours beside torchvision and DALI's own pipeline.
+
+    python -m tests.benchmarks.images --data FOLDER [--rounds 5]       a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG
+
+The forms take turns; each is a forked process with one thread that passes over all photographs twice, and its own CPU time
+and the time on the clock are taken from the second pass. They end in uint8 batches in memory, where nothing else is said. The
+caches run on the other cores; the object store is rclone's, on the same machine, and each photograph is one request.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+
+from datasets import imagenet, kspeed, packed, photos, tree
+from datasets.cache import SampleCache
+from datasets.dali import DaliBatches
+from datasets.loader import DeviceLoader, torch_batches
+from datasets.sampler import EpochSampler
+from tests.benchmarks.base import machine
+from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
+from tests.jobs import ROOT, environment
+from tests.memcached import Memcached
+
+CPU, SIZE, BATCH = torch.device("cpu"), 224, 40
+SETTINGS = {}  # filled by main, before the forks
+
+
+def sampled(files):
+    data = imagenet.Photos(files, SIZE, True, seed=0)
+    return data, EpochSampler(len(data), BATCH, seed=0)
+
+
+def files():
+    return tree.load(str(SETTINGS["data"] / "train"), str(SETTINGS["folder"]))
+
+
+# --- The forms: each gives batches, for one epoch every time it is iterated ------------------------------------------------
+
+
+def torchvision_(last):
+    from torchvision import datasets, transforms
+
+    steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip(), *last]
+    data = datasets.ImageFolder(str(SETTINGS["data"] / "train"), transforms.Compose(steps))
+    return torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True)
+
+
+def torchvision_float():
+    return torchvision_([torchvision.transforms.ToTensor(), torchvision.transforms.Normalize(imagenet.MEAN, imagenet.STD)])
+
+
+def torchvision_uint8():
+    return torchvision_([torchvision.transforms.PILToTensor()])
+
+
+def ours(source=files):
+    data, sampler = sampled(source())
+    return torch_batches(data, sampler, CPU)
+
+
+def ours_float():
+    data, sampler = sampled(files())
+    return DeviceLoader(torch_batches(data, sampler, CPU), sampler, CPU, imagenet.MEAN, imagenet.STD)
+
+
+def ours_without_antialias():
+    def plain(picture, height, width):
+        return torch.nn.functional.interpolate(picture[None], size=(height, width), mode="bilinear")[0]
+
+    photos._resize = plain
+    return ours()
+
+
+def ours_dali():
+    data, sampler = sampled(files())
+    return DaliBatches(data, sampler, CPU, workers=1)
+
+
+def dalis_own():
+    """As DALI's documentation for PyTorch has it, on the CPU: its own order, its own random crops."""
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+    def pipeline():
+        jpegs, labels = fn.readers.file(file_root=str(SETTINGS["data"] / "train"), random_shuffle=True, name="Reader")
+        images = fn.decoders.image_random_crop(jpegs, output_type=types.RGB, random_area=[0.08, 1.0])
+        images = fn.resize(images, size=(SIZE, SIZE), interp_type=types.INTERP_TRIANGULAR)
+        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+    return DALIGenericIterator([pipeline()], ["images", "labels"], reader_name="Reader", auto_reset=True)
+
+
+def from_pack():
+    return ours(lambda: packed.load(str(SETTINGS["folder"] / "pack"), "train"))
+
+
+def cached():
+    cache = SampleCache(",".join(server.address for server in SETTINGS["servers"]))
+    return kspeed.CachedTree.of(files(), cache)
+
+
+def through_cache():
+    return ours(cached)
+
+
+def one_stopped():
+    SETTINGS["servers"][0].stop()
+    return ours(cached)
+
+
+class InStore(tree.Tree):
+    def read(self, number):
+        key = f"photographs/{self.names[number]}"
+        return SETTINGS["client"].get_object(Bucket="data", Key=key)["Body"].read()
+
+
+def cold_store():
+    import boto3
+
+    SETTINGS["client"] = boto3.client("s3")
+    return ours(lambda: InStore(**vars(files())))
+
+
+FORMS = {
+    "torchvision ImageFolder + DataLoader, float32": torchvision_float,
+    "the same, uint8": torchvision_uint8,
+    "pytorch": ours,
+    "pytorch, normalised to float32 on this core too": ours_float,
+    "pytorch without antialias": ours_without_antialias,
+    "dali-cpu": ours_dali,
+    "DALI's own pipeline and order": dalis_own,
+    "packed": from_pack,
+    "kspeed, warm": through_cache,
+    "kspeed, one of three servers stopped": one_stopped,
+    "object store, a request each": cold_store,
+}
+
+
+def measure(form):
+    """(CPU seconds, seconds on the clock) for an image."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            torch.set_num_threads(1)
+            batches = FORMS[form]()
+            for _ in range(2):
+                begun, used, count = time.perf_counter(), time.process_time(), 0
+                for batch in batches:
+                    count += len(batch[0]["images"] if isinstance(batch[0], dict) else batch[0])
+                found = [(time.process_time() - used) / count, (time.perf_counter() - begun) / count]
+            os.write(writing, np.array(found).tobytes())
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    content = b""
+    while part := os.read(reading, 64):
+        content += part
+    os.close(reading)
+    os.waitpid(pid, 0)
+    if form == "kspeed, one of three servers stopped":
+        SETTINGS["servers"][0].go_on()
+    if not content:
+        raise RuntimeError(f"{form} has failed")
+    return tuple(np.frombuffer(content))
+
+
+def table(found):
+    base = found["torchvision ImageFolder + DataLoader, float32"]
+    rows = [
+        "| one core, 224 x 224 | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |",
+        "|---|---|---|---|---|",
+    ]
+    for form, times in found.items():
+        cpu = [used for used, _ in times]
+        cells = []
+        for place in (0, 1):
+            ratios = sorted(theirs[place] / mine[place] for mine, theirs in zip(times, base))
+            cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        middle = statistics.median(cpu)
+        rows.append(f"| {form} | {1 / middle:.0f} | {1000 * middle:.2f} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forms", nargs="*", choices=[[], *FORMS], default=[], help="only these, and the first")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        folder = Path(folder)
+        os.chdir(folder)
+        SETTINGS.update(data=options.data.resolve(), folder=folder, servers=[Memcached("-m", 256) for _ in range(3)])
+        pack = [sys.executable, "-m", "launch", "pack", str(SETTINGS["data"]), str(folder / "pack")]
+        subprocess.run(pack, cwd=ROOT, env=environment(), check=True)
+        rclone, _ = get_programs(folder / "programs")
+        shutil.copytree(SETTINGS["data"] / "train", folder / "store" / "data" / "photographs")
+        server, endpoint = serve(rclone, folder / "store")
+        os.environ.update(
+            AWS_ENDPOINT_URL_S3=endpoint, AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1"
+        )
+        chosen = [form for form in FORMS if not options.forms or form in options.forms or "torchvision Im" in form]
+        found = {form: [] for form in chosen}
+        try:
+            for _ in range(options.rounds):
+                for form in chosen:
+                    found[form].append(measure(form))
+        finally:
+            server.terminate()
+            server.wait()
+            for one in SETTINGS["servers"]:
+                one.kill()
+    print(f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{table(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
