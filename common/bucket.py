@@ -18,6 +18,7 @@ import time
 import urllib.parse
 
 from common.errors import TrainingFailed, UserError, one_line
+from common.paths import BUCKETS
 
 PATIENCE_SECONDS = 180  # without one good answer for so long, the store is taken for lost
 CONNECT_SECONDS, READ_SECONDS = 5, 10  # a connection that is silent for so long is opened anew
@@ -61,7 +62,7 @@ class Changed(Exception):
 
 
 def is_address(text):
-    return isinstance(text, str) and re.match(r"(s3|obs|oss)://", text) is not None
+    return isinstance(text, str) and text.startswith(BUCKETS)
 
 
 @dataclasses.dataclass(frozen=True)

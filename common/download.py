@@ -38,6 +38,7 @@ def fetch(url, folder, tell=lambda text, progress: None, say=print):
         index.remove(name)
     missing = {name: item for name, item in items.items() if not index.has(name, item)}
     if not missing:
+        index.close()
         say(f"{folder} has all {len(items)} objects of {url}")
         return
     _need_space(folder, missing)

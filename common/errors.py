@@ -36,7 +36,7 @@ def one_line(text):
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 
-AT_FAILURE = []  # functions that save what can be saved when a job fails; they take a few seconds at most
+AT_FAILURE = []  # functions that save what can be saved when a job fails, in a few seconds at most
 
 
 def run_job(main):

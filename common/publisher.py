@@ -13,12 +13,13 @@ import threading
 
 from common import checkpoint, etag
 from common.bucket import Bucket, Patience
-from common.errors import one_line
+from common.errors import TrainingFailed, one_line
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 PATIENCE_SECONDS = 60  # of one look; the next one tries again
 LAST_PATIENCE_SECONDS = 600  # at the end of a run, when there is no next one
 STOP_PATIENCE_SECONDS = 20  # after a stop signal, when the platform is about to kill us
+FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to hear of it
 PART = 16 << 20  # larger files go in parts of this size
 CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})\.(pt|json)")
 
@@ -45,16 +46,29 @@ class Publisher:
         self._surplus = surplus
         self._wake.set()
 
-    def finish(self, patience_seconds=LAST_PATIENCE_SECONDS):
+    def finish(self, patience_seconds=LAST_PATIENCE_SECONDS, at_most=None):
         """Publish what is left, and wait for it; TrainingFailed if that cannot be done. A second call finds nothing to do."""
         self._patience.seconds = patience_seconds  # of the look that is under way, too
         self._over.set()
         self._wake.set()
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        self._patience.good()
-        self._sync()
+        failed = []
+        last = threading.Thread(target=self._last_look, args=(self._thread, failed), name="last look", daemon=True)
+        last.start()
+        last.join(at_most)
+        if last.is_alive():
+            raise TrainingFailed(f"there was no more time than {at_most:g} s")
+        if failed:
+            raise failed[0]
+        self._thread = None
+
+    def _last_look(self, background, failed):
+        try:
+            if background:
+                background.join()
+            self._patience.good()
+            self._sync()
+        except Exception as error:
+            failed.append(error)
 
     def _run(self):
         while not self._over.is_set():

@@ -6,7 +6,7 @@ import threading
 
 from common import checkpoint
 from common.errors import AT_FAILURE, TrainingFailed, UserError, one_line
-from common.publisher import LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
+from common.publisher import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
 
 class Writer:
@@ -52,7 +52,7 @@ class Saver:
 
     def _publish_at_failure(self):
         with contextlib.suppress(UserError, TrainingFailed):
-            self._publisher.finish(STOP_PATIENCE_SECONDS)
+            self._publisher.finish(FAILURE_SECONDS, at_most=FAILURE_SECONDS)
 
     def finish_publishing(self, in_a_hurry):
         if self._publisher is None:

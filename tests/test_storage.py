@@ -697,6 +697,17 @@ def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_result
     assert remote_names(store, "lost/") == ["metrics.jsonl"]
 
 
+def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypatch, tmp_path):
+    """The other ranks hear of it only afterwards."""
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        publishing = publisher.Publisher(str(tmp_path), "s3://data/slow")
+        publishing.start()
+        proxy.plan = lambda request: "503"
+        with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
+            publishing.finish(60, at_most=0.5)
+
+
 def test_a_wrong_body_is_refused_by_the_store(store):
     """The store compares what it got with Content-MD5, so damage on the way up is noticed there."""
     place = bucket.Bucket("s3://data/x")
