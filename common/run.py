@@ -26,6 +26,7 @@ from common import checkpoint, group, opening, phases, pulse, restart, seeds, wo
 from common.display import Display
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.ledger import Ledger
+from common.losses import Losses
 from common.saver import Saver
 
 CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
@@ -112,14 +113,14 @@ class Run:
             batch = next(batches)
             self._given, moved = time.monotonic(), loader.transfer_seconds()
             self._waited = (self._given - asked - (0 if loader.beside else moved), moved)
-            self._busy, self._loss_shared, due = True, False, self.total_steps + 1
+            self._busy, due = True, self.total_steps + 1
             self._show("step")
             self._attempt.set(self.epoch, self.consumed)
             seeds.seed_step(self.args.seed, self.samples_seen, self.rank)
             yield batch
             if self.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
-        self._share_loss()
+        self._losses.share()
         self._evaluating = True
         self._show("evaluate")
         if self._signal:
@@ -129,12 +130,10 @@ class Run:
         """One step is done: count it; report, save or stop if it is time to."""
         loss, ids = loss.detach(), self._loader.ids
         self._ledger.step(self.epoch, self.consumed, ids)
-        self._loss_sum += loss
         self.consumed += self.sampler.global_batch
         self.samples_seen += self.sampler.global_batch
         self.total_steps += 1
-        self._epoch_steps += self.world_size  # one of each rank, also when a restart changes their number
-        self._unchecked.append((self.total_steps, loss, ids))
+        self._losses.add(loss, self.total_steps, ids)
         self._attempt.set(-1, -1)
         seconds = (*self._waited, time.monotonic() - self._given)
         if self._display.step(self.sampler.global_batch, seconds):
@@ -203,20 +202,18 @@ class Run:
 
     def _close_epoch(self, metrics):
         self.epoch += 1
-        loss = (self._loss_sum / self._epoch_steps).item()
         row = {
             "epoch": self.epoch,
             "steps": self.total_steps,
             "samples": self.samples_seen,
-            "train_loss": loss,
+            "train_loss": self._losses.close_epoch(),
             **metrics,
         }
         self.history.append(row)
         self._display.metrics(row)
         if "accuracy" in metrics and (self.best is None or metrics["accuracy"] > self.best["accuracy"]):
             self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, "accuracy": metrics["accuracy"]}
-        self.consumed = self._epoch_steps = 0
-        self._loss_sum.zero_()
+        self.consumed = 0
 
     def _line(self, loss):
         self._check_losses()
@@ -251,12 +248,9 @@ class Run:
 
     def _check_losses(self):
         """Stop at the first loss that is not a number; looked at seldom, because looking waits for the GPU."""
-        unchecked, self._unchecked = self._unchecked, []
-        if not unchecked:
-            return
-        good = torch.isfinite(torch.stack([loss for _, loss, _ in unchecked])).tolist()
-        if not all(good):
-            step, loss, ids = unchecked[good.index(False)]
+        bad = self._losses.first_bad()
+        if bad:
+            step, loss, ids = bad
             raise TrainingFailed(
                 f"the loss is {loss.item()} at step {step}, sample ids {ids.tolist()}; {self._saver.last_good()}"
             )
@@ -266,7 +260,7 @@ class Run:
     def save(self, weights_of_epoch=None):
         """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
         self._check_losses()
-        self._share_loss()
+        self._losses.share()
         self._saved = time.monotonic()
         place = (self.samples_seen, self.epoch, self.consumed)
         if self.rank != 0 or (place == self._saved_place and not weights_of_epoch):  # nothing new since the last one
@@ -285,16 +279,9 @@ class Run:
         }
         state = {name: part.state_dict() for name, part in self._parts.items()}
         state["model"] = checkpoint.plain_keys(self.model.state_dict())
-        state["run"] = {"epoch_steps": self._epoch_steps, "loss_sum": self._loss_sum, "history": self.history}
+        state["run"] = {**self._losses.state_dict(), "history": self.history}
         state = checkpoint.snapshot(state)
         self._saver.save(state, about, weights_of_epoch)
-
-    def _share_loss(self):
-        """Rank 0 takes over the others' sums, so that its checkpoint has them all. Exact in float64, so in any order."""
-        if self.world_size > 1 and not self._loss_shared:
-            (total,) = group.reduce([self._loss_sum.item()], "SUM")
-            self._loss_sum.fill_(total if self.rank == 0 else 0.0)
-        self._loss_shared = True
 
     def _show(self, phase):
         first = phase in pulse.TRAINING and self.total_steps == self._steps_before
@@ -305,12 +292,11 @@ class Run:
         if self._started:
             return
         self._started = True
-        self.samples_seen = self.total_steps = self.epoch = self.consumed = self._epoch_steps = 0
+        self.samples_seen = self.total_steps = self.epoch = self.consumed = 0
         self.best, self.history, self._id = None, [], uuid.uuid4().hex
         device = next(self.model.parameters()).device
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._unchecked, self._signal, self._busy = [], None, True
-        self._loss_shared, self._evaluating = True, False
+        self._losses = Losses(device, self.rank, self.world_size)
+        self._signal, self._busy, self._evaluating = None, True, False
         self._steps_to_wishes = self._steps_between_wishes = 1
         self._saved = self._epoch_began = self._curves_drawn = self._wished = time.monotonic()
         self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
@@ -362,9 +348,8 @@ class Run:
         for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):
             setattr(self, name, about[name])
         self._id = about.get("run", self._id)
-        self._epoch_steps, self.history = state["run"]["epoch_steps"], state["run"]["history"]
-        if self.rank == 0:  # it holds what all ranks had
-            self._loss_sum.copy_(state["run"]["loss_sum"])
+        self._losses.load_state_dict(state["run"])
+        self.history = state["run"]["history"]
         sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], self.arguments)]
         if sizes[0] == sizes[1]:
             self.sampler.set_global_batch(about["global_batch"])
