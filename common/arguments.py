@@ -82,11 +82,21 @@ def parser(doc):
     training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
     schedules = ["one_cycle", "constant"]
     training.add_argument("--schedule", choices=schedules, default="one_cycle", help="learning rate over the run")
+    add_label_smoothing(training)
     training.add_argument("--augment", type=boolean, default=True, help="random crop and flip of the training images")
     group(parser, "short runs").add_argument(
         "--width", type=number(int, at_least=1, below=1025), default=64, help="channels of the network's first stage"
     )
     return parser
+
+
+def add_label_smoothing(group):
+    group.add_argument(
+        "--label_smoothing",
+        type=number(float, at_least=0, below=1),
+        default=0.1,
+        help="share of the target spread over all classes",
+    )
 
 
 def general_parser(doc, data, workers):
@@ -111,12 +121,6 @@ def _training_options(group):
     group.add_argument("--batch_size", type=number(int, at_least=1), default=128, help="samples a step, per device")
     group.add_argument("--lr", type=number(float, above=0), default=0.1, help="learning rate (its peak, with one_cycle)")
     group.add_argument("--weight_decay", type=number(float, at_least=0), default=5e-4, help="pull of the weights towards zero")
-    group.add_argument(
-        "--label_smoothing",
-        type=number(float, at_least=0, below=1),
-        default=0.1,
-        help="share of the target spread over all classes",
-    )
     group.add_argument(
         "--seed", type=number(int, at_least=0, below=2**31), default=0, help="of weights, order and augmentation"
     )

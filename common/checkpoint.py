@@ -23,7 +23,7 @@ TEMPORARY = ".unfinished"
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/\d{12}\.(pt|json)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|"
+    r"checkpoints/\d{12}\.(pt|json)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|examples/epoch_\d+\.png|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 

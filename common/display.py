@@ -100,6 +100,18 @@ class Display:
         if self.active:
             write_atomically(os.path.join(self.output_dir, "evaluation.json"), _json_line(row))
 
+    def picture(self, name, pixels, step):
+        if not self.active:
+            return
+        from matplotlib.image import imsave
+
+        self.scalars(step, {})
+        self._events.add_image(name, pixels, step)
+        encoded = io.BytesIO()
+        imsave(encoded, pixels.permute(1, 2, 0).numpy(), format="png")
+        os.makedirs(os.path.join(self.output_dir, "examples"), exist_ok=True)
+        write_atomically(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
+
     def curves(self, history):
         """curves.png: loss and every other metric of the epochs so far, one panel each."""
         if not self.active or not history:

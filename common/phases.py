@@ -39,6 +39,24 @@ class Window:
         return rate, shares
 
 
+class Stopwatch:
+    """What the parts of a whole start have taken."""
+
+    def __init__(self):
+        self._last, self._laps = time.monotonic(), {}
+
+    def lap(self, name):
+        """The time since the last lap went into this."""
+        now = time.monotonic()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def summary(self, seconds):
+        """One line; `seconds` are those of a Run, of which the training consists."""
+        parts = ", ".join(f"{name.replace('_', ' ')} {spent:.1f} s" for name, spent in zip(PHASES, seconds))
+        return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"
+
+
 class Profile:
     """--prof N: a window over N steps, after some that warm up."""
 

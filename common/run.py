@@ -34,9 +34,10 @@ WISHES_SECONDS = 0.5  # how often the ranks tell each other of a signal or a sav
 
 
 class Run:
-    def __init__(self, args, sampler, model, **parts):
+    def __init__(self, args, sampler, model, best_by="accuracy", **parts):
+        """`best_by`: the metric of end_epoch by which the best checkpoint is kept; more is better."""
         self._born = time.monotonic()
-        self.args, self.sampler, self._parts = args, sampler, parts
+        self.args, self.sampler, self._parts, self._best_by = args, sampler, parts, best_by
         self.arguments = {
             name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))
         }
@@ -56,6 +57,7 @@ class Run:
         self._pulse = pulse.of_this_process()
         self._saver = Saver(args, self.say)
         self._started, self._advised = False, None
+        self.seconds = (0.0,) * len(phases.PHASES)  # of this start, in each phase of its steps
         self._profile = phases.Profile(args.prof, self._wait_for_device) if getattr(args, "prof", None) else None
 
     def register(self, **parts):
@@ -136,6 +138,7 @@ class Run:
         self._losses.add(loss, self.total_steps, ids)
         self._attempt.set(-1, -1)
         seconds = (*self._waited, time.monotonic() - self._given)
+        self.seconds = tuple(map(sum, zip(self.seconds, seconds)))
         if self._display.step(self.sampler.global_batch, seconds):
             self._line(loss)
         if self._profile:
@@ -193,6 +196,10 @@ class Run:
         if self._signal and self.world_size == 1:
             self._stop_on(self._signal)
 
+    def picture(self, name, pixels):
+        """Show uint8 (3, H, W) as examples/NAME.png and in TensorBoard."""
+        self._display.picture(name, pixels, self.total_steps)
+
     def end_evaluation(self, **metrics):
         """The end of a start that only evaluates: its metrics as a line and in evaluation.json."""
         self._start()
@@ -211,8 +218,9 @@ class Run:
         }
         self.history.append(row)
         self._display.metrics(row)
-        if "accuracy" in metrics and (self.best is None or metrics["accuracy"] > self.best["accuracy"]):
-            self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, "accuracy": metrics["accuracy"]}
+        score = metrics.get(self._best_by)
+        if score is not None and (self.best is None or score > self.best[self._best_by]):
+            self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, self._best_by: score}
         self.consumed = 0
 
     def _line(self, loss):
@@ -373,7 +381,7 @@ class Run:
 
     def _finish(self):
         self._close()
-        best = f"best accuracy {self.best['accuracy']:.4f} in epoch {self.best['epoch']}. " if self.best else ""
+        best = f"best {self._best_by} {self.best[self._best_by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
         self.say(f"done: {best}{self._where()}")
 
     def _on_signal(self, number, _frame):

@@ -37,7 +37,7 @@ class DaliBatches:
             give_memory_back()
 
     def _batches(self, epoch, batches):
-        ours = [not self._data.tree.special[ids].any() for ids in batches]
+        ours = [self._fits(ids) for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):
             if ours[number]:
@@ -45,9 +45,8 @@ class DaliBatches:
                     if pipeline is None:
                         rest = [batch for batch, fits in zip(batches[number:], ours[number:]) if fits]
                         pipeline = self._pipeline(rest, epoch)
-                    (found,) = pipeline.run()
-                    images = as_tensor(found, self.device)[: len(ids)].permute(0, 3, 1, 2)
-                    yield images, torch.from_numpy(self._data.tree.labels[ids]), ids
+                    outputs = [as_tensor(found, self.device)[: len(ids)] for found in pipeline.run()]
+                    yield *self._batch(outputs, ids), ids
                     continue
                 except RuntimeError as error:
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
@@ -55,6 +54,14 @@ class DaliBatches:
                     pipeline = None
             images, labels, _ = self._data[epoch, ids]
             yield images, labels, ids
+
+    def _fits(self, ids):
+        """Whether DALI reads all of these as other decoders do."""
+        return not self._data.tree.special[ids].any()
+
+    def _batch(self, outputs, ids):
+        (images,) = outputs
+        return images.permute(0, 3, 1, 2), torch.from_numpy(self._data.tree.labels[ids])
 
     def _pipeline(self, batches, epoch):
         from nvidia.dali import fn, pipeline_def

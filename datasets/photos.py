@@ -1,6 +1,6 @@
 """A photograph from its file to the network's size: only the part that is needed is decoded, and it stays uint8.
 
-nvImageCodec, which comes with DALI, decodes a window of a JPEG on the CPU without the rest; where it is missing torchvision
+nvImageCodec, which comes with DALI, decodes a window of a JPEG on the CPU without the rest; where it is missing Pillow
 decodes the whole. The resize is torch's own antialiased one, on uint8. What these two do not read alike (CMYK, 16 bits, other
 formats) goes through Pillow in every loader. EXIF orientation is ignored, as torchvision does.
 """
@@ -28,16 +28,16 @@ class Undecodable(Exception):
 def train_picture(content, special, window, flip, size):
     """The window of the picture, resized to size x size: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
-    picture = _decode(content, special, (top, left, top + height, left + width))
-    picture = _resize(picture, size, size)
+    picture = decode(content, special, (top, left, top + height, left + width))
+    picture = resize(picture, size, size)
     return picture.flip(2) if flip else picture
 
 
 def test_picture(content, special, size, short):
     """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it."""
-    picture = _decode(content, special, None)
+    picture = decode(content, special, None)
     height, width = resized(*picture.shape[1:], short)
-    picture = _resize(picture, height, width)
+    picture = resize(picture, height, width)
     top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
 
@@ -52,21 +52,18 @@ def middle(height, width, size):
     return round((height - size) / 2), round((width - size) / 2)
 
 
-def _resize(picture, height, width):
+def resize(picture, height, width):
     return F.interpolate(picture[None], size=(height, width), mode="bilinear", antialias=True)[0]
 
 
-def _decode(content, special, box):
+def decode(content, special, box):
     """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything."""
     try:
         if special or not content.startswith(b"\xff\xd8"):
             return _cut(_with_pillow(content), box)
         decoder = _codec()
         if decoder is None:
-            import torchvision
-
-            whole = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode="RGB")
-            return _cut(whole, box)
+            return _cut(_with_pillow(content), box)
         return decoder(content, box)
     except Undecodable:
         raise

@@ -3,9 +3,38 @@
 For trying a job out where there is no data and no network (--custom_data true). What accuracy they give means nothing.
 """
 
+import io
+
 import numpy as np
 
+MOTION = 7  # pixels that the camera of the blurred pictures moves
 SEED = 20210901  # of the pictures themselves, so that every run sees the same ones
+
+
+def blurry_and_sharp(number, split, size):
+    """Two PNG files: shapes of many colours, and the same as a camera sees them that moves while it looks."""
+    from PIL import Image
+
+    draw = np.random.default_rng([SEED, {"train": 1, "test": 2}[split], number])
+    reach = size + 2 * MOTION
+    rows, columns = np.mgrid[:reach, :reach]
+    picture = np.empty((3, reach, reach), np.float32)
+    picture[:] = draw.uniform(0, 255, (3, 1, 1))
+    for _ in range(14):
+        top, left = draw.integers(0, reach, 2)
+        high, wide = draw.integers(4, reach // 2, 2)
+        if draw.random() < 0.5:
+            inside = (rows >= top) & (rows < top + high) & (columns >= left) & (columns < left + wide)
+        else:
+            inside = ((rows - top) / high) ** 2 + ((columns - left) / wide) ** 2 < 0.25
+        picture[:, inside] = draw.uniform(0, 255, (3, 1))
+    steps = range(-(MOTION // 2), MOTION // 2 + 1)
+    moved = np.mean([np.roll(picture, (step // 2, step), axis=(1, 2)) for step in steps], axis=0)
+    middle = slice(MOTION, MOTION + size)
+    files = [io.BytesIO() for _ in range(2)]
+    for file, side in zip(files, (moved, picture)):
+        Image.fromarray(side[:, middle, middle].round().astype(np.uint8).transpose(1, 2, 0)).save(file, "PNG")
+    return [file.getvalue() for file in files]
 
 
 def cifar_like(count, split):

@@ -110,7 +110,7 @@ def _read(path, folder, classes):
 
 
 def _write(path, folder, classes, held):
-    files = [(number, name) for number, label in enumerate(classes) for name in _files(folder, label)]
+    files = [(number, name) for number, label in enumerate(classes) for name in images_below(folder, label)]
     rows, left_out, began = [], collections.defaultdict(list), time.monotonic()
     told = began
     with ThreadPoolExecutor(THREADS) as pool:
@@ -144,8 +144,8 @@ def _bytes(text):
     return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
 
-def _files(folder, label):
-    """The files of a class, in the order of torchvision's ImageFolder."""
+def images_below(folder, label=""):
+    """The files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
     found = []
     for where, _, names in sorted(os.walk(os.path.join(folder, label), followlinks=True)):
         found += [os.path.relpath(os.path.join(where, name), folder) for name in sorted(names)]

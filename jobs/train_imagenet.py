@@ -120,6 +120,7 @@ def options():
     group.add_options(parser)
 
     training = arguments.group(parser, "training")
+    arguments.add_label_smoothing(training)
     training.add_argument("--arch", default="resnet50", help="a classification network of torchvision")
     training.add_argument("--weights", help="file of weights to begin with: an epoch_N.pth, or one of torchvision's")
     training.add_argument("--total_batch", type=number(int, at_least=1), help="images a step, of all devices together; larger "

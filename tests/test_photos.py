@@ -287,7 +287,7 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_and_said_once(folder, ca
 
 def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):
     monkeypatch.setattr(imagenet, "SUBSTITUTES", 3)
-    monkeypatch.setattr(photos, "_decode", lambda *_: (_ for _ in ()).throw(photos.Undecodable("damaged")))
+    monkeypatch.setattr(photos, "decode", lambda *_: (_ for _ in ()).throw(photos.Undecodable("damaged")))
     with pytest.raises(TrainingFailed, match="3 images in a row"):
         images_of(folder, lambda count: InOrder(count, 4))
 

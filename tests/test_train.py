@@ -347,7 +347,10 @@ def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tm
     assert "platform modelarts" in run_job("train", tmp_path, *TINY, *options).stdout
 
 
-SMALLER = {"train_imagenet": ["--arch", "resnet18", "--image_size", 32, "--workers", 0]}
+SMALLER = {
+    "train_imagenet": ["--arch", "resnet18", "--image_size", 32, "--workers", 0],
+    "train_restore": ["--max_samples", 32, "--batch_size", 8, "--workers", 0],
+}
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])

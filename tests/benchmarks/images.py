@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.images --data FOLDER [--rounds 5]       a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG
 
-The forms take turns; each is a forked process with one thread that passes over all photographs twice, and its own CPU time
-and the time on the clock are taken from the second pass. They end in uint8 batches in memory, where nothing else is said. The
+The forms take turns; each is a forked process with one thread that warms up and then passes over every photograph COPIES times;
+its own CPU time and the time on the clock are taken from that. They end in uint8 batches in memory, where nothing else is said. The
 caches run on the other cores; the object store is rclone's, on the same machine, and each photograph is one request.
 """
 
@@ -31,7 +31,8 @@ from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached
 
-CPU, SIZE, BATCH = torch.device("cpu"), 224, 40
+CPU, SIZE, BATCH, COPIES = torch.device("cpu"), 224, 40, 5
+WARM_UP = 3  # batches
 SETTINGS = {}  # filled by main, before the forks
 
 
@@ -77,7 +78,7 @@ def ours_without_antialias():
     def plain(picture, height, width):
         return torch.nn.functional.interpolate(picture[None], size=(height, width), mode="bilinear")[0]
 
-    photos._resize = plain
+    photos.resize = plain
     return ours()
 
 
@@ -155,11 +156,12 @@ def measure(form):
         try:
             torch.set_num_threads(1)
             batches = FORMS[form]()
-            for _ in range(2):
-                begun, used, count = time.perf_counter(), time.process_time(), 0
-                for batch in batches:
+            for number, batch in enumerate(batches):
+                if number < WARM_UP:
+                    begun, used, count = time.perf_counter(), time.process_time(), 0
+                else:
                     count += len(batch[0]["images"] if isinstance(batch[0], dict) else batch[0])
-                found = [(time.process_time() - used) / count, (time.perf_counter() - begun) / count]
+            found = [(time.process_time() - used) / count, (time.perf_counter() - begun) / count]
             os.write(writing, np.array(found).tobytes())
         except BaseException:
             import traceback
@@ -197,6 +199,14 @@ def table(found):
     return "\n".join(rows)
 
 
+def repeat(source, target):
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        for copy in range(COPIES if "train" in path.parts else 1):
+            place = target / path.relative_to(source).parent / f"{copy}_{path.name}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG")
@@ -206,7 +216,8 @@ def main():
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         folder = Path(folder)
         os.chdir(folder)
-        SETTINGS.update(data=options.data.resolve(), folder=folder, servers=[Memcached("-m", 256) for _ in range(3)])
+        repeat(options.data.resolve(), folder / "photographs")
+        SETTINGS.update(data=folder / "photographs", folder=folder, servers=[Memcached("-m", 256) for _ in range(3)])
         pack = [sys.executable, "-m", "launch", "pack", str(SETTINGS["data"]), str(folder / "pack")]
         subprocess.run(pack, cwd=ROOT, env=environment(), check=True)
         rclone, _ = get_programs(folder / "programs")

@@ -1,0 +1,122 @@
+"""Learn sharp pictures from blurry ones, of pairs {train,test}/{blurry,sharp}/SUB/IMAGE.
+
+    python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own: no data needed, a minute on a CPU
+    python jobs/train_restore.py --data_url /data/deblur --resize 0      crops of the pictures as they are
+    torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu
+
+Every GPU of every node works, in half precision. After each epoch: PSNR and SSIM over the test pairs, and a strip of examples
+(input, output, target) in the output folder and in TensorBoard. Started again, it goes on where it stopped.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+
+import torch
+from torch import distributed
+
+from common import arguments, devices, group
+from common.errors import run_job
+from common.phases import Stopwatch
+from common.quality import psnr, ssim
+from common.restorer import Restorer
+from common.run import Run
+from datasets import pairs
+from datasets.sampler import EpochSampler, InOrder
+
+EXAMPLES = 4
+
+
+def main():
+    watch = Stopwatch()
+    args = arguments.parse(options())
+    group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
+    device = devices.choose(args)
+    group.join(args, device)
+    args.workers = devices.loader_workers(args)
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(args.seed)
+    watch.lap("parameters")
+
+    train_set, test_set = pairs.load(args)
+    train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
+    test_sampler = InOrder(len(test_set), args.batch_size)
+    train_sampler.shard(rank, world_size)
+    test_sampler.shard(rank, world_size)
+    train_loader = pairs.loader(train_set, train_sampler, device, args.workers, args.data_backend)
+    test_loader = pairs.loader(test_set, test_sampler, device, args.workers, args.data_backend)
+    watch.lap("data")
+
+    network = Restorer(args.width).to(device, memory_format=torch.channels_last)
+    model = torch.nn.parallel.DistributedDataParallel(network)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    loss_fn = torch.nn.L1Loss()
+
+    # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
+    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type == "cuda" else torch.float32
+    autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
+
+    run = Run(args, train_sampler, model, best_by="psnr", optimizer=optimizer, scaler=scaler)
+    if not run.goes_on:
+        run.say("the blurry pictures themselves: psnr={psnr:.4f} ssim={ssim:.4f}".format(**evaluate(run.model, test_loader)[0]))
+    watch.lap("model")
+
+    for epoch in run.epochs():
+        model.train()
+
+        for blurry, sharp in run.steps(train_loader):
+            for parameters in optimizer.param_groups:  # up for the first tenth of the run, then down to zero
+                parameters["lr"] = args.lr * min(run.progress / 0.1, (1 - run.progress) / 0.9)
+
+            with autocast:
+                loss = loss_fn(model(blurry), sharp)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+            run.step(loss)
+
+        metrics, strip = evaluate(run.model, test_loader)
+        run.picture(f"epoch_{epoch + 1}", strip)
+        run.end_epoch(**metrics)
+
+    watch.lap("training")
+    run.say(watch.summary(run.seconds))
+
+
+def options():
+    parser = arguments.general_parser(__doc__, data=pairs.DATA, workers=None)
+    parser.set_defaults(epochs=100, batch_size=8, lr=1e-3, weight_decay=0.0)
+    pairs.add_options(parser)
+    group.add_options(parser)
+    training = arguments.group(parser, "training")
+    training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
+                          help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
+    training.add_argument("--width", type=arguments.number(int, at_least=1, below=1025), default=48, help="channels inside")
+    return parser
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    """PSNR and SSIM over the test pairs of all ranks, each counted once, and the first examples side by side."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=loader.device)
+    rows = []
+    for blurry, sharp in loader:
+        restored = model(blurry).clamp(-1, 1)
+        blurry, restored, sharp = ((images + 1) / 2 for images in (blurry, restored, sharp))
+        sums += torch.stack([torch.ones(len(sharp), device=sharp.device), psnr(restored, sharp), ssim(restored, sharp)]).sum(1)
+        if len(rows) < EXAMPLES:
+            strips = torch.cat([blurry, restored, sharp], dim=3)
+            rows += list((strips * 255).round().to("cpu", torch.uint8))
+    distributed.all_reduce(sums)
+    count, *totals = sums.tolist()
+    metrics = dict(zip(("psnr", "ssim"), (total / count for total in totals)))
+    return metrics, torch.cat(rows[:EXAMPLES], dim=1) if rows else None
+
+
+if __name__ == "__main__":
+    run_job(main)
