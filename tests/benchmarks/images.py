@@ -10,14 +10,11 @@ caches run on the other cores; the object store is rclone's, on the same machine
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torchvision
 
@@ -27,12 +24,12 @@ from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.sampler import EpochSampler
 from tests.benchmarks.base import machine
+from tests.benchmarks.forked import measure, table
 from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached
 
 CPU, SIZE, BATCH, COPIES = torch.device("cpu"), 224, 40, 5
-WARM_UP = 3  # batches
 SETTINGS = {}  # filled by main, before the forks
 
 
@@ -148,57 +145,6 @@ FORMS = {
 }
 
 
-def measure(form):
-    """(CPU seconds, seconds on the clock) for an image."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            torch.set_num_threads(1)
-            batches = FORMS[form]()
-            for number, batch in enumerate(batches):
-                if number < WARM_UP:
-                    begun, used, count = time.perf_counter(), time.process_time(), 0
-                else:
-                    count += len(batch[0]["images"] if isinstance(batch[0], dict) else batch[0])
-            found = [(time.process_time() - used) / count, (time.perf_counter() - begun) / count]
-            os.write(writing, np.array(found).tobytes())
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writing)
-    content = b""
-    while part := os.read(reading, 64):
-        content += part
-    os.close(reading)
-    os.waitpid(pid, 0)
-    if form == "kspeed, one of three servers stopped":
-        SETTINGS["servers"][0].go_on()
-    if not content:
-        raise RuntimeError(f"{form} has failed")
-    return tuple(np.frombuffer(content))
-
-
-def table(found):
-    base = found["torchvision ImageFolder + DataLoader, float32"]
-    rows = [
-        "| one core, 224 x 224 | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |",
-        "|---|---|---|---|---|",
-    ]
-    for form, times in found.items():
-        cpu = [used for used, _ in times]
-        cells = []
-        for place in (0, 1):
-            ratios = sorted(theirs[place] / mine[place] for mine, theirs in zip(times, base))
-            cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-        middle = statistics.median(cpu)
-        rows.append(f"| {form} | {1 / middle:.0f} | {1000 * middle:.2f} | {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
 def repeat(source, target):
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         for copy in range(COPIES if "train" in path.parts else 1):
@@ -231,13 +177,16 @@ def main():
         try:
             for _ in range(options.rounds):
                 for form in chosen:
-                    found[form].append(measure(form))
+                    found[form].append(measure(FORMS[form]))
+                    SETTINGS["servers"][0].go_on()
         finally:
             server.terminate()
             server.wait()
             for one in SETTINGS["servers"]:
                 one.kill()
-    print(f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{table(found)}")
+    print(
+        f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{table(found, 'one core, 224 x 224')}"
+    )
     return 0
 
 

@@ -1,0 +1,63 @@
+"""Loaders measured one process each: CPU time and time on the clock for an image, forms taking turns, ratios pair by pair."""
+
+import os
+import statistics
+import time
+import traceback
+
+import numpy as np
+import torch
+
+WARM_UP = 3  # batches
+
+
+def measure(form):
+    """(CPU seconds, seconds on the clock) for an image, of the batches that `form()` gives, in a forked process of one thread."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            torch.set_num_threads(1)
+            for number, batch in enumerate(form()):
+                if number < WARM_UP:
+                    begun, used, count = time.perf_counter(), time.process_time(), 0
+                else:
+                    count += len(first_tensor(batch))
+            found = [(time.process_time() - used) / count, (time.perf_counter() - begun) / count]
+            os.write(writing, np.array(found).tobytes())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    content = b""
+    while part := os.read(reading, 64):
+        content += part
+    os.close(reading)
+    os.waitpid(pid, 0)
+    if not content:
+        raise RuntimeError(f"{form.__name__} has failed")
+    return tuple(np.frombuffer(content))
+
+
+def first_tensor(batch):
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
+
+
+def table(found, what):
+    """The figures of every form, and its ratio to the first one's."""
+    base = next(iter(found.values()))
+    rows = [
+        f"| {what} | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |",
+        "|---|---|---|---|---|",
+    ]
+    for form, times in found.items():
+        cells = []
+        for place in (0, 1):
+            ratios = sorted(theirs[place] / mine[place] for mine, theirs in zip(times, base))
+            cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        middle = statistics.median(used for used, _ in times)
+        rows.append(f"| {form} | {1 / middle:.0f} | {1000 * middle:.2f} | {' | '.join(cells)} |")
+    return "\n".join(rows)
