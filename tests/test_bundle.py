@@ -1,0 +1,160 @@
+"""A job as one file: alone in an empty folder it does what it does in the repository, whatever starts it."""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from launch import bundle
+from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_job
+from tests.test_train import SMALLER, saved, wait_for
+
+JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """A folder with nothing of the repository near, and a decoy that an installed package of the same name would be."""
+    decoy = tmp_path / "site" / "datasets"
+    decoy.mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
+    (tmp_path / "upload").mkdir()
+    return tmp_path / "upload"
+
+
+def write(folder, name, change=lambda text: text):
+    path = folder / name
+    path.write_text(change(bundle.bundle(ROOT / "jobs" / name)))
+    return path
+
+
+def started(folder, path, *options, launcher=(sys.executable,), check=0):
+    script = [*launcher, str(path), *map(str, options), "--output_dir", str(folder / "out")]
+    env = environment(PYTHONPATH=str(folder.parent / "site"))
+    done = subprocess.run(script, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_job_comes_first_line_for_line_and_every_module_as_it_is(name):
+    lines, job = bundle.bundle(ROOT / "jobs" / name).split("\n"), (ROOT / "jobs" / name).read_text().split("\n")
+    changed = [number for number, line in enumerate(job[:-1]) if lines[number] != line]
+    assert len(changed) == 1 and job[changed[0]].startswith("sys.path.insert(0, ") and "Bundle(__file__)" in lines[changed[0]]
+    ast.parse("\n".join(lines))
+    sections = re.findall(r"^# ==== (\S+) =+\nr'''\n(.*?)^'''$", "\n".join(lines), re.DOTALL | re.MULTILINE)
+    assert [place for place, _ in sections] == [*bundle.modules_of(ROOT / "jobs" / name), bundle.LOADER]
+    assert all((ROOT / place).read_text() == source for place, source in sections)
+
+
+def test_only_what_the_job_uses_is_in_it():
+    assert "datasets/imagenet.py" not in bundle.modules_of(ROOT / "jobs" / "train.py")
+    assert {"datasets/imagenet.py", "datasets/dali.py", "common/parent.py"} <= set(
+        bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
+    )
+    assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
+
+
+def test_the_same_sources_give_the_same_bytes_and_others_another_digest(tmp_path, monkeypatch):
+    first = bundle.bundle(ROOT / "jobs" / "train.py")
+    assert first == bundle.bundle(ROOT / "jobs" / "train.py")
+    other = tmp_path / "train.py"
+    other.write_text((ROOT / "jobs" / "train.py").read_text() + "# changed\n")
+    digests = [
+        re.search(r"^# Digest of the sources: ([0-9a-f]{64})$", text, re.MULTILINE)[1] for text in (first, bundle.bundle(other))
+    ]
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in ("train.py", "train_ddp.py")])
+def test_every_job_runs_alone_in_an_empty_folder(empty, name):
+    done = started(empty, write(empty, name), *TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1)
+    assert "done: " in done.stdout and os.listdir(empty / "out" / "checkpoints")
+
+
+def test_with_loader_workers_it_gives_the_bits_of_the_repositorys_job(empty):
+    started(empty, write(empty, "train.py"), *TINY, "--workers", 2)
+    (empty / "theirs").mkdir()
+    run_job("train", empty / "theirs", *TINY)
+    assert_same_bits(final_state(empty), final_state(empty / "theirs"))
+
+
+def test_a_spawned_process_finds_the_modules_too(empty):
+    def change(text):
+        spawning = "import multiprocessing\n\n    print(multiprocessing.get_context('spawn').Pool(1).apply(learning_rate, (arguments, 0.5)))"
+        return text.replace(
+            "def main():\n", f"class arguments:\n    schedule, lr = 'constant', 0.25\n\n\ndef main():\n    {spawning}\n"
+        )
+
+    path = write(
+        empty,
+        "train.py",
+        lambda text: change(text).replace("from common import arguments, devices", "from common import devices"),
+    )
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=empty, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("0.25\n"), done.stdout + done.stderr
+
+
+def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
+    """First the platform's own form of starting it, once per node."""
+    path = write(empty, "train_ddp.py")
+    words = ["--nodes", 2, "--procs", 1, path, "--", *TINY, "--epochs", 500, "--save_steps", 1, "--output_dir", empty / "out"]
+    local = [sys.executable, "-m", "launch", "local", *map(str, words)]
+    process = subprocess.Popen(local, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    wait_for(saved(empty, 384), process, "the third step")
+    process.send_signal(signal.SIGTERM)
+    log, _ = process.communicate(timeout=120)
+    assert "stopped by SIGTERM; saved after step" in log
+    steps = int(re.search(r"saved after step (\d+)", log)[1])
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    more = started(empty, path, *TINY, "--epochs", 500, "--max_steps", steps + 3, launcher=torchrun)
+    assert f", step {steps}" in more.stdout and "done: " in more.stdout
+
+
+def test_a_traceback_names_the_line_of_the_repository(empty):
+    lines = (ROOT / "common" / "run.py").read_text().split("\n")
+    number = next(number for number, line in enumerate(lines, 1) if "self.best, self.history" in line)
+
+    def change(text):
+        return text.replace(lines[number - 1], lines[number - 1] + "; 1 / 0")
+
+    done = started(empty, write(empty, "train.py", change), *TINY, check=1)
+    assert f'train.py/common/run.py", line {number}, in _start' in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
+    assert bundle.main([str(ROOT / "jobs" / "train.py"), "--folder", str(empty / "code")]) == 0
+    assert "the boot file is jobs/train.py" in capsys.readouterr().out
+    found = sorted(str(path.relative_to(empty / "code")) for path in (empty / "code").rglob("*") if path.is_file())
+    assert found == sorted(["jobs/train.py", "requirements.txt", *bundle.modules_of(ROOT / "jobs" / "train.py")])
+    started(empty, empty / "code" / "jobs" / "train.py", *TINY, "--max_steps", 1)
+    with pytest.raises(UserError, match="is not empty: give another folder, or --overwrite true"):
+        bundle.write_folder(ROOT / "jobs" / "train.py", empty / "code")
+    for name, what in (("MOST_BYTES", "bytes"), ("MOST_FILES", "files"), ("DEEPEST", "levels of folders")):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"has \\d+ {what}, and the console takes 1"):
+            patch.setattr(bundle, name, 1)
+            bundle.write_folder(ROOT / "jobs" / "train.py", empty / "other")
+        assert not (empty / "other").exists()
+
+
+def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("print('mine')\n")
+    for words, message in (
+        ([str(tmp_path / "mine.py")], "is no job: it lacks the line"),
+        ([str(tmp_path / "none.py")], "none.py: No such file or directory"),
+        ([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "mine.py")], "exists and is no bundle"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            bundle.main(words)
+        assert error.value.code == 2 and message in capsys.readouterr().err
+    assert (tmp_path / "mine.py").read_text() == "print('mine')\n"
+    assert bundle.main([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "out.py")]) == 0
+    assert Path(tmp_path / "out.py").read_text() == bundle.bundle(ROOT / "jobs" / "train.py")
