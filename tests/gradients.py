@@ -1,9 +1,8 @@
-"""The gradients of one batch in float64: alone, or as one of the ranks that torchrun starts (used by test_ddp.py).
+"""The gradients of one batch in float64: alone, or as one of the ranks that torchrun starts (used by test_ddp_resume.py).
 
-python tests/gradients.py eval|train WORLD_SIZE OUTPUT
+torchrun --nproc_per_node 2 tests/gradients.py OUTPUT
 """
 
-import os
 import sys
 
 import torch
@@ -12,30 +11,41 @@ from torch import distributed
 from common.resnet import resnet18
 from datasets import cifar10, synthetic
 
+MODES = ["eval", "train"]  # of BatchNorm
 
-def main():
-    mode, world_size, output = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def parts(mode, count):
+    """The network, and the batch in so many slices."""
     torch.manual_seed(0)
     data = cifar10.ImageArrays(*synthetic.cifar_like(32, "train"), classes=[])
     images, labels = data.images.double() / 255, data.labels
-    model = resnet18(width=4).double().train(mode == "train")
-    loss_fn = torch.nn.CrossEntropyLoss()
-    slices = list(zip(images.chunk(world_size), labels.chunk(world_size)))
-    if "RANK" in os.environ:
-        distributed.init_process_group("gloo")
-        inside = torch.nn.parallel.DistributedDataParallel(model)
-        part_images, part_labels = slices[distributed.get_rank()]
-        loss_fn(inside(part_images), part_labels).backward()
-    elif mode == "eval":
-        loss_fn(model(images), labels).backward()
-    else:
-        for part_images, part_labels in slices:
-            (loss_fn(model(part_images), part_labels) / world_size).backward()
-    if os.environ.get("RANK", "0") == "0":
-        torch.save([parameter.grad for parameter in model.parameters()], output)
-    if "RANK" in os.environ:
-        distributed.barrier()
-        distributed.destroy_process_group()
+    return resnet18(width=4).double().train(mode == "train"), list(zip(images.chunk(count), labels.chunk(count)))
+
+
+def alone(mode, world_size):
+    """Of one process: in eval mode from the whole batch at once, in train mode as the mean over the slices of each rank."""
+    count = world_size if mode == "train" else 1
+    model, slices = parts(mode, count)
+    for images, labels in slices:
+        (torch.nn.functional.cross_entropy(model(images), labels) / count).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def of_this_rank(mode):
+    model, slices = parts(mode, distributed.get_world_size())
+    images, labels = slices[distributed.get_rank()]
+    inside = torch.nn.parallel.DistributedDataParallel(model)
+    torch.nn.functional.cross_entropy(inside(images), labels).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def main():
+    distributed.init_process_group("gloo")
+    found = {mode: of_this_rank(mode) for mode in MODES}
+    if distributed.get_rank() == 0:
+        torch.save(found, sys.argv[1])
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Running a job as a user does: a process of its own, started by absolute path from an unrelated folder."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -25,8 +28,14 @@ def command(job, *options):
 
 
 def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
-    """Run jobs/JOB.py in `folder` with the output in folder/out; returns the finished process, its exit code asserted."""
+    """Run jobs/JOB.py in `folder` with the output in folder/out; returns the finished process, its exit code asserted.
+
+    One that has to end well is forked from a process that has done the imports; what has a launcher, an environment of its
+    own or another exit code is started from nothing.
+    """
     script = command(job, *options, "--output_dir", folder / "out")
+    if not (env or check or launcher):
+        return run_forked(script[1:], folder, timeout=timeout)
     done = subprocess.run(
         [*launcher, *script[bool(launcher) :]],
         cwd=folder,
@@ -37,6 +46,60 @@ def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
     )
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+@functools.cache
+def starter():
+    """It ends with this process, which holds the other end of its stdin."""
+    words = [sys.executable, str(ROOT / "tests" / "starter.py")]
+    return subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def forked(words, folder, *environments, timeout=240):
+    """Run the script words[0] in `folder` once per environment, all at a time; returns the finished processes."""
+    with tempfile.TemporaryDirectory() as temporary:
+        outputs = [Path(temporary) / str(number) for number in range(len(environments))]
+        wishes = [
+            {
+                "words": list(map(str, words)),
+                "folder": str(folder),
+                "env": environment(**env),
+                "seconds": timeout,
+                "output": str(output),
+            }
+            for env, output in zip(environments, outputs)
+        ]
+        print(json.dumps(wishes), file=starter().stdin, flush=True)
+        codes = json.loads(starter().stdout.readline())
+        texts = [[output.with_suffix(f".{number}").read_text() for number in (1, 2)] for output in outputs]
+    return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts)]
+
+
+def run_forked(words, folder, env=None, timeout=240):
+    """The same once, to its good end."""
+    (done,) = forked(words, folder, env or {}, timeout=timeout)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def start(folder, *options, job="train"):
+    """Start jobs/JOB.py from nothing, with the output in folder/out and what it prints in folder/log; returns the process."""
+    log = open(folder / "log", "a")  # noqa: SIM115 (the process owns it)
+    return subprocess.Popen(
+        command(job, *options, "--output_dir", folder / "out"), cwd=folder, env=environment(), stdout=log, stderr=log
+    )
+
+
+def wait_for(condition, process, what):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, f"the job ended before {what}"
+        assert time.monotonic() < deadline, f"no {what} in time"
+        time.sleep(0.002)
+
+
+def saved(folder, number):
+    return lambda: (folder / "out" / "checkpoints" / f"{number:012d}.json").exists()
 
 
 def lock_holders(path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch import blocks
-from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_job
+from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_forked, run_job
 
 FEATURE_JOBS = blocks.feature_jobs()
 BASE = blocks.BASE.read_text()
@@ -41,7 +41,7 @@ def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_d
 
 
 @pytest.mark.parametrize("tag", ["DDP", "DP"])
-def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(tag, tmp_path):
+def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(tag, finished, tmp_path):
     """The promise of the ModelArts document, taken literally: every line inside the markers gets a # in front."""
     path = blocks.job_of(tag)
     assert all(not block.was for block in blocks.read(path)[1])
@@ -55,21 +55,17 @@ def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(t
     for name in ("common", "datasets"):
         (tmp_path / name).symlink_to(ROOT / name)
     (jobs / "train_commented.py").write_text("\n".join(lines))
-    script = [sys.executable, str(jobs / "train_commented.py"), *TINY, "--output_dir", str(tmp_path / "out")]
-    assert subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, timeout=120).returncode == 0
-    run_job("train", tmp_path / "jobs", *TINY)
-    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "jobs"))
+    run_forked([jobs / "train_commented.py", *TINY, "--output_dir", tmp_path / "out"], tmp_path)
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
 # --- 3. Neutral --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("job", [path.stem for path in FEATURE_JOBS if "amp" not in path.stem])
-def test_with_one_process_on_a_cpu_the_weights_are_those_of_the_base(job, tmp_path):
-    (tmp_path / "base").mkdir()
+def test_with_one_process_on_a_cpu_the_weights_are_those_of_the_base(job, finished, tmp_path):
     run_job(job, tmp_path, *TINY)
-    run_job("train", tmp_path / "base", *TINY)
-    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "base"))
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
 # --- 5. Composable -----------------------------------------------------------------------------------------------------

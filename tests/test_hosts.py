@@ -9,11 +9,10 @@ import sys
 import pytest
 
 from tests.hosts import OUTSIDE, Hosts, need_namespaces, wait_all
-from tests.jobs import assert_same_bits, final_state, run_job
+from tests.jobs import assert_same_bits, final_state, saved, wait_for
 from tests.objectstore import ObjectStore
+from tests.ranks import LONG, TWO, check_ledger, run_ranks, workers_of
 from tests.test_data import write_folder
-from tests.test_ddp import LONG, TWO, check_ledger, workers_of
-from tests.test_train import saved, wait_for
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_two_hosts_train_evaluate_save_and_resume_at_other_sizes(hosts, tmp_path
     run_everywhere(some, 2, *TWO, "--max_steps", 3)
     reference = tmp_path / "reference"
     reference.mkdir()
-    run_job("train_ddp", reference, *TWO, "--nproc_per_node", 2, "--max_steps", 3)
+    run_ranks(reference, *TWO, "--max_steps", 3)
     assert_same_bits(final_state(some.folders[0]), final_state(reference))
     run_everywhere(some, 1, *TWO, "--max_steps", 5)
     run_everywhere(some, 2, *TWO, "--nproc_per_node", 2)
@@ -92,7 +91,7 @@ def test_a_cut_cable_stops_both_sides_and_each_names_the_other(hosts):
 def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
     """In place: the parents meet again, and the run ends as it would have."""
     some = hosts(2)
-    options = [*TWO, "--epochs", "12", "--save_steps", "1", "--max_restarts", "1"]
+    options = [*TWO, "--epochs", "4", "--save_steps", "1", "--max_restarts", "1"]
     processes = [some.start(number, 2, *options) for number in range(2)]
     wait_for(saved(some.folders[0], 128), processes[0], "a few steps")
     os.kill(workers_of(some.pids(1))[1], signal.SIGKILL)
@@ -123,25 +122,25 @@ def test_data_and_output_in_a_bucket_killed_and_started_again_on_empty_disks(hos
         write_folder(tmp_path / "cifar-10-batches-py", count=64)
         for path in (tmp_path / "cifar-10-batches-py").iterdir():
             client.upload_file(str(path), "data", f"cifar/cifar-10-batches-py/{path.name}")
-        options = [*TWO[2:], "--data_url", "s3://data/cifar", "--epochs", 6, "--save_steps", 1, "--output_dir"]
-        whole, output = hosts(2, outside=True), "s3://data/out"
-        processes = [whole.start(number, 2, *options, "here", output=None, env=store.environment) for number in range(2)]
-        assert wait_all(processes, 120)[0] == [0, 0], whole.log(0) + whole.log(1)
+        options = [*TWO[2:], "--epochs", 6, "--save_steps", 1]
+        (whole := tmp_path / "whole").mkdir()
+        run_ranks(whole, *options, "--data_url", tmp_path)
+        options += ["--data_url", "s3://data/cifar", "--output_dir", "s3://data/out"]
 
         def published():
             return [name for name in keys(client, "out/checkpoints/") if name.endswith(".json")]
 
         some = hosts(2, outside=True)
-        processes = [some.start(number, 2, *options, output, output=None, env=store.environment) for number in range(2)]
+        processes = [some.start(number, 2, *options, output=None, env=store.environment) for number in range(2)]
         wait_for(lambda: len(published()) > 1, processes[0], "a checkpoint in the bucket")
         for number in range(2):
             some.kill(number)
         wait_all(processes, 30)
         again = hosts(2, outside=True)
-        processes = [again.start(number, 2, *options, output, output=None, env=store.environment) for number in range(2)]
+        processes = [again.start(number, 2, *options, output=None, env=store.environment) for number in range(2)]
         assert wait_all(processes, 120)[0] == [0, 0], again.log(0) + again.log(1)
         assert "fetched checkpoint" in again.log(0) and "going on from" in again.log(0)
-        assert_same_bits(final_state(again.folders[0], "output_dir/s3/data/out"), final_state(whole.folders[0], "here"))
+        assert_same_bits(final_state(again.folders[0], "output_dir/s3/data/out"), final_state(whole))
         ledgers = [folder / "output_dir/s3/data/out" for folder in again.folders]
         assert all((folder / "ledger").exists() for folder in ledgers)
     finally:

@@ -15,9 +15,8 @@ from common.errors import UserError
 from datasets.cache import SampleCache
 from launch import pack
 from tests.check_ledger import complaints, steps_that_count
-from tests.jobs import ROOT, assert_same_bits, final_state, run_job
+from tests.jobs import ROOT, assert_same_bits, final_state, run_job, saved, start, wait_for
 from tests.memcached import Memcached
-from tests.test_train import saved, start, wait_for
 
 SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--epochs", 2, "--warmup", 0, "--lr", 0.8]
 SYNTHETIC = ["--custom_data", "true", "--max_samples", 64, *SMALL]

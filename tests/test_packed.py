@@ -29,7 +29,6 @@ from datasets import packed, tree
 from launch import pack
 from tests.faultproxy import faults
 from tests.jobs import ROOT, environment
-from tests.objectstore import ObjectStore
 
 SMALL_SHARDS = 0.05  # MiB: about eight of the pictures below
 
@@ -436,27 +435,13 @@ def test_a_damaged_index_is_refused_in_one_line(copied):
 # --- In a bucket -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def running(tmp_path_factory):
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    store.client().create_bucket(Bucket="data")
-    yield store
-    store.stop()
-
-
 @pytest.fixture
-def store(running, monkeypatch):
+def reached(reachable):
     packed._connected.cache_clear()  # each test reaches it in its own way
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    nowhere = {"AWS_CONFIG_FILE": "/none", "AWS_SHARED_CREDENTIALS_FILE": "/none", "AWS_EC2_METADATA_DISABLED": "true"}
-    for name, value in {**running.environment, **nowhere}.items():
-        monkeypatch.setenv(name, value)
-    return running
 
 
 @pytest.fixture
-def url(store, whole):
+def url(store, reached, whole):
     if not store.client().list_objects(Bucket="data", Prefix="pack/").get("Contents"):
         for name, content in contents(whole).items():
             store.client().put_object(Bucket="data", Key=f"pack/{name}", Body=content)
@@ -510,7 +495,7 @@ def test_a_shorter_object_is_named(url, store):
         samples.read(number)
 
 
-def test_packed_into_a_bucket_and_started_again(store, root, whole, tmp_path, monkeypatch):
+def test_packed_into_a_bucket_and_started_again(store, reached, root, whole, tmp_path, monkeypatch):
     words = [root, "s3://data/made", "--shard_mb", SMALL_SHARDS]
     with faults(store, lambda request: "denied" if "000003.tar" in request.path else None, monkeypatch):
         assert "403 AccessDenied" in run(*words, check=2).stderr

@@ -14,8 +14,7 @@ from common.restorer import Restorer
 from datasets import pairs, synthetic
 from datasets.pairs_dali import ExternalInputIterator, externalSourcePipeline
 from datasets.sampler import EpochSampler, InOrder
-from tests.jobs import assert_same_bits, final_state, run_job
-from tests.test_train import saved, start, wait_for
+from tests.jobs import assert_same_bits, final_state, run_job, saved, start, wait_for
 
 CPU = torch.device("cpu")
 SMALL = ["--custom_data", "true", "--max_samples", 48, "--workers", 0, "--width", 8, "--epochs", 2]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -16,14 +15,7 @@ from common import arguments, opening
 from common.resnet import resnet18
 from common.run import Run
 from datasets.sampler import EpochSampler
-from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """One uninterrupted run of two epochs of four steps, and what it printed."""
-    folder = tmp_path_factory.mktemp("finished")
-    return folder, run_job("train", folder, *TINY).stdout
+from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
 
 
 @pytest.fixture
@@ -31,25 +23,6 @@ def again(finished, tmp_path):
     """A copy of the finished run's folder, to start again in."""
     shutil.copytree(finished[0] / "out", tmp_path / "out")
     return tmp_path
-
-
-def start(folder, *options, job="train"):
-    log = open(folder / "log", "a")  # noqa: SIM115 (the process owns it)
-    return subprocess.Popen(
-        command(job, *options, "--output_dir", folder / "out"), cwd=folder, env=environment(), stdout=log, stderr=log
-    )
-
-
-def wait_for(condition, process, what):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, f"the job ended before {what}"
-        assert time.monotonic() < deadline, f"no {what} in time"
-        time.sleep(0.002)
-
-
-def saved(folder, number):
-    return lambda: (folder / "out" / "checkpoints" / f"{number:012d}.json").exists()
 
 
 # --- What a person sees ------------------------------------------------------------------------------------------------
@@ -74,7 +47,7 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     assert lines[0].startswith("train: cpu (1 threads), rank 0 of 1, platform plain")
     assert "synthetic" in lines[1] and "means nothing" in lines[1]
     line = next(line for line in lines if "images_per_s" in line)
-    form = r"epoch=1/2 step=1/4 loss=\d+\.\d{4} lr=\d\.\d{6} images_per_s=\d+ left=\d:\d\d:\d\d waiting_for_data=\d+%"
+    form = r"epoch=1/2 step=1/4 loss=\d+\.\d{4} lr=\d\.\d{6} images_per_s=\d+ left=\d:\d\d:\d\d waiting_for_data=\d+% transfer=\d+% compute=\d+%"
     assert re.fullmatch(form, line), line
     assert re.fullmatch(r"epoch=2/2 steps=8 accuracy=\d\.\d{4} seconds=\d+\.\d", lines[-2]), lines[-2]
     assert lines[-1].startswith("done: best accuracy") and "000000000512.pt" in lines[-1] and "curves.png" in lines[-1]

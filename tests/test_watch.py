@@ -1,13 +1,12 @@
 """Alive but without progress: who is named, and what is no reason for an alarm."""
 
 import re
-import time
 
 import pytest
 
 from common import watch
 from tests.jobs import ROOT
-from tests.test_ddp import TWO, run_variant
+from tests.ranks import TWO, run_variant
 
 
 def status(rank, phase, steps, idle, median=0.1):
@@ -51,11 +50,13 @@ def endless_transform(self):
         yield batch
 
 def slow_write(*words):
-    time.sleep(7)
+    time.sleep(5)
+    print("a save took five seconds")
     write(*words)
 
 def slow_evaluation(self):
-    time.sleep(7)
+    time.sleep(5)
+    print("an evaluation took five seconds")
     yield from in_order(self)
 
 if {what!r} == "endless transform" and os.environ.get("RANK") == "1":
@@ -83,9 +84,8 @@ def test_an_endless_transform_is_found_with_its_stack(tmp_path):
     assert "in endless_transform" in done.stderr
 
 
-@pytest.mark.parametrize("what", ["slow save", "slow evaluation"])
+@pytest.mark.parametrize("what", ["save", "evaluation"])
 def test_a_long_save_or_evaluation_is_no_alarm(tmp_path, what):
-    begun = time.monotonic()
-    done = run_patched(tmp_path, what, "--epochs", 1, "--save_steps", 2)
-    assert time.monotonic() - begun > 7
+    done = run_patched(tmp_path, f"slow {what}", "--epochs", 1, "--save_steps", 2)
+    assert f"{what} took five seconds" in done.stdout
     assert done.returncode == 0 and "error" not in done.stderr, done.stderr

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.hosts import Hosts, need_namespaces, wait_all
 from tests.jobs import ROOT
-from tests.test_ddp import LONG, workers_of
+from tests.ranks import LONG, workers_of
 
 TIMEOUT = 60
 OPTIONS = [*LONG, "--batch_size", "16", "--save_steps", "1"]

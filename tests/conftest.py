@@ -1,0 +1,86 @@
+"""What several files of tests share: runs that nobody disturbed, made once for all, and an object store."""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import TINY, run_job
+from tests.objectstore import SECRET, ObjectStore
+from tests.ranks import TWO
+from tests.stores import MIB, fill
+from tests.test_data import write_folder
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory):
+    """untouched(JOB, *OPTIONS): the folder of a finished run, and what it printed. To be read only: other tests have it too."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # that of all processes that pytest-xdist runs tests in
+
+    def run(job, *options):
+        folder = shared / "untouched" / re.sub(r"\W+", "_", " ".join(map(str, (job, *options))))
+        folder.mkdir(parents=True, exist_ok=True)
+        printed = folder / "printed"
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not printed.exists():
+                shutil.rmtree(folder / "out", ignore_errors=True)  # of a run that failed
+                printed.write_text(run_job(job, folder, *options).stdout)
+        return folder, printed.read_text()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(untouched):
+    """The base job: two epochs of four steps."""
+    return untouched("train", *TINY)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(untouched):
+    """The DDP job with two processes, which together do what the base job does."""
+    return untouched("train_ddp", *TWO, "--nproc_per_node", 2)
+
+
+# --- An object store ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    write_folder(cifar := tmp_path_factory.mktemp("cifar") / "cifar-10-batches-py")
+    running = ObjectStore(tmp_path_factory.mktemp("store"))
+    try:
+        fill(running, cifar)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def reachable(store, monkeypatch, tmp_path):
+    """As on a machine that has just this store and its key."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**store.environment, "AWS_CONFIG_FILE": "/none", "AWS_SHARED_CREDENTIALS_FILE": "/none"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def the_secret_is_nowhere(capfd, tmp_path):
+    """After every fault that a test makes: not in the output, not in a file, not in the list of processes."""
+    yield
+    places = {"output": "".join(capfd.readouterr()).encode()}
+    places.update({path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size < MIB})
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            places[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert not [place for place, content in places.items() if SECRET.encode() in content]

@@ -1,0 +1,54 @@
+"""The DDP job in the tests: two ranks that together take the batches of tests.jobs.TINY, their ledgers and their processes."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.jobs import ROOT, TINY, command, environment, forked
+from tests.objectstore import free_port
+
+TWO = [*TINY[:4], "--batch_size", "32", *TINY[6:], "--ledger", "true"]  # two ranks: a global batch of 64, as in TINY
+LONG = [*TWO, "--epochs", "200"]
+CHECK = [sys.executable, str(ROOT / "tests" / "check_ledger.py"), "--samples", "256", "--global_batch", "64"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+
+
+def check_ledger(*folders):
+    done = subprocess.run([*CHECK, *map(str, folders)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def run_variant(job, folder, *options):
+    """A changed job from nothing, with the output in folder/out; returns the finished process, however it ended."""
+    script = [sys.executable, str(job), *map(str, options), "--output_dir", str(folder / "out")]
+    return subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def fork_ranks(job, folder, *options):
+    """The script `job` as two ranks without a parent, as a platform starts one process per GPU; returns the first of them."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return forked([job, *options, "--output_dir", folder / "out"], folder, *own)[0]
+
+
+def run_ranks(folder, *options):
+    """The DDP job to its good end, where nothing but what it leaves is looked at."""
+    done = fork_ranks(command("train_ddp")[1], folder, *options)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def children(process):
+    """The processes that this one has started."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def workers_of(pids):
+    """{rank: pid} of those processes that are workers."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError, KeyError):
+            env = dict(word.partition("=")[::2] for word in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+            found[int(env["RANK"])] = pid
+    return found

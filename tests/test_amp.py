@@ -1,0 +1,40 @@
+"""Half precision: the same bits after a restart, and bfloat16 where the hardware has it."""
+
+import types
+
+import pytest
+import torch
+
+from common import devices
+from tests.jobs import TINY, assert_same_bits, final_state, run_job
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_amp_resumed_in_mid_epoch_equals_the_uninterrupted_run(dtype, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, steps in ((whole, []), (parts, ["--max_steps", 2]), (parts, [])):
+        folder.mkdir(exist_ok=True)
+        run_job("train_amp", folder, *TINY, "--epochs", 1, "--amp_dtype", dtype, *steps)
+    assert_same_bits(final_state(whole), final_state(parts))
+
+
+@pytest.mark.parametrize(
+    "gpu, capability, expected",
+    [
+        ("V100", (7, 0), torch.float16),
+        ("T4", (7, 5), torch.float16),
+        ("P100", (6, 0), torch.float16),
+        ("A100", (8, 0), torch.bfloat16),
+        ("H200", (9, 0), torch.bfloat16),
+        ("L4", (8, 9), torch.bfloat16),
+    ],
+)
+def test_bfloat16_where_the_hardware_has_it(monkeypatch, gpu, capability, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(major=capability[0], name=gpu))
+    args = types.SimpleNamespace(amp_dtype=None)
+    assert devices.half_precision(args, torch.device("cuda")) == expected
+    assert devices.half_precision(types.SimpleNamespace(amp_dtype="float16"), torch.device("cuda")) == torch.float16
+    assert devices.half_precision(args, torch.device("cpu")) == torch.bfloat16

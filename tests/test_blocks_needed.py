@@ -1,0 +1,137 @@
+"""Each marked block is needed: without it the job fails, or a run of it is wrong in a way that is named here."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from launch import blocks
+from tests.jobs import ROOT, TINY, assert_same_bits, final_state, forked
+from tests.ranks import CHECK, TWO, fork_ranks, run_variant
+
+
+def without_block(path, number, folder):
+    """The job with its number-th code block taken out (the base's own lines restored), as a file that runs."""
+    base, found = blocks.read(path)
+    code = [block for block in found if block.code]
+    gone = code[number]
+    (folder / "jobs").mkdir()
+    for name in ("common", "datasets"):
+        (folder / name).symlink_to(ROOT / name)
+    job = folder / "jobs" / path.name
+    job.write_text("\n".join(blocks.apply(base, [block for block in found if block is not gone])))
+    return job
+
+
+DDP_FAILS = [
+    "unknown option --nproc_per_node|has no attribute|not defined",  # options
+    "2 processes were asked for but only this one runs",  # start_workers
+    "process group has not been initialized",  # join
+    "samples came twice",  # shard
+    "the tensors differ",  # wrap
+    "no learning rate",  # learning rate
+    "half of the test images",  # all_reduce
+]
+STARTING = 3  # the first of them make two ranks of the job; the others are left out of two that a platform has started
+
+
+def ddp_complaint(done, folder, reference):
+    """What is wrong with a two-rank run, the first thing of all that the intact job satisfies; None for the intact one."""
+    if done.returncode:
+        return done.stderr
+    ledger = subprocess.run([*CHECK, str(folder / "out")], capture_output=True, text=True)
+    if ledger.returncode:
+        return ledger.stdout
+    if "learning rate 0.2" not in done.stdout:
+        return "no learning rate"
+    if "256.0" not in (folder / "out" / "report.txt").read_text():
+        return "half of the test images"
+    try:
+        assert_same_bits(final_state(folder)["model"], final_state(reference)["model"])
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("number", range(len(DDP_FAILS)))
+def test_every_ddp_block_is_needed(number, two_ranks, tmp_path):
+    job = without_block(blocks.job_of("DDP"), number, tmp_path)
+    done = run_variant(job, tmp_path, *TWO, "--nproc_per_node", 2) if number < STARTING else fork_ranks(job, tmp_path, *TWO)
+    complaint = ddp_complaint(done, tmp_path, two_ranks[0])
+    assert complaint and re.search(DDP_FAILS[number], complaint), complaint
+
+
+def test_the_intact_ddp_job_has_none_of_these_faults_and_no_other_block(two_ranks):
+    done = subprocess.CompletedProcess([], 0, two_ranks[1], "")
+    assert ddp_complaint(done, *[two_ranks[0]] * 2) is None
+    assert len([block for block in blocks.read(blocks.job_of("DDP"))[1] if block.code]) == len(DDP_FAILS)
+
+
+def amp_complaint(done, folder):
+    """What is wrong with a float16 run of four steps."""
+    if done.returncode:
+        return done.stderr
+    state = torch.load(folder / "out" / "checkpoints" / "000000000256.pt", weights_only=True)
+    if "scaler" not in state:
+        return "the scale is not in the checkpoint"
+    if state["scaler"]["_growth_tracker"] != 4:
+        return "the scaler did not see 4 steps"
+    if "computed in half precision" not in done.stdout:
+        return "computed in full precision"
+    return None
+
+
+AMP_FAILS = [
+    "unknown option --amp_dtype|has no attribute 'amp_dtype'",
+    "name 'amp_dtype' is not defined|name 'scaler' is not defined",
+    "the scale is not in the checkpoint",
+    "computed in full precision",
+    "the scaler did not see 4 steps",
+]
+
+# The variant runs with a linear layer that says in which precision it computes.
+WATCH_PRECISION = """
+import runpy, sys, torch
+linear = torch.nn.Linear.forward
+def forward(self, x):
+    out = linear(self, x)
+    if out.dtype == torch.float16 and self.training:
+        print("computed in half precision")
+    return out
+torch.nn.Linear.forward = forward
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_watched(program, job, folder, *options):
+    """The job under another program, which runs it as its own."""
+    (folder / "watch.py").write_text(program)
+    return forked([folder / "watch.py", job, *TINY, *options, "--output_dir", folder / "out"], folder, {})[0]
+
+
+def run_amp(job, folder):
+    return run_watched(WATCH_PRECISION, job, folder, "--amp_dtype", "float16", "--epochs", 1)
+
+
+@pytest.mark.parametrize("number", range(len(AMP_FAILS)))
+def test_every_amp_block_is_needed(number, tmp_path):
+    job = without_block(blocks.job_of("AMP"), number, tmp_path)
+    complaint = amp_complaint(run_amp(job, tmp_path), tmp_path)
+    assert complaint and re.search(AMP_FAILS[number], complaint), complaint
+
+
+def test_the_intact_amp_job_has_none_of_these_faults_and_no_other_block(tmp_path):
+    assert amp_complaint(run_amp(blocks.job_of("AMP"), tmp_path), tmp_path) is None
+    assert len([block for block in blocks.read(blocks.job_of("AMP"))[1] if block.code]) == len(AMP_FAILS)
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_the_dp_block_is_needed(intact, tmp_path):
+    """Without a GPU DataParallel changes nothing, so the variant runs with one that says when it is used."""
+    watch = "import runpy, sys, torch\nclass Watched(torch.nn.DataParallel):\n    def forward(self, *x):\n        print('split over the GPUs'); return super().forward(*x)\n"
+    watch += "torch.nn.DataParallel = Watched\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    job = blocks.job_of("DP") if intact else without_block(blocks.job_of("DP"), 0, tmp_path)
+    done = run_watched(watch, job, tmp_path)
+    assert done.returncode == 0 and ("split over the GPUs" in done.stdout) == intact

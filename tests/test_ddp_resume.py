@@ -1,0 +1,80 @@
+"""The DDP job trains on the same samples at every size and after every stop, with the gradients of one process."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import gradients
+from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
+from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
+
+
+def test_resumed_at_another_size_no_sample_is_lost_or_repeated(tmp_path):
+    """4 ranks, killed in mid-epoch; 1 rank, stopped; 2 ranks to the end. The global batch stays that of the first start."""
+    four = [*TINY[:4], "--batch_size", "16", *TINY[6:], "--ledger", "true", "--save_steps", "1"]
+    process = start(tmp_path, *four, "--nproc_per_node", 4, job="train_ddp")
+    wait_for(saved(tmp_path, 64), process, "a checkpoint in mid-epoch")
+    process.kill()
+    process.wait()
+    done = run_job("train_ddp", tmp_path, *four, "--max_steps", 7)
+    assert "going on from" in done.stdout
+    assert "learning rate 0.4 for a global batch of 64" in done.stdout
+    run_ranks(tmp_path, *four)
+    check_ledger(tmp_path / "out")
+    refused = run_job("train_ddp", tmp_path, *four, "--epochs", 3, "--nproc_per_node", 3, check=2)
+    assert "a global batch of 64 does not divide among 3 ranks; use one of [1, 2, 4, 8, 16, 32, 64] ranks" in refused.stderr
+
+
+def test_killed_and_resumed_at_the_same_size_the_bits_are_the_same(two_ranks, tmp_path):
+    process = start(tmp_path, *TWO, "--save_steps", 1, "--nproc_per_node", 2, job="train_ddp")
+    wait_for(saved(tmp_path, 192), process, "a checkpoint in mid-epoch")
+    process.kill()
+    process.wait()
+    assert "going on from" in run_ranks(tmp_path, *TWO).stdout
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+    check_ledger(tmp_path / "out")
+
+
+def test_sigterm_saves_a_step_that_all_ranks_have_done(two_ranks, tmp_path):
+    process = start(tmp_path, *TWO, "--save_steps", 1, "--nproc_per_node", 2, job="train_ddp")
+    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(40) == 143, (tmp_path / "log").read_text()
+    assert "stopped by SIGTERM; saved after step" in (tmp_path / "log").read_text()
+    run_ranks(tmp_path, *TWO)
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+    check_ledger(tmp_path / "out")
+
+
+def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
+    log = open(tmp_path / "log", "w")  # noqa: SIM115
+    script = [*TORCHRUN, "29631", *command("train_ddp", *TWO, "--save_steps", 1, "--output_dir", tmp_path / "out")[1:]]
+    process = subprocess.Popen(script, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
+    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1  # torchrun's own
+    assert "stopped by SIGTERM; saved after step" in (tmp_path / "log").read_text()
+    run_ranks(tmp_path, *TWO)
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path):
+    """float64, to 1e-10: with BatchNorm in eval mode the whole batch at once, in train mode its W slices averaged."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), "--master_port", "29641"]
+    done = subprocess.run(
+        [*words, str(ROOT / "tests" / "gradients.py"), str(tmp_path / "ranks")],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = torch.load(tmp_path / "ranks", weights_only=True)
+    for mode in gradients.MODES:
+        assert len(ranks[mode]) == 62
+        for one, other in zip(ranks[mode], gradients.alone(mode, world_size)):
+            assert one.dtype == torch.float64 and torch.allclose(one, other, rtol=0, atol=1e-10)

@@ -1,0 +1,106 @@
+"""The DDP job, started in every way there is: by itself, by torch, by a platform, by its own words."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from common import arguments, world
+from launch import blocks, local
+from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
+from tests.ranks import TWO, check_ledger
+
+
+def test_two_processes_do_what_one_does_only_faster(two_ranks):
+    """Every sample once, one line per event, the learning rate stated, every test image counted once."""
+    folder, printed = two_ranks
+    check_ledger(folder / "out")
+    assert "rank 0 of 2" in printed and "learning rate 0.2 for a global batch of 64" in printed
+    assert printed.count("epoch=2/2 steps=8 accuracy=") == 1 and printed.count("done: ") == 1
+    report = (folder / "out" / "report.txt").read_text()
+    assert re.search(r"accuracy +0\.\d+ +256\.0", report), report
+    assert json.loads((folder / "out" / "checkpoints" / "000000000512.json").read_text())["world_size"] == 2
+
+
+def test_the_old_launcher_of_torch_in_its_new_form(two_ranks, tmp_path):
+    """With --use_env; without it, and torchrun, are commands of the how-to-start block."""
+    words = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "29623", "--use_env"]
+    run_job("train_ddp", tmp_path, *TWO, launcher=[sys.executable, *words])
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+
+
+def test_srun_starts_one_task_per_process(two_ranks, tmp_path):
+    """What srun sets for two tasks on one node."""
+    env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
+           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": "29624"}  # fmt: skip
+    script = [*command("train_ddp", *TWO), "--output_dir", str(tmp_path / "out")]
+    tasks = [
+        subprocess.Popen(script, cwd=tmp_path, env=environment(**env, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)))
+        for n in range(2)
+    ]
+    assert [task.wait(120) for task in tasks] == [0, 0]
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+
+
+@pytest.mark.parametrize("platform", local.PLATFORMS)
+@pytest.mark.parametrize("nodes", [1, 2, 12])
+def test_what_the_local_platform_injects_is_what_the_resolver_understands(platform, nodes):
+    for number in range(nodes):
+        injected, env = local.PLATFORMS[platform](number, nodes, 6666)
+        args = arguments.parse(arguments.parser(""), injected, {})
+        here = world.resolve(args, {**env, "NPROC_PER_NODE": "2"}, 0, "host")
+        assert (here.level, here.node_rank, here.num_nodes, here.world_size) == ("node", number, nodes, 2 * nodes)
+        assert nodes == 1 or (here.master_addr, here.master_port) == (local.HOST, 6666)
+
+
+@pytest.mark.parametrize("platform", ["modelarts", "pai-dlc"])
+def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platform):
+    script = [
+        sys.executable,
+        "-m",
+        "launch",
+        "local",
+        "--nodes",
+        "2",
+        "--platform",
+        platform,
+        str(ROOT / "jobs" / "train_ddp.py"),
+        "--",
+        *TWO,
+    ]
+    done = subprocess.run(
+        [*script, "--output_dir", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    assert ", platform torchrun (" not in done.stdout, "the workers know what their parent recognised"
+    assert "[node 1] node 1: starting rank 1 of 2" in done.stdout and "exit codes 0 0" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+
+
+@pytest.mark.parametrize("path", [blocks.job_of(tag) for tag in ("DP", "DDP", "AMP")], ids=lambda path: path.name)
+def test_the_commands_of_the_how_to_start_block_run(path, two_ranks, tmp_path):
+    """Those of DDP, one of them torchrun's and one the old launcher's, all end with the bits of the same two ranks."""
+    lines = [line.strip("# \n") for line in path.read_text().split("import os")[0].splitlines()]
+    commands = [
+        re.split(r"  +", line)[0] for line in lines if re.match(rf"(python|torchrun) .*{path.name}.*--custom_data true", line)
+    ]
+    several = path == blocks.job_of("DDP")
+    assert len(commands) == 3 if several else commands
+    for index, line in enumerate(commands):
+        (folder := tmp_path / str(index)).mkdir()
+        words = line.replace("torchrun", "python -m torch.distributed.run").split()
+        words = [
+            sys.executable if word == "python" else str(ROOT / word) if word.startswith("jobs/") else word for word in words
+        ]
+        script = [*words, *(TWO if several else [*TINY, "--epochs", "1"]), "--output_dir", str(folder / "out")]
+        done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (line, done.stderr)
+        if several:
+            assert_same_bits(final_state(folder), final_state(two_ranks[0]))

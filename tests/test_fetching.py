@@ -1,0 +1,191 @@
+"""Data from a bucket: fetched whole and verified or not at all, whatever the store does."""
+
+import hashlib
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from common import bucket, download, fast, fetched, storage
+from common import etag as etag_module
+from common.errors import TrainingFailed, UserError
+from tests.faultproxy import BODY_FAULTS, faults
+from tests.stores import BIG, MIB, SMALL, names_in, same
+
+pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
+
+
+def test_a_second_start_fetches_only_what_is_missing_or_changed(store, monkeypatch):
+    client = store.client()
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        folder = storage.fetch("s3://data/set")
+        assert folder == "input_dir/s3/data/set" and same(folder) and len(proxy.objects()) == 30
+        os.unlink(f"{folder}/0/3.bin")
+        with open(f"{folder}/0/4.bin", "a") as file:
+            file.write("x")
+        client.put_object(Bucket="data", Key="set/1/11.bin", Body=b"other")
+        client.put_object(Bucket="data", Key="set/9/new.bin", Body=b"new")
+        client.delete_object(Bucket="data", Key="set/2/22.bin")
+        (wanted := dict(SMALL)).pop("set/2/22.bin")
+        wanted.update({"set/1/11.bin": b"other", "set/9/new.bin": b"new"})
+        storage.fetch("s3://data/set")
+        assert same(folder, wanted), "what is gone in the bucket is gone in the folder"
+        assert sorted(request.path for request in proxy.objects()[30:]) == [
+            "/data/set/0/3.bin", "/data/set/0/4.bin", "/data/set/1/11.bin", "/data/set/9/new.bin"
+        ]  # fmt: skip
+        storage.fetch("s3://data/set")
+        assert len(proxy.objects()) == 34
+    client.delete_object(Bucket="data", Key="set/9/new.bin")
+    for key in ("set/1/11.bin", "set/2/22.bin"):
+        client.put_object(Bucket="data", Key=key, Body=SMALL[key])
+
+
+def test_one_object_a_whole_bucket_and_parts_of_any_size(store, monkeypatch, tmp_path):
+    client = store.client()
+    client.create_bucket(Bucket="whole")
+    client.put_object(Bucket="whole", Key="a/empty", Body=b"")
+    client.put_object(Bucket="whole", Key="a/folder/", Body=b"")
+    client.put_object(Bucket="whole", Key="a/ü and\u2009space?#%41", Body=b"odd")
+    (tmp_path / "big").write_bytes(BIG)
+    storage.publish(str(tmp_path / "big"), "s3://whole/in/parts")
+    assert client.head_object(Bucket="whole", Key="in/parts")["ETag"].strip('"').endswith("-2")
+    folder = storage.fetch("s3://whole", say=(said := []).append)
+    assert names_in(folder) == ["empty", "parts", "ü and\u2009space?#%41"]
+    assert Path(f"{folder}/in/parts").read_bytes() == BIG
+    assert said[-1].endswith("all verified"), said
+    assert Path(storage.fetch("s3://data/big/one", "elsewhere") + "/one").read_bytes() == BIG
+
+
+def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        proxy.plan = lambda request: "denied" if request.headers.get("Range", "").startswith("bytes=16") else None
+        with pytest.raises(UserError, match="403 AccessDenied"):
+            storage.fetch("s3://data/big", "got")
+        assert names_in("got") == ["one.part", "one.part.json"]
+        before, proxy.plan = len(proxy.objects()), lambda request: None
+        storage.fetch("s3://data/big", "got")
+        assert len(proxy.objects()) == before + 1, "only the part that was missing"
+    assert Path("got/one").read_bytes() == BIG and names_in("got") == ["one"]
+
+
+@pytest.mark.parametrize("prefix", ["set", "big"])
+@pytest.mark.parametrize("fault", [*BODY_FAULTS, "503", "500", "429"])
+def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
+    """The first answers for every object are broken; a stall is noticed within 15 s."""
+    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(bucket, "READ_SECONDS", 1)
+    monkeypatch.setattr(fast, "READ_SECONDS", 1)
+    seen = set()
+
+    def plan(request):
+        first = request.is_object and (request.path, request.headers.get("Range")) not in seen
+        seen.add((request.path, request.headers.get("Range")))
+        return fault if first and (fault != "stall" or len(seen) % 3 == 1) else None
+
+    with faults(store, plan, monkeypatch) as proxy:
+        storage.fetch(f"s3://data/{prefix}", "got")
+        assert sum(request.fault == fault for request in proxy.log) > 0
+    assert same("got") if prefix == "set" else Path("got/one").read_bytes() == BIG
+
+
+@pytest.mark.parametrize("fault", ["flip", "short"])
+@pytest.mark.parametrize("key", ["set/0/1.bin", "big/one"])
+def test_an_object_that_always_arrives_damaged_is_refused(store, monkeypatch, fault, key):
+    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.06)
+    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 3)
+    monkeypatch.setattr(download, "PATIENCE_SECONDS", 3)
+    refused = pytest.raises(TrainingFailed, match=r"damaged there or on the way|no good answer for 3 s")
+    with faults(store, lambda request: fault if request.is_object else None, monkeypatch), refused:
+        storage.fetch(f"s3://data/{key}", "got")
+    assert not [name for name in names_in("got") if not re.search(r"\.part(\.json)?$", name)]
+
+
+@pytest.mark.parametrize("key", ["swap/small", "swap/large", "swap/grown", "swap/shrunk"])
+def test_an_object_replaced_during_the_download_is_fetched_as_it_is_now(store, monkeypatch, key):
+    client, little, other = store.client(), b"little" * 9, BIG[::-1] + b"x"
+    old = {"small": b"old", "large": BIG, "grown": little, "shrunk": BIG}
+    new = {"small": b"newer", "large": other, "grown": BIG, "shrunk": little}
+    kind = key.split("/")[1]
+    client.put_object(Bucket="data", Key=key, Body=old[kind])
+    replaced = threading.Lock()
+
+    def plan(request):
+        if request.is_object and replaced.acquire(blocking=False):
+            client.put_object(Bucket="data", Key=key, Body=new[kind])
+
+    with faults(store, plan, monkeypatch):
+        storage.fetch(f"s3://data/{key}", "got")
+    assert Path(f"got/{kind}").read_bytes() == new[kind] and names_in("got") == [kind]
+
+
+def test_one_refusal_among_many_large_objects_ends_the_fetch(store, monkeypatch):
+    """With parts of the others waiting for their turn."""
+    monkeypatch.setattr(download, "PART", 65536)
+    for number in range(6):
+        store.client().put_object(Bucket="data", Key=f"many/{number}", Body=BIG[: 4 * MIB])
+    begun = time.monotonic()
+    refused = pytest.raises(UserError, match="403 AccessDenied")
+    with (
+        faults(store, lambda request: "denied" if request.is_object and request.path.endswith("3") else None, monkeypatch),
+        refused,
+    ):
+        storage.fetch("s3://data/many", "got")
+    assert time.monotonic() - begun < 20
+
+
+def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkeypatch):
+    parts, real = fetched.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, place: real(file, bytes(content[:700]), place))
+    parts.write(0, bytes(range(250)) * 20)
+    assert (tmp_path / "x.part").read_bytes() == bytes(range(250)) * 20
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/x, for s3://data/set, cannot be written to: Not a directory"):
+        storage.fetch("s3://data/set", str(tmp_path / "file/x"))
+
+
+def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatch, tmp_path):
+    """An ETag that is no MD5, and parts of a size that nobody uses."""
+    for etag, size in (("0x8DCA", 5), ("0" * 32 + "-3", 17)):
+        hasher = etag_module.Hasher(bucket.Item("k", size, etag).digest, size, size)
+        hasher.update(b"x" * size)
+        assert hasher.right() is None
+    content = os.urandom(25 * MIB)
+    parts = b"".join(hashlib.md5(content[begin : begin + 10 * MIB]).digest() for begin in range(0, len(content), 10 * MIB))
+    etag = hashlib.md5(parts).hexdigest() + "-3"
+    for part_size, right in ((10 * MIB, True), (9 * MIB, False)):
+        hasher = etag_module.Hasher(etag, len(content), part_size)
+        for begin in range(0, len(content), 8 * MIB):
+            hasher.update(content[begin : begin + 8 * MIB])
+        assert hasher.right() is right
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        (["../x"], "cannot be the name of a file"),
+        (["a//b"], "cannot be the name of a file"),
+        (["a", "a/b"], "is an object and a folder"),
+        ([".fetched.jsonl"], "cannot be the name of a file"),
+    ],
+)
+def test_names_that_lead_elsewhere_are_refused(keys, words):
+    place = bucket.Bucket("s3://data/p")
+    with pytest.raises(UserError, match=words):
+        download._named(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
+
+
+def test_a_full_disk_is_known_before_the_first_byte(store, monkeypatch):
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*real(path)[:3], 100, 100, *real(path)[5:]]))
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        with pytest.raises(
+            UserError, match=r"0 MiB free, 20 MiB are to be fetched: start the job in a folder on a larger disk"
+        ):
+            storage.fetch("s3://data/big", "got")
+        assert proxy.objects() == []

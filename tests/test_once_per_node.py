@@ -1,0 +1,164 @@
+"""Data come once per node, and nobody goes on before all have theirs."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from common import lease, storage
+from tests.faultproxy import faults
+from tests.jobs import ROOT, TINY, command, environment, lock_holders, wait_for
+from tests.stores import same, store_environment
+
+pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
+
+
+# A process of a node: fetches, and says when it is the one who does.
+FETCHER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from common import lease, storage
+print("done", os.path.getsize(os.path.join(storage.fetch("s3://data/set"), "2/29.bin")))
+"""
+
+
+def start_fetchers(count, folder, **env):
+    words = [sys.executable, "-c", FETCHER, str(ROOT)]
+    return [
+        subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environment(**store_environment(), **env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kills", [0, 2])
+def test_eight_ranks_fetch_once_also_when_the_one_that_fetches_is_killed(store, monkeypatch, tmp_path, kills):
+    """Whoever asks for an object is the owner; it is killed in the middle. A lock file of an earlier container is there."""
+    (tmp_path / "input_dir/s3/data/set").mkdir(parents=True)
+    (tmp_path / "input_dir/s3/data/set/.fetch.lock").write_text('{"state": "working", "at": 1e12}')
+    killed, processes, lock = [], [], threading.Lock()
+
+    def plan(request):
+        with lock:
+            if request.is_object and len(killed) < kills and request.path not in killed:
+                pids = lock_holders(tmp_path / "input_dir/s3/data/set/.fetch.lock")
+                for owner in [process for process in processes if process.pid in pids and process.poll() is None]:
+                    killed.append(request.path)
+                    owner.kill()
+                    owner.wait()
+
+    with faults(store, plan, monkeypatch) as proxy:
+        processes += start_fetchers(8, tmp_path)
+        texts = [process.communicate(timeout=120)[0] for process in processes]
+        assert len(killed) == kills
+        assert sorted(process.returncode for process in processes) == [-9] * kills + [0] * (8 - kills), texts
+        assert same("input_dir/s3/data/set")
+        if not kills:
+            assert len(proxy.objects()) == 30
+
+
+def test_a_failure_is_told_to_those_who_wait_and_not_to_a_later_start(store, monkeypatch, tmp_path):
+    gate = threading.Event()
+
+    def plan(request):
+        if "prefix" in request.query:
+            gate.wait(60)
+            return "denied"
+
+    with faults(store, plan, monkeypatch) as proxy:
+        processes = start_fetchers(4, tmp_path)
+        lock_file = tmp_path / "input_dir/s3/data/set/.fetch.lock"
+        wait_for(lambda: lock_file.exists() and len(waiting_on(lock_file)) == 4, processes[0], "four processes at the lease")
+        begun = time.monotonic()
+        gate.set()
+        texts = [process.communicate(timeout=60)[0] for process in processes]
+        assert time.monotonic() - begun < 5
+        assert all("403 AccessDenied" in text for text in texts), texts
+        assert len(proxy.log) == 1, "nobody else asked"
+        proxy.plan = lambda request: None
+        assert same(storage.fetch("s3://data/set"))
+
+
+@pytest.mark.parametrize("state", ["failed", "done"])
+def test_what_was_said_before_is_not_believed(tmp_path, state):
+    """Of an earlier start, of the time before a reboot, or of another machine that has the same disk."""
+    (tmp_path / "x.lock").write_text(json.dumps({"state": state, "text": "old", "at": 1e12, "boot": "another"}))
+    done = []
+    lease.once_per_node(str(tmp_path / "x"), lambda held: done.append(1))
+    assert done == [1]
+
+
+def waiting_on(lock_file):
+    """The processes that have the lease's file open."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        if str(lock_file) in links:
+            found.append(int(pid))
+    return found
+
+
+def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeypatch, tmp_path):
+    done = []
+
+    def work(held):
+        done.append(1)
+        ready.wait(30)
+
+    ready, path = threading.Event(), str(tmp_path / "x")
+    threads = [threading.Thread(target=lease.once_per_node, args=(path, work)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while (
+        len(
+            [
+                fd
+                for fd in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}") == f"{path}.lock"
+            ]
+        )
+        < 3
+    ):
+        time.sleep(0.01)
+    ready.set()
+    for thread in threads:
+        thread.join()
+    assert done == [1]
+
+
+def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collective(store, tmp_path):
+    """Two nodes; the second one's key is wrong. Under the job's own parents and under torchrun."""
+    port = 29671
+    for launcher in ("ours", "torchrun"):
+        nodes = []
+        for rank in range(2):
+            folder = tmp_path / f"{launcher}{rank}"
+            folder.mkdir()
+            options = [*TINY[2:], "--custom_data", "false", "--data_url", "s3://data/cifar", "--output_dir", folder / "out"]
+            script = command("train_ddp", *options)
+            if launcher == "ours":
+                script += ["--init_method", f"tcp://127.0.0.1:{port}", "--rank", str(rank), "--world_size", "2"]
+            else:
+                words = ["--nnodes", "2", "--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", str(port)]
+                script = [sys.executable, "-m", "torch.distributed.run", *words, *script[1:]]
+            env = environment(**{**store_environment(), **({"AWS_SECRET_ACCESS_KEY": "wrong"} if rank else {})})
+            nodes.append(
+                subprocess.Popen(script, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        texts = [node.communicate(timeout=90)[0] for node in nodes]
+        assert all(node.returncode for node in nodes)
+        assert all("403 SignatureDoesNotMatch: the secret key does not belong" in text for text in texts), texts
+        port += 1

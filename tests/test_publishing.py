@@ -1,0 +1,215 @@
+"""Results in a bucket: published while the training goes on, and a run that starts again from there."""
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+
+from common import bucket, checkpoint, publisher, storage
+from common.errors import TrainingFailed, UserError
+from tests.faultproxy import faults
+from tests.jobs import TINY, assert_same_bits, command, environment, final_state, run_forked, wait_for
+from tests.stores import remote_names, store_environment
+
+pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
+
+
+def run_here(folder, url, *options, check=0, **env):
+    """The base job in `folder` with its output in a bucket; returns the finished process, its exit code asserted."""
+    folder.mkdir(exist_ok=True)
+    script = command("train", *TINY, *options, "--output_dir", url)
+    env = {**store_environment(), **env}
+    if not check:
+        return run_forked(script[1:], folder, env)
+    done = subprocess.run(script, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120)
+    assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch, tmp_path):
+    """In the order of the requests every manifest follows its file, and what is no longer kept loses its manifest first."""
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        done = run_here(tmp_path, "s3://data/runs/one", "--epochs", 4, "--save_steps", 1)
+        assert "published to s3://data/runs/one" in done.stdout, done.stdout + done.stderr
+    there = set()
+    for request in proxy.log:
+        match = re.search(r"/checkpoints/(\d{12})\.(pt|json)$", request.path)
+        if match and request.method == "PUT":
+            assert match[2] == "pt" or f"{match[1]}.pt" in there, request
+            there.add(f"{match[1]}.{match[2]}")
+        if match and request.method == "DELETE":
+            assert match[2] == "json" or f"{match[1]}.json" not in there, request
+            there.discard(f"{match[1]}.{match[2]}")
+    local = tmp_path / "output_dir/s3/data/runs/one"
+    files = [os.path.relpath(os.path.join(where, name), local) for where, _, names in os.walk(local) for name in names]
+    assert remote_names(store, "runs/one/") == sorted(name for name in files if not os.path.basename(name).startswith("."))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_on_an_empty_disk_the_run_goes_on_from_the_bucket_to_the_same_bits(store, untouched, tmp_path, how):
+    first, second, url = tmp_path / "first", tmp_path / "second", f"s3://data/runs/{how.name}"
+    whole, _printed = untouched("train", *TINY, "--epochs", 12)
+    first.mkdir()
+    options = ["--epochs", 12, "--save_steps", 1]
+    script, env = command("train", *TINY, *options, "--output_dir", url), environment(**store_environment())
+    process = subprocess.Popen(script, cwd=first, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(
+        lambda: any(name.endswith(".json") for name in remote_names(store, f"runs/{how.name}/")),
+        process,
+        "a checkpoint in the bucket",
+    )
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143}[how], errors
+    done = run_here(second, url, *options)
+    assert "fetched checkpoint" in done.stdout and "going on from" in done.stdout, done.stdout + done.stderr
+    assert_same_bits(final_state(second, f"output_dir/s3/data/runs/{how.name}"), final_state(whole))
+    assert remote_names(store, f"runs/{how.name}/metrics") == [".jsonl"]
+
+
+def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_used(store, tmp_path):
+    for epochs in (2, 3):
+        done = run_here(tmp_path / str(epochs), "s3://data/runs/damaged", "--epochs", epochs)
+        names = [name for name in remote_names(store, "runs/damaged/checkpoints/") if name.endswith(".pt")]
+        store.client().put_object(Bucket="data", Key=f"runs/damaged/checkpoints/{names[-1]}", Body=b"damaged")
+    assert re.search(r"warning: checkpoint \S+000000000512.pt is damaged", done.stdout), done.stdout
+    assert "going on from" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
+
+
+def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, tmp_path):
+    store.client().put_object(Bucket="data", Key="runs/fresh/notes.txt", Body=b"mine")
+    url, never = "s3://data/runs/fresh", ["--resume", "never"]
+    run_here(tmp_path / "a", url)
+    refused = run_here(tmp_path / "b", url, *never, check=2)
+    assert "s3://data/runs/fresh holds a run and --resume is never" in refused.stderr
+    run_here(tmp_path / "c", url, *never, "--overwrite", "true", "--epochs", 1)
+    names = remote_names(store, "runs/fresh/")
+    assert "notes.txt" in names and "epoch_1.pth" in names and "epoch_2.pth" not in names
+
+
+def test_a_restart_on_an_empty_disk_goes_on_also_with_resume_never(store, tmp_path):
+    """The platform gives the same command again; what it asked for was done the first time."""
+    url, fresh = "s3://data/runs/again", ["--resume", "never", "--overwrite", "true"]
+    run_here(tmp_path / "first", url, *fresh)
+    done = run_here(tmp_path / "second", url, *fresh, "--epochs", 3, MA_SCHEDULE_CNT="2")
+    assert "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_the_disk_has_beyond_the_bucket_is_kept_and_another_run_refused(store, tmp_path):
+    """The store was away for the last saves; then somebody put another run into the bucket."""
+    client, prefix, url = store.client(), "runs/here/", "s3://data/runs/here"
+    run_here(tmp_path, url, "--epochs", 3)
+    for name in remote_names(store, prefix):
+        if "0768" in name or "0512" in name:
+            client.delete_object(Bucket="data", Key=prefix + name)
+    client.put_object(Bucket="data", Key=prefix + "checkpoints/000000000256.json", Body=(manifest := local_manifest(tmp_path)))
+    done = run_here(tmp_path, url, "--epochs", 4)
+    assert "000000000768.pt: epoch 4" in done.stdout, done.stdout + done.stderr
+    number = remote_names(store, prefix + "checkpoints/")[-1]
+    client.put_object(
+        Bucket="data",
+        Key=prefix + "checkpoints/" + number.replace(".pt", ".json"),
+        Body=manifest.replace(b'"run": "', b'"run": "x'),
+    )
+    done = run_here(tmp_path, url, "--epochs", 5, check=2)
+    assert "holds another run than s3://data/runs/here" in done.stderr, done.stderr
+
+
+def local_manifest(tmp_path):
+    return (tmp_path / "output_dir/s3/data/runs/here/checkpoints/000000000768.json").read_bytes()
+
+
+def test_a_refusal_is_not_taken_for_damage(store, tmp_path, monkeypatch):
+    url = "s3://data/runs/refused"
+    run_here(tmp_path / "a", url)
+    with faults(store, lambda request: "denied" if request.path.endswith(".pt") else None, monkeypatch):
+        done = run_here(tmp_path / "b", url, check=2)
+    assert "403 AccessDenied" in done.stderr and "damaged" not in done.stdout + done.stderr
+    done = run_here(tmp_path / "b", "s3://data/runs/next", "--resume", f"{url}/checkpoints/000000000512.pt", "--epochs", 3)
+    assert "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
+
+
+def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
+    ours = [
+        "checkpoints/000000000512.pt",
+        "checkpoints/000000000512.json",
+        "epoch_3.pth",
+        "tensorboard/events.out.tfevents.1.host",
+    ]
+    theirs = [
+        "checkpoints/pretrained.pt",
+        "checkpoints/other/000000000512.json",
+        "epoch_best/x.pth",
+        "tensorboard/x/events.out.tfevents.1",
+    ]
+    assert [name for name in ours + theirs if checkpoint.LEFT_BY_A_RUN.fullmatch(name)] == ours
+    client = store.client()
+    for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
+        client.create_multipart_upload(Bucket="data", Key=key)
+    (tmp_path / "checkpoints").mkdir()
+    publishing = publisher.Publisher(str(tmp_path), "s3://data/up")
+    publishing.start()
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="data", Prefix="up/").get("Uploads", [])]
+    assert left == ["up/team/file"], "uploads of others go on"
+    for number in (1, 2):
+        (tmp_path / f"checkpoints/{number:012d}.pt").write_text("x")
+        (tmp_path / f"checkpoints/{number:012d}.json").write_text("{}")
+    publishing.saved(lambda names: [name for name in names if "000002" in name])  # as it was known before the second was there
+    publishing.finish()
+    assert len(remote_names(store, "up/checkpoints/")) == 4, "what is in the folder stays in the bucket"
+
+
+def test_a_run_that_fails_still_publishes_what_it_has(store, tmp_path):
+    done = run_here(tmp_path, "s3://data/runs/nan", "--lr", "1e30", "--save_steps", 1, "--epochs", 9, check=1)
+    assert "error: " in done.stderr
+    local = tmp_path / "output_dir/s3/data/runs/nan/checkpoints"
+    assert remote_names(store, "runs/nan/checkpoints/") == sorted(
+        name for name in os.listdir(local) if not name.startswith(".")
+    )
+
+
+def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_results_here(store, monkeypatch, tmp_path):
+    done = run_here(tmp_path, "s3://nowhere/run", check=2)
+    assert "404 NoSuchBucket" in done.stderr and len(done.stderr.splitlines()) == 1
+    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.1)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/metrics.jsonl").write_text("{}")
+    said = []
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        publishing = publisher.Publisher(str(tmp_path / "results"), "s3://data/lost", said.append)
+        publishing.start()
+        proxy.plan = lambda request: "503"
+        with pytest.raises(TrainingFailed, match="no good answer for 1 s, the last was: 503 SlowDown"):
+            publishing.finish(1)
+        proxy.plan = lambda request: None
+        publishing.finish(1)
+    assert remote_names(store, "lost/") == ["metrics.jsonl"]
+
+
+def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypatch, tmp_path):
+    """The other ranks hear of it only afterwards."""
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        publishing = publisher.Publisher(str(tmp_path), "s3://data/slow")
+        publishing.start()
+        proxy.plan = lambda request: "503"
+        with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
+            publishing.finish(60, at_most=0.5)
+
+
+def test_a_wrong_body_is_refused_by_the_store(store):
+    """The store compares what it got with Content-MD5, so damage on the way up is noticed there."""
+    place = bucket.Bucket("s3://data/x")
+    with pytest.raises((UserError, TrainingFailed)):
+        place.ask("put_object", "x", bucket.Patience(0), Body=b"other", ContentMD5="mgNkuembtIDdJeHwKEyFVQ==")
+
+
+def test_a_local_path_is_used_where_it_is_and_published_atomically(tmp_path):
+    (tmp_path / "a").write_text("1")
+    assert storage.fetch(str(tmp_path)) == str(tmp_path)
+    storage.publish(str(tmp_path / "a"), str(tmp_path / "b/c"))
+    assert (tmp_path / "b/c").read_text() == "1" and os.listdir(tmp_path / "b") == ["c"]
+    with pytest.raises(UserError, match="only a folder or s3://, obs://, oss:// can be written to"):
+        storage.publish(str(tmp_path / "a"), "https://example.com/x")
