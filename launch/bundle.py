@@ -25,7 +25,7 @@ LOADER = "launch/bundled.py"
 # The line by which a job finds the repository, and what stands for it in a bundle.
 FINDS_THE_REPOSITORY = re.compile(r"^sys\.path\.insert\(0, .*$", re.MULTILINE)
 FINDS_ITSELF = (  # fmt: skip
-    "exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {} ')[1].split(\"'''\")[1]); ".format(LOADER) +
+    f"exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1]); " +
     "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
 )  # fmt: skip
 

@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import UserError
 from launch import bundle
-from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_job
-from tests.test_train import SMALLER, saved, wait_for
+from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_job, saved, wait_for
+from tests.test_train import SMALLER
 
 JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
 
