@@ -1,5 +1,6 @@
 """What stands between the batches and the network: the thread that works ahead, the phases of the log, memory over epochs."""
 
+import contextlib
 import os
 import threading
 
@@ -9,11 +10,12 @@ import torch
 from PIL import Image
 
 from common import phases
-from datasets import imagenet, packed, tree
+from datasets import imagenet, kspeed, packed, tree
 from datasets.facade import Dataset, resident_bytes
 from datasets.loader import DeviceLoader, ahead
 from datasets.sampler import EpochSampler
 from launch import pack
+from tests.memcached import Memcached
 
 CPU = torch.device("cpu")
 
@@ -186,14 +188,29 @@ def test_clearing_memory_says_what_it_gave_back(folder, tmp_path, monkeypatch, c
 EPOCHS, SETTLED = 50, 10
 
 
-@pytest.mark.parametrize("backend", ["pytorch", "dali-cpu", "packed"])
-def test_memory_is_flat_over_50_epochs(folder, tmp_path, monkeypatch, backend):
-    """The most that is resident in any of the last 25 epochs is what it was after the first ten, but for a few MiB."""
+@pytest.fixture
+def sources(folder, tmp_path, monkeypatch):
+    """{backend: what its photographs are read from}, each made when it is asked for."""
     monkeypatch.chdir(tmp_path)
-    if backend == "packed":
+
+    def of_a_pack():
         pack.main([str(folder), str(tmp_path / "pack")])
-    files = packed.load(str(tmp_path / "pack"), "train") if backend == "packed" else tree.load(str(folder / "train"))
-    data = imagenet.Photos(files, 64, True, seed=0)
+        return packed.load(str(tmp_path / "pack"), "train")
+
+    with contextlib.ExitStack() as stack:
+
+        def cached():
+            server = stack.enter_context(Memcached())
+            return kspeed.through_cache(tree.load(str(folder / "train")), server.address)
+
+        files = lambda: tree.load(str(folder / "train"))  # noqa: E731
+        yield {"pytorch": files, "dali-cpu": files, "packed": of_a_pack, "kspeed": cached, "dali-kspeed": cached}
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "dali-cpu", "packed", "kspeed", "dali-kspeed"])
+def test_memory_is_flat_over_50_epochs(sources, backend):
+    """The most that is resident in any of the last 25 epochs is what it was after the first ten, but for a few MiB."""
+    data = imagenet.Photos(sources[backend](), 64, True, seed=0)
     sampler = EpochSampler(len(data), 10, seed=0)
     loader = imagenet.loader(data, sampler, CPU, 0, backend)
     resident = []
