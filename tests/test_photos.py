@@ -3,6 +3,8 @@
 import io
 import os
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import torchvision
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from datasets import crops, imagenet, photos, tree
+from datasets import crops, imagenet, packed, photos, tree
 from datasets.sampler import EpochSampler, InOrder
+from launch import pack
 
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "imagenet"
 
@@ -306,13 +309,13 @@ def many(tmp_path, monkeypatch):
     return tmp_path / "train"
 
 
-def assert_close(some, others):
+def assert_close(some, others, tolerance=TOLERANCE):
     """Equal labels, and pixels that differ as two decoders and two resizes do; special pictures come from the same decoder."""
     std = torch.tensor(imagenet.STD).view(3, 1, 1)
     assert some.keys() == others.keys()
     for number, (image, label) in some.items():
         assert label == others[number][1]
-        assert ((image - others[number][0]).abs() * std * 255).mean() < TOLERANCE, number
+        assert ((image - others[number][0]).abs() * std * 255).mean() < tolerance, number
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -383,19 +386,40 @@ def test_fewer_samples_come_from_all_over_the_classes(folder):
     assert torch.equal(images, again) and images.shape == (8, 3, 16, 16) and labels.max() < 10
 
 
-@pytest.mark.skipif(not REAL.parent.exists(), reason="the real photographs are not beside the project")
-def test_the_pixels_of_real_photographs(tmp_path):
-    import subprocess
-    import sys
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The real photographs, 240 to train and 60 to evaluate, where they are beside the project."""
+    if not REAL.parent.exists():
+        pytest.skip("the real photographs are not beside the project")
+    folder = tmp_path_factory.mktemp("real")
+    subprocess.run([sys.executable, str(REAL.parent / "make_data.py"), str(folder)], check=True, capture_output=True)
+    return folder / "imagenet"
 
-    subprocess.run([sys.executable, str(REAL.parent / "make_data.py"), str(tmp_path)], check=True, capture_output=True)
-    found = tree.load(str(tmp_path / "imagenet" / "train"), str(tmp_path))
+
+def test_the_pixels_of_real_photographs(real, tmp_path):
+    found = tree.load(str(real / "train"), str(tmp_path))
     differences = []
     for number in range(0, len(found), 6):
         windows, flips = crops.random_windows(np.array([number]), [found.widths[number]], [found.heights[number]], 0, 0)
-        content = Path(found.path(number)).read_bytes()
-        mine = photos.train_picture(content, found.special[number], windows[0], flips[0], 224)
+        mine = photos.train_picture(found.read(number), found.special[number], windows[0], flips[0], 224)
         differences.append(
             difference(mine, reference_crop(Image.open(found.path(number)).convert("RGB"), windows[0], flips[0], 224))
         )
     assert np.mean(differences) < 0.1 and max(differences) < TOLERANCE
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_every_backend_gives_the_same_of_real_photographs(real, tmp_path, monkeypatch, split):
+    monkeypatch.chdir(tmp_path)
+    train = split == "train"
+    sampler = (lambda count: shard(count, 40, 0, 1)) if train else (lambda count: InOrder(count, 40))
+    ours, order = images_of(real / split, sampler, train)
+    assert len(order) == (240 if train else 60)
+    theirs, their_order = images_of(real / split, sampler, train, workers=1, backend="dali-cpu")
+    assert their_order == order
+    assert_close(theirs, ours, 2 * TOLERANCE)  # each may be so far from torchvision's
+    pack.main([str(real), str(tmp_path / "pack")])
+    monkeypatch.setattr(tree, "load", lambda folder: packed.load(str(tmp_path / "pack"), split))
+    theirs, their_order = images_of(real / split, sampler, train, backend="packed")
+    assert their_order == order
+    assert_equal(theirs, ours)
