@@ -41,7 +41,12 @@ def loader_workers(args):
     """--workers, or this node's cores divided among its ranks."""
     if args.workers is not None:
         return args.workers
-    return max(1, len(os.sched_getaffinity(0)) // world.here(args).local_world_size)
+    return max(1, cores() // world.here(args).local_world_size)
+
+
+def cores():
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def describe(device):

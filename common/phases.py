@@ -4,8 +4,9 @@ The host's clock tells the first and the last. On a GPU the moving goes on besid
 there the three may add up to more than everything; what they lack is saving and the log itself.
 """
 
-import os
 import time
+
+from common import devices
 
 LINE_SECONDS = 5
 PHASES = ("waiting_for_data", "transfer", "compute")
@@ -86,7 +87,7 @@ def advice(args, waiting, ranks_here):
     backend = getattr(args, "data_backend", None)
     if backend in (None, "synthetic", "syntetic") or waiting < STARVED:
         return None
-    cores = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    cores = max(1, devices.cores() // ranks_here)
     remedies = []
     if args.workers < cores:
         remedies.append(f"--workers {cores} (this node has so many cores for each rank; now {args.workers})")

@@ -6,12 +6,12 @@ make, or with a picture that other decoders read differently, comes from Pillow 
 """
 
 import ctypes
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from common import devices
 from common.errors import UserError, one_line
 from datasets import cifar10, photos
 from datasets.augment import PADDING, crops_and_flips
@@ -27,7 +27,7 @@ class DaliBatches:
         _need_dali()
         self.sampler, self.device = sampler, device
         self._data, self._on_gpu = data_set, decode_on_gpu
-        self._threads = workers or len(os.sched_getaffinity(0))
+        self._threads = workers or devices.cores()
 
     def __iter__(self):
         try:

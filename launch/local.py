@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 
+from common import devices
 from common.network import free_port
 
 HOST = "127.0.0.1"
@@ -74,7 +75,7 @@ def start(options, node, port):
     injected, env = PLATFORMS[options.platform](node, options.nodes, port)
     if options.procs:
         env["NPROC_PER_NODE"] = str(options.procs)
-    cores = len(os.sched_getaffinity(0)) // (options.nodes * (options.procs or 1))  # all nodes share this machine's
+    cores = devices.cores() // (options.nodes * (options.procs or 1))  # all nodes share this machine's
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores))
     command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
