@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import UserError
 from launch import bundle
-from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_job, saved, wait_for
+from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
 from tests.test_train import SMALLER
 
 JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
@@ -74,7 +74,8 @@ def test_the_same_sources_give_the_same_bytes_and_others_another_digest(tmp_path
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name not in ("train.py", "train_ddp.py")])
 def test_every_job_runs_alone_in_an_empty_folder(empty, name):
-    done = started(empty, write(empty, name), *TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1)
+    options = [*TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1, "--output_dir", empty / "out"]
+    done = run_forked([write(empty, name), *options], empty)
     assert "done: " in done.stdout and os.listdir(empty / "out" / "checkpoints")
 
 
