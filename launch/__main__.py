@@ -8,6 +8,7 @@ VERBS = {
     "bundle": "a job as one file, or as a folder, for a training console",
     "pack": "photographs as large files, for a bucket or a slow disk",
     "kspeed": "fill the shared sample cache before a job, look at it, empty it",
+    "submit": "send a job to ModelArts, PAI-DLC, SageMaker, Kubernetes or SLURM, or run the same here",
     "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",
 }
 

@@ -1,0 +1,44 @@
+"""The first program in a SageMaker container: it says where the job is as SageMaker's toolkit would, and becomes the job.
+
+    python boot_sagemaker.py jobs/train_ddp.py
+
+It is uploaded beside the job's folders and uses none of them, because what the job needs is only now installed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+
+def environment(base, hosts, environ):
+    """The variables by which the job finds its nodes and folders; the code is no data, and has none."""
+    named = {
+        "SM_HOSTS": json.dumps(hosts["hosts"]),
+        "SM_CURRENT_HOST": hosts["current_host"],
+        "SM_MODEL_DIR": f"{base}/model",
+        "SM_OUTPUT_DATA_DIR": f"{base}/output/data",
+    }
+    data = f"{base}/input/data"
+    for channel in sorted(os.listdir(data)) if os.path.isdir(data) else []:
+        if channel != "code" and os.path.isdir(f"{data}/{channel}"):
+            named[f"SM_CHANNEL_{channel.upper()}"] = f"{data}/{channel}"
+    return {**named, **environ}
+
+
+def main():
+    code, base = os.path.dirname(os.path.abspath(__file__)), os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")
+    told = {}
+    for name in ("resourceconfig", "hyperparameters"):
+        with open(f"{base}/input/config/{name}.json") as file:
+            told[name] = json.load(file)
+    requirements = os.path.join(code, "requirements.txt")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", requirements], check=True)
+    options = [word for name, value in told["hyperparameters"].items() for word in (f"--{name}", value)]
+    os.environ.update(environment(base, told["resourceconfig"], dict(os.environ)))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-u", os.path.join(code, sys.argv[1]), *options])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The first container of a pod: it copies the code from a bucket into a folder of the pod, with nothing but boto3.
+
+    python fetch_code.py BUCKET PREFIX FOLDER ADDRESSING
+
+Key, region and endpoint come from the environment, as boto3 has it. A copy that fails ends the container, which is tried again.
+"""
+
+import os
+import sys
+
+
+def main(bucket, prefix, folder, addressing):
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.client("s3", config=Config(s3={"addressing_style": addressing}))
+    count = 0
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+        for item in page.get("Contents", []):
+            path = os.path.join(folder, item["Key"][len(prefix) :])
+            if not path.endswith("/"):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                client.download_file(bucket, item["Key"], path)
+                count += 1
+    print(f"{count} files of code")
+    return 0 if count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

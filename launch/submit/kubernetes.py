@@ -1,0 +1,247 @@
+"""A Kubernetes cluster: Kubeflow's PyTorchJob and TrainJob, and Volcano's Job, sent through the kubernetes client.
+
+The job is the container's first process, with no shell before it, so that the cluster's SIGTERM reaches it; it has
+GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB are too few for loader processes.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from common.bucket import ADDRESS, ENDPOINTS
+from common.paths import is_address
+from launch.submit import request as requests
+
+SERVICE = "Kubernetes"
+CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool"
+CODE = "/code"
+GRACE_SECONDS = 60
+GPU = "nvidia.com/gpu"
+LOG_LINES = 1000
+
+# Where each kind of object is, and the name of its first pod (None: to be looked up).
+KINDS = {
+    "PyTorchJob": ("kubeflow.org", "v1", "pytorchjobs", "{name}-master-0"),
+    "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs", None),
+    "Job": ("batch.volcano.sh", "v1alpha1", "jobs", "{name}-master-0"),
+}
+ENDED = {"Succeeded": 0, "Complete": 0, "Completed": 0, **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1)}
+
+
+def has_credentials(environ):
+    return requests.credentials_in(environ, ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"), ["~/.kube/config"])
+
+
+def mistakes(request):
+    code = request.code_url or ""
+    if request.runtime and (is_address(code) or request.secret):
+        yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
+    if code.startswith(("obs://", "oss://")) and not request.region:
+        yield f"--code_url is {code}: give --region, such as cn-north-4"
+
+
+def kind_of(request):
+    return "Job" if request.platform == "volcano" else "TrainJob" if request.runtime else "PyTorchJob"
+
+
+def build(request):
+    """The object to create."""
+    kind = kind_of(request)
+    group, version, _, _ = KINDS[kind]
+    spec = {"PyTorchJob": _pytorch_job, "TrainJob": _train_job, "Job": _volcano_job}[kind](request)
+    metadata = {"name": request.name, "namespace": request.namespace}
+    return {"apiVersion": f"{group}/{version}", "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _pytorch_job(request):
+    """OnFailure: a pod whose job ends with an error is started again in its place, and goes on from its checkpoint."""
+    policy = {"backoffLimit": request.retries, "cleanPodPolicy": "Running"}
+    if request.hours:
+        policy["activeDeadlineSeconds"] = int(request.hours * 3600)
+    replicas = {
+        name: {"replicas": count, "restartPolicy": "OnFailure" if request.retries else "Never", "template": _template(request)}
+        for name, count in _tasks(request).items()
+    }
+    spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return {**spec, "nprocPerNode": str(request.gpus)} if request.gpus else spec
+
+
+def _volcano_job(request):
+    """When a pod fails or is evicted, all are started again."""
+    template = _template(request)
+    template["spec"]["restartPolicy"] = "Never"
+    if request.hours:
+        template["spec"]["activeDeadlineSeconds"] = int(request.hours * 3600)
+    tasks = [
+        {"name": name.lower(), "replicas": count, "template": template, "policies": [_policy("TaskCompleted", "CompleteJob")]}
+        for name, count in _tasks(request).items()
+    ]
+    for task in tasks[1:]:
+        del task["policies"]  # the job is complete when its master is
+    again = [_policy(event, "RestartJob") for event in ("PodFailed", "PodEvicted")] if request.retries else []
+    spec = {
+        "schedulerName": "volcano",
+        "minAvailable": request.nodes,  # all or none
+        "maxRetry": request.retries,
+        "plugins": {"pytorch": ["--master=master", "--worker=worker", "--port=23456"], "svc": [], "env": []},
+        "policies": again,
+        "tasks": tasks,
+    }
+    return {**spec, "queue": request.pool} if request.pool else spec
+
+
+def _train_job(request):
+    """The runtime has the pod's template, restarts and grace; of that only the volumes can be changed."""
+    container = _container(request)
+    trainer = {
+        "numNodes": request.nodes,
+        "resourcesPerNode": container["resources"],
+        **{name: container[name] for name in ("image", "command", "env")},
+    }
+    if request.gpus:
+        trainer["numProcPerNode"] = request.gpus
+    pod = {"volumes": _volumes(request), "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}]}
+    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    patch = {"manager": "anyrank/submit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+    spec = {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]}
+    return {**spec, "activeDeadlineSeconds": int(request.hours * 3600)} if request.hours else spec
+
+
+def _policy(event, action):
+    return {"event": event, "action": action}
+
+
+def _tasks(request):
+    return {"Master": 1, **({"Worker": request.nodes - 1} if request.nodes > 1 else {})}
+
+
+# --- The pod -----------------------------------------------------------------------------------------------------------
+
+
+def _template(request):
+    pod = {"terminationGracePeriodSeconds": GRACE_SECONDS, "containers": [_container(request)], "volumes": _volumes(request)}
+    return {"spec": {**pod, "initContainers": [_fetcher(request)]} if is_address(request.code_url) else pod}
+
+
+def _container(request):
+    code = CODE if is_address(request.code_url) else request.code_url.rstrip("/")
+    mounts = {"shm": "/dev/shm", **({"code": CODE} if is_address(request.code_url) else {}), **_claims(request)}
+    return {
+        "name": "pytorch",  # Kubeflow looks for this one
+        "image": request.image,
+        "command": requests.command(request, code, request.data_url, request.output_url),
+        "env": _variables(request),
+        "resources": {"limits": {GPU: str(request.gpus)}} if request.gpus else {},
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
+        **_secret(request),
+    }
+
+
+def _fetcher(request):
+    """A container that runs to its end before the job's, with the same image: what is in it can run boto3."""
+    scheme, bucket, prefix = ADDRESS.fullmatch(request.code_url).groups()
+    program = Path(__file__).with_name("fetch_code.py").read_text()
+    endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": ENDPOINTS[scheme].format(region=request.region)}]
+    return {
+        "name": "fetch-code",
+        "image": request.image,
+        "command": [
+            *("python", "-c", program, bucket, f"{(prefix or '').rstrip('/')}/".lstrip("/"), CODE),
+            "virtual" if scheme in ENDPOINTS else "auto",
+        ],
+        "env": [*_variables(request), *(endpoint if scheme in ENDPOINTS else [])],
+        "volumeMounts": [{"name": "code", "mountPath": CODE}],
+        **_secret(request),
+    }
+
+
+def _variables(request):
+    region = {"AWS_REGION": request.region} if request.region else {}
+    given = {"PYTHONUNBUFFERED": "1", **region, **request.environment}
+    return [{"name": name, "value": value} for name, value in given.items()]
+
+
+def _secret(request):
+    return {"envFrom": [{"secretRef": {"name": request.secret}}]} if request.secret else {}
+
+
+def _claims(request):
+    """{name of a volume: folder}; the name is the claim's."""
+    return dict(volume.split(":", 1) for volume in request.volumes)
+
+
+def _volumes(request):
+    code = [{"name": "code", "emptyDir": {}}] if is_address(request.code_url) else []
+    claims = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in _claims(request)]
+    return [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *code, *claims]
+
+
+# --- Sending -----------------------------------------------------------------------------------------------------------
+
+
+def upload_to(request):
+    return request.code_url if is_address(request.code_url) else None
+
+
+def connect(request):
+    try:
+        import kubernetes
+    except ImportError:
+        raise requests.missing("kubernetes", "kubernetes") from None
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        kubernetes.config.load_incluster_config()
+    else:
+        kubernetes.config.load_kube_config()
+    return kubernetes.client.ApiClient()
+
+
+def _where(request):
+    group, version, plural, _ = KINDS[kind_of(request)]
+    return {"group": group, "version": version, "namespace": request.namespace, "plural": plural}
+
+
+def _objects(client):
+    from kubernetes.client import CustomObjectsApi
+
+    return CustomObjectsApi(client)
+
+
+def send(client, request, body):
+    return _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]["name"]
+
+
+def console(request, job_id):
+    group, _, plural, _ = KINDS[kind_of(request)]
+    return f"kubectl -n {request.namespace} describe {plural}.{group} {job_id}"
+
+
+def state(client, request, job_id):
+    """Volcano says it in one word; the others as conditions, of which the last that is true counts."""
+    status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
+    true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
+    name = status.get("state", {}).get("phase") or next((one for one in true if one in ENDED), true[-1] if true else "Created")
+    return name, ENDED.get(name)
+
+
+def log(client, request, job_id):
+    """The first pod's: the others are silent."""
+    from kubernetes.client import CoreV1Api
+
+    core, pattern = CoreV1Api(client), KINDS[kind_of(request)][3]
+    name = pattern.format(name=job_id) if pattern else _first_pod(core, request.namespace, job_id)
+    if name is None:
+        return []
+    answer = core.read_namespaced_pod_log(name, request.namespace, tail_lines=LOG_LINES, _preload_content=False)
+    return answer.data.decode(errors="replace").splitlines()
+
+
+def _first_pod(core, namespace, job_id):
+    """A TrainJob's pods end in a word of chance."""
+    labels = f"jobset.sigs.k8s.io/jobset-name={job_id},batch.kubernetes.io/job-completion-index=0"
+    answer = core.list_namespaced_pod(namespace, label_selector=labels, _preload_content=False)
+    return next((pod["metadata"]["name"] for pod in json.loads(answer.data)["items"]), None)
+
+
+def stop(client, request, job_id):
+    """Deleting the object ends its pods, each after its grace."""
+    _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id)

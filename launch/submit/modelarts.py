@@ -1,0 +1,151 @@
+"""Huawei ModelArts: a training job of its version 2 interface, sent through huaweicloudsdkmodelarts.
+
+The body is sent as it is built and not through the SDK's models, whose Output has no field for the download before the start
+without which a restarted job would find an empty folder.
+"""
+
+import shlex
+
+from common.errors import UserError
+from launch.submit import request as requests
+
+SERVICE = "ModelArts"
+CREDENTIALS = "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
+NAMES = ("HUAWEICLOUD_SDK_AK", "HUAWEICLOUD_SDK_IDP_ID", "HUAWEICLOUD_OIDC_PROVIDER_URN", "HUAWEICLOUD_SDK_CREDENTIALS_FILE")
+CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # the last folder of code_dir appears in it
+ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
+
+
+def has_credentials(environ):
+    return requests.credentials_in(environ, NAMES, ["~/.huaweicloud/credentials"])
+
+
+def mistakes(request):
+    if bool(request.image) == bool(request.engine):
+        yield "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one of them"
+    if not request.region and not request.endpoint:
+        yield "modelarts needs --region, such as cn-north-4, or --endpoint"
+    if not 0 <= request.retries <= 3:
+        yield f"--retries is {request.retries}: modelarts starts a job again 3 times at most"
+    if request.hours is not None and request.hours != int(request.hours):
+        yield f"--hours is {request.hours:g}: modelarts counts whole hours"
+    for name, value in request.environment.items():
+        if "$" in value:
+            yield f"--env {name}: modelarts takes no $ in a value"
+
+
+def build(request):
+    """The body of POST /v2/PROJECT/training-jobs."""
+    resource = {"flavor_id": request.flavor, "node_count": request.nodes, "pool_id": request.pool}
+    spec = {
+        "resource": _given(resource),
+        "log_export_path": {"obs_url": _path(request.log_url)} if request.log_url else None,
+        "auto_stop": {"time_unit": "HOURS", "duration": int(request.hours)} if request.hours else None,
+        "schedule_policy": {"preemptible": True} if request.spot else None,
+    }
+    again = {
+        "fault-tolerance/job-retry-num": str(request.retries),
+        "fault-tolerance/job-unconditional-retry": "true",
+        "fault-tolerance/hang-retry": "true",
+    }
+    metadata = {"name": request.name, "workspace_id": request.workspace, "annotations": again if request.retries else None}
+    return {"kind": "job", "metadata": _given(metadata), "algorithm": _algorithm(request), "spec": _given(spec)}
+
+
+def _algorithm(request):
+    code = _path(request.code_url)
+    # A preset engine appends the folders to the boot file's arguments; a command of ours is left as it is, and reads variables.
+    access = "env" if request.image else "parameter"
+    algorithm = {
+        "code_dir": code,
+        "inputs": [_channel("data_url", request.data_url, access)] if request.data_url else [],
+        "outputs": [
+            {
+                **_channel("train_url", request.output_url, access),
+                "mode": "upload_periodically",
+                "period": 30,
+                "prefetch_to_local": True,  # a job that starts again finds what it had written
+            }
+        ],
+        "environments": {"PYTHONUNBUFFERED": "1", **_workers(request), **request.environment},
+    }
+    if request.image:
+        folder = f"{CODE_FOLDER}/{code.rstrip('/').rsplit('/', 1)[1]}"
+        return {**algorithm, "engine": {"image_url": request.image}, "command": shlex.join(requests.command(request, folder))}
+    return {
+        **algorithm,
+        "boot_file": code + request.job,
+        "engine": {"engine_id": request.engine},
+        "parameters": [{"name": name, "value": value} for name, value in request.pairs],
+    }
+
+
+def _workers(request):
+    return {"NPROC_PER_NODE": str(request.gpus)} if request.gpus else {}
+
+
+def _channel(name, url, access):
+    return {"name": name, "access_method": access, "remote": {"obs": {"obs_url": _path(url)}}}
+
+
+def _path(url):
+    """obs://bucket/folder -> /bucket/folder/"""
+    return url[len("obs:/") :].rstrip("/") + "/"
+
+
+def _given(fields):
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+# --- Sending -----------------------------------------------------------------------------------------------------------
+
+
+def upload_to(request):
+    return request.code_url
+
+
+def connect(request):
+    try:
+        from huaweicloudsdkcore.auth.provider import CredentialProviderChain
+        from huaweicloudsdkmodelarts.v1 import ModelArtsClient
+        from huaweicloudsdkmodelarts.v1.region.modelarts_region import ModelArtsRegion
+    except ImportError:
+        raise requests.missing("huaweicloudsdkmodelarts", "modelarts") from None
+    chain = CredentialProviderChain.get_basic_credential_provider_chain()
+    builder = ModelArtsClient.new_builder().with_credentials(chain.get_credentials())
+    if request.endpoint:
+        return builder.with_endpoints([request.endpoint]).build()
+    try:
+        return builder.with_region(ModelArtsRegion.value_of(request.region)).build()
+    except KeyError:
+        raise UserError(f"ModelArts has no region {request.region!r}: check its name, or give --endpoint") from None
+
+
+def send(client, request, body):
+    from huaweicloudsdkmodelarts.v1 import CreateTrainingJobRequest
+
+    return client.create_training_job(CreateTrainingJobRequest(body=body)).metadata.id
+
+
+def console(request, job_id):
+    return f"https://console.huaweicloud.com/modelarts/?region={request.region or ''}#/trainingJobs, job {job_id}"
+
+
+def state(client, request, job_id):
+    from huaweicloudsdkmodelarts.v1 import ShowTrainingJobDetailsRequest
+
+    phase = client.show_training_job_details(ShowTrainingJobDetailsRequest(training_job_id=job_id)).status.phase
+    return phase, ENDED.get(phase)
+
+
+def log(client, request, job_id):
+    from huaweicloudsdkmodelarts.v1 import ShowTrainingJobLogsPreviewRequest
+
+    asked = ShowTrainingJobLogsPreviewRequest(training_job_id=job_id, task_id="worker-0")
+    return (client.show_training_job_logs_preview(asked).content or "").splitlines()
+
+
+def stop(client, request, job_id):
+    from huaweicloudsdkmodelarts.v1 import JobActionType, StopTrainingJobRequest
+
+    client.stop_training_job(StopTrainingJobRequest(training_job_id=job_id, body=JobActionType(action_type="terminate")))

@@ -1,0 +1,139 @@
+"""Alibaba PAI-DLC: a PyTorchJob, sent through alibabacloud_pai_dlc20201203. OSS folders appear as folders of the container."""
+
+import json
+import shlex
+import urllib.parse
+
+from launch.submit import request as requests
+
+SERVICE = "PAI-DLC"
+CREDENTIALS = "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`"
+NAMES = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_CREDENTIALS_URI", "ALIBABA_CLOUD_ECS_METADATA", "ALIBABA_CLOUD_ROLE_ARN")
+FILES = ("~/.alibabacloud/credentials", "~/.alibabacloud/credentials.ini", "~/.aliyun/config.json")
+CODE, DATA, OUTPUT = "/mnt/code", "/mnt/data", "/mnt/output"
+ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving": 1, "Stopped": 1}
+LARGEST = 65536  # bytes of a request
+GRACE_SECONDS = 60  # the job asks for half of it to save
+LOG_LINES = 1000
+
+
+def has_credentials(environ):
+    return requests.credentials_in(environ, NAMES, FILES)
+
+
+def mistakes(request):
+    if not request.flavor and not request.pool:
+        yield "pai-dlc needs --flavor, such as ecs.gn7i-c8g1.2xlarge, or --pool, the id of a resource quota"
+    if not request.region:
+        yield "pai-dlc needs --region, such as cn-hangzhou"
+    if not any(requests.mistakes(request)) and len(json.dumps(build(request)).encode()) > LARGEST:
+        yield f"the request is larger than {LARGEST} bytes: give less in --env or to the job"
+
+
+def build(request):
+    """The body of POST /api/v1/jobs; the first worker is the master."""
+    worker = {"Type": "Worker", "PodCount": request.nodes, "Image": request.image}
+    if request.flavor:
+        worker["EcsSpec"] = request.flavor
+    elif request.gpus:
+        worker["ResourceConfig"] = {"GPU": str(request.gpus)}
+    if request.spot:
+        worker["SpotSpec"] = {"SpotStrategy": "SpotAsPriceGo"}
+    folders = {CODE: request.code_url, DATA: request.data_url, OUTPUT: request.output_url}
+    body = {
+        "DisplayName": request.name,
+        "JobType": "PyTorchJob",
+        "WorkspaceId": request.workspace,
+        "JobSpecs": [worker],
+        "UserCommand": _command(request),
+        "DataSources": [{"Uri": _uri(url, request.region), "MountPath": path} for path, url in folders.items() if url],
+        "Envs": {"PYTHONUNBUFFERED": "1", **request.environment},
+        "Settings": {**_restarts(request.retries), "TerminationGracePeriodSeconds": GRACE_SECONDS},
+    }
+    if request.pool:
+        body["ResourceId"] = request.pool
+    if request.hours:
+        body["JobMaxRunningTimeMinutes"] = int(request.hours * 60)
+    return body
+
+
+def _restarts(retries):
+    """AIMaster starts the whole job again; a job that prints nothing for long counts as hung."""
+    if not retries:
+        return {}
+    words = {
+        "--enable-job-restart": True,
+        "--max-num-of-job-restart": retries,
+        "--job-execution-mode": "Sync",
+        "--enable-job-hang-detection": True,
+    }
+    arguments = " ".join(f"{name} {value}" for name, value in words.items())
+    return {"EnableErrorMonitoringInAIMaster": True, "ErrorMonitoringArgs": arguments}
+
+
+def _command(request):
+    """A shell line ending in exec, so that the stop signal reaches the job and not the shell."""
+    data, output = request.data_url and DATA, request.output_url and OUTPUT
+    words = requests.command(request, CODE, data, output)
+    return f"pip install -q -r {CODE}/requirements.txt && exec {shlex.join(words)}"
+
+
+def _uri(url, region):
+    """oss://bucket/folder -> oss://bucket.oss-REGION-internal.aliyuncs.com/folder/, whose traffic costs nothing"""
+    bucket, _, folder = url[len("oss://") :].partition("/")
+    return f"oss://{bucket}.oss-{region}-internal.aliyuncs.com/{folder.rstrip('/')}/"
+
+
+# --- Sending -----------------------------------------------------------------------------------------------------------
+
+
+def upload_to(request):
+    return request.code_url
+
+
+def connect(request):
+    try:
+        from alibabacloud_credentials.client import Client as Credentials
+        from alibabacloud_pai_dlc20201203.client import Client
+        from alibabacloud_tea_openapi.models import Config
+    except ImportError:
+        raise requests.missing("alibabacloud_pai_dlc20201203", "pai-dlc") from None
+    url = urllib.parse.urlsplit(request.endpoint or f"https://pai-dlc.{request.region}.aliyuncs.com")
+    config = Config(credential=Credentials(), region_id=request.region, endpoint=url.netloc, protocol=url.scheme)
+    return Client(config)
+
+
+def send(client, request, body):
+    from alibabacloud_pai_dlc20201203.models import CreateJobRequest
+
+    return client.create_job(CreateJobRequest().from_map(body)).body.job_id
+
+
+def console(request, job_id):
+    return f"https://pai.console.aliyun.com/?regionId={request.region}&workspaceId={request.workspace}#/dlc/jobs/{job_id}"
+
+
+def state(client, request, job_id):
+    status = _job(client, job_id).status
+    return status, ENDED.get(status)
+
+
+def _job(client, job_id):
+    from alibabacloud_pai_dlc20201203.models import GetJobRequest
+
+    return client.get_job(job_id, GetJobRequest()).body
+
+
+def log(client, request, job_id):
+    """The first pod's: the others are silent."""
+    from alibabacloud_pai_dlc20201203.models import GetPodLogsRequest
+
+    pods = sorted(pod.pod_id for pod in _job(client, job_id).pods or [])
+    if not pods:
+        return []
+    first = next((pod for pod in pods if "master" in pod), pods[0])
+    return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=LOG_LINES)).body.logs or []
+
+
+def stop(client, request, job_id):
+    client.stop_job(job_id)

@@ -1,0 +1,127 @@
+"""AWS SageMaker: a training job, sent through boto3.
+
+The container's command is ours and no toolkit's: boot_sagemaker.py becomes the job, so that SIGTERM (a stop, a spot machine
+that is taken away) reaches it, which SageMaker's own toolkit never passes on. Any image with Python and torch will do.
+"""
+
+from launch.submit import request as requests
+
+SERVICE = "SageMaker"
+CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+CODE = "/opt/ml/input/data/code"
+DAY = 24 * 3600
+LOG_GROUP, LOG_LINES = "/aws/sagemaker/TrainingJobs", 1000
+ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
+
+# What the job prints while it trains and at the end of an epoch (common/display.py, common/run.py).
+METRICS = {
+    "loss": r"loss=([0-9.]+)", "lr": r" lr=([0-9.]+)", "images_per_s": r"images_per_s=([0-9]+)",
+    "waiting_for_data": r"waiting_for_data=([0-9]+)%", "accuracy": r" accuracy=([0-9.]+)", "psnr": r" psnr=([0-9.]+)",
+    "ssim": r" ssim=([0-9.]+)",
+}  # fmt: skip
+
+
+def has_credentials(environ):
+    import boto3
+
+    return boto3.session.Session().get_credentials() is not None
+
+
+def mistakes(request):
+    if request.flavor and not request.flavor.startswith("ml."):
+        yield f"--flavor is {request.flavor}: sagemaker's begin with ml., such as ml.g5.48xlarge"
+    if request.role and not request.role.startswith("arn:aws"):
+        yield f"--role is {request.role}: give the role's ARN, arn:aws:iam::ACCOUNT:role/NAME"
+    if len(request.pairs) > 100:
+        yield f"the job has {len(request.pairs)} options: sagemaker takes 100"
+    for name, value in request.pairs:
+        if value is not None and len(value) > 2500:
+            yield f"--{name} has {len(value)} characters: sagemaker takes 2500"
+
+
+def build(request):
+    """The arguments of create_training_job."""
+    seconds = int(request.hours * 3600) if request.hours else DAY
+    output = request.output_url.rstrip("/")
+    resources = {"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100}
+    workers = {"NPROC_PER_NODE": str(request.gpus)} if request.gpus else {}
+    body = {
+        "TrainingJobName": request.name,
+        "RoleArn": request.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": request.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["python", f"{CODE}/boot_sagemaker.py"],
+            "ContainerArguments": [request.job],
+            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+        },
+        "HyperParameters": dict(request.pairs),
+        "InputDataConfig": [_channel("code", request.code_url)]
+        + ([_channel("training", request.data_url)] if request.data_url else []),
+        "OutputDataConfig": {"S3OutputPath": f"{output}/"},
+        # The same address gives a later job, and one that starts again, what this one has saved.
+        "CheckpointConfig": {"S3Uri": f"{output}/checkpoints/", "LocalPath": "/opt/ml/checkpoints"},
+        "TensorBoardOutputConfig": {"S3OutputPath": f"{output}/tensorboard/", "LocalPath": "/opt/ml/output/tensorboard"},
+        "ResourceConfig": resources,
+        "StoppingCondition": {"MaxRuntimeInSeconds": seconds},
+        "Environment": {"PYTHONUNBUFFERED": "1", **workers, **request.environment},
+        "EnableManagedSpotTraining": request.spot,
+    }
+    if request.spot:
+        body["StoppingCondition"]["MaxWaitTimeInSeconds"] = seconds + DAY
+    if request.retries:
+        body["RetryStrategy"] = {"MaximumRetryAttempts": request.retries}
+    return body
+
+
+def _channel(name, url):
+    source = {"S3DataType": "S3Prefix", "S3Uri": url.rstrip("/") + "/", "S3DataDistributionType": "FullyReplicated"}
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
+
+
+# --- Sending -----------------------------------------------------------------------------------------------------------
+
+
+def upload_to(request):
+    return request.code_url
+
+
+def connect(request):
+    """{service: client}: the jobs are in one, their logs in another."""
+    try:
+        import boto3
+    except ImportError:
+        raise requests.missing("boto3", "sagemaker") from None
+    session = boto3.session.Session(region_name=request.region)
+    return {name: session.client(name) for name in ("sagemaker", "logs")}
+
+
+def send(clients, request, body):
+    clients["sagemaker"].create_training_job(**body)
+    return body["TrainingJobName"]
+
+
+def console(request, job_id):
+    region = request.region or "us-east-1"
+    return f"https://{region}.console.aws.amazon.com/sagemaker/home?region={region}#/jobs/{job_id}"
+
+
+def state(clients, request, job_id):
+    told = clients["sagemaker"].describe_training_job(TrainingJobName=job_id)
+    status = told["TrainingJobStatus"]
+    return f"{status} ({told.get('SecondaryStatus', '')})", ENDED.get(status)
+
+
+def log(clients, request, job_id):
+    """The first host's: the others are silent."""
+    logs = clients["logs"]
+    streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")["logStreams"]
+    if not streams:
+        return []
+    stream = streams[0]["logStreamName"]
+    events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=LOG_LINES, startFromHead=False)
+    return [event["message"] for event in events["events"]]
+
+
+def stop(clients, request, job_id):
+    clients["sagemaker"].stop_training_job(TrainingJobName=job_id)
