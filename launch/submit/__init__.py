@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 
-from common import storage
 from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
 from launch.submit.request import Request, describe, mistakes, stage
@@ -137,13 +136,15 @@ def upload(url):
     """The code to the address from which the platform takes it, None where it takes it from elsewhere."""
     if url is None:
         return
+    from common import storage  # brings torch with it, for which nobody should wait who only looks at a request
+
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
         stage(folder)
         storage.publish(folder, url)
     print(f"the code is at {url}", flush=True)
 
 
-def follow(platform, client, request, job_id, pause=FOLLOW_SECONDS):
+def follow(platform, client, request, job_id):
     """Print each new state and the log's new lines until the job has ended; 0 when it ended well."""
     last, shown = None, []
     try:
@@ -159,7 +160,7 @@ def follow(platform, client, request, job_id, pause=FOLLOW_SECONDS):
                 shown = lines
             if code is not None:
                 return code
-            time.sleep(pause)
+            time.sleep(FOLLOW_SECONDS)
     except KeyboardInterrupt:
         print(f"\n{job_id} goes on; --stop {job_id} stops it", file=sys.stderr)
         return 130

@@ -141,15 +141,16 @@ def _fetcher(request):
     """A container that runs to its end before the job's, with the same image: what is in it can run boto3."""
     scheme, bucket, prefix = ADDRESS.fullmatch(request.code_url).groups()
     program = Path(__file__).with_name("fetch_code.py").read_text()
-    endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": ENDPOINTS[scheme].format(region=request.region)}]
+    endpoint = ENDPOINTS.get(scheme)  # Amazon's own where there is none
+    found = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
     return {
         "name": "fetch-code",
         "image": request.image,
         "command": [
             *("python", "-c", program, bucket, f"{(prefix or '').rstrip('/')}/".lstrip("/"), CODE),
-            "virtual" if scheme in ENDPOINTS else "auto",
+            "virtual" if endpoint else "auto",
         ],
-        "env": [*_variables(request), *(endpoint if scheme in ENDPOINTS else [])],
+        "env": [*_variables(request), *found],
         "volumeMounts": [{"name": "code", "mountPath": CODE}],
         **_secret(request),
     }
@@ -190,9 +191,8 @@ def connect(request):
         raise requests.missing("kubernetes", "kubernetes") from None
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         kubernetes.config.load_incluster_config()
-    else:
-        kubernetes.config.load_kube_config()
-    return kubernetes.client.ApiClient()
+        return kubernetes.client.ApiClient()
+    return kubernetes.config.new_client_from_config(os.environ.get("KUBECONFIG"))
 
 
 def _where(request):

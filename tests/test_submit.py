@@ -1,0 +1,300 @@
+"""Submissions as data: what each platform's request holds, which mistakes are refused, and what is run really runs."""
+
+import dataclasses
+import json
+import os
+import sys
+
+import pytest
+
+from launch.submit import PLATFORMS, fresh, kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
+from launch.submit.request import Request, describe, mistakes
+from tests.jobs import ROOT
+
+FILES = {
+    "modelarts": modelarts,
+    "pai-dlc": pai_dlc,
+    "sagemaker": sagemaker,
+    "kubeflow": kubernetes,
+    "volcano": kubernetes,
+    "slurm": slurm,
+}
+SHARED = {
+    "job": "jobs/train_ddp.py",
+    "arguments": ("--epochs", "2", "--lr=0.1"),
+    "name": "run-7",
+    "nodes": 2,
+    "gpus": 8,
+    "env": ("NCCL_DEBUG=INFO",),
+    "hours": 12.0,
+}
+OWN = {
+    "modelarts": {"region": "cn-north-4", "flavor": "modelarts.p3.large", "engine": "pytorch_2.1", "pool": "pool-1", "code_url": "obs://bkt/code", "data_url": "obs://bkt/cifar/", "output_url": "obs://bkt/runs/7"},
+    "pai-dlc": {"region": "cn-hangzhou", "flavor": "ecs.gn7i", "image": "registry/torch:2", "workspace": "42", "code_url": "oss://bkt/code", "data_url": "oss://bkt/cifar/", "output_url": "oss://bkt/runs/7"},
+    "sagemaker": {"region": "eu-west-1", "flavor": "ml.p4d.24xlarge", "image": "registry/torch:2", "role": "arn:aws:iam::123456789012:role/train", "code_url": "s3://bkt/code", "data_url": "s3://bkt/cifar/", "output_url": "s3://bkt/runs/7"},
+    "kubeflow": {"image": "registry/torch:2", "code_url": "s3://bkt/code", "data_url": "/mnt/cifar", "output_url": "/mnt/runs/7", "volumes": ("shared:/mnt",), "secret": "keys"},
+    "volcano": {"image": "registry/torch:2", "code_url": "/mnt/code", "data_url": "/mnt/cifar", "output_url": "/mnt/runs/7", "volumes": ("shared:/mnt",), "pool": "gold"},
+    "slurm": {"pool": "gpu", "data_url": "/data/cifar", "output_url": "/data/runs/7"},
+    "local": {},
+}  # fmt: skip
+
+
+def ask(platform, **changes):
+    return Request(platform=platform, **{**SHARED, **OWN[platform], **changes})
+
+
+def wrong(request):
+    return [*mistakes(request), *(FILES[request.platform].mistakes(request) if request.platform in FILES else [])]
+
+
+def at(body, path):
+    """at({"a": [{"b": 1}]}, "a.0.b") == 1"""
+    for word in path.split("."):
+        body = body[int(word)] if isinstance(body, list) else body[word]
+    return body
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_good_request_has_no_mistake(platform):
+    assert wrong(ask(platform)) == []
+
+
+# platform | what is asked for beside OWN | where it is in the request | what is there
+GOOD = [
+    ("modelarts", {}, "metadata.name", "run-7"),
+    ("modelarts", {}, "algorithm.code_dir", "/bkt/code/"),
+    ("modelarts", {}, "algorithm.boot_file", "/bkt/code/jobs/train_ddp.py"),
+    ("modelarts", {}, "algorithm.engine", {"engine_id": "pytorch_2.1"}),
+    ("modelarts", {}, "algorithm.parameters", [{"name": "epochs", "value": "2"}, {"name": "lr", "value": "0.1"}]),
+    ("modelarts", {}, "algorithm.inputs.0", {"name": "data_url", "access_method": "parameter", "remote": {"obs": {"obs_url": "/bkt/cifar/"}}}),
+    ("modelarts", {}, "algorithm.outputs.0.remote.obs.obs_url", "/bkt/runs/7/"),
+    ("modelarts", {}, "algorithm.outputs.0.prefetch_to_local", True),
+    ("modelarts", {"data_url": None}, "algorithm.inputs", []),
+    ("modelarts", {}, "algorithm.environments", {"PYTHONUNBUFFERED": "1", "NPROC_PER_NODE": "8", "NCCL_DEBUG": "INFO"}),
+    ("modelarts", {}, "metadata.annotations", {"fault-tolerance/job-retry-num": "3", "fault-tolerance/job-unconditional-retry": "true", "fault-tolerance/hang-retry": "true"}),
+    ("modelarts", {}, "spec.resource", {"flavor_id": "modelarts.p3.large", "node_count": 2, "pool_id": "pool-1"}),
+    ("modelarts", {}, "spec.auto_stop", {"time_unit": "HOURS", "duration": 12}),
+    ("modelarts", {"log_url": "obs://bkt/log"}, "spec.log_export_path", {"obs_url": "/bkt/log/"}),
+    ("modelarts", {"spot": True}, "spec.schedule_policy", {"preemptible": True}),
+    ("modelarts", {"retries": 0}, "metadata", {"name": "run-7"}),
+    ("modelarts", {"engine": None, "image": "swr/torch:2"}, "algorithm.engine", {"image_url": "swr/torch:2"}),
+    ("modelarts", {"engine": None, "image": "swr/torch:2"}, "algorithm.command", "python -u /home/ma-user/modelarts/user-job-dir/code/jobs/train_ddp.py --epochs 2 --lr 0.1"),
+    ("modelarts", {"engine": None, "image": "swr/torch:2"}, "algorithm.outputs.0.access_method", "env"),
+    ("pai-dlc", {}, "JobSpecs", [{"Type": "Worker", "PodCount": 2, "Image": "registry/torch:2", "EcsSpec": "ecs.gn7i"}]),
+    ("pai-dlc", {"spot": True}, "JobSpecs.0.SpotSpec", {"SpotStrategy": "SpotAsPriceGo"}),
+    ("pai-dlc", {"flavor": None, "pool": "quota1"}, "JobSpecs.0.ResourceConfig", {"GPU": "8"}),
+    ("pai-dlc", {"flavor": None, "pool": "quota1"}, "ResourceId", "quota1"),
+    ("pai-dlc", {}, "JobType", "PyTorchJob"),
+    ("pai-dlc", {}, "WorkspaceId", "42"),
+    ("pai-dlc", {}, "UserCommand", "pip install -q -r /mnt/code/requirements.txt && exec python -u /mnt/code/jobs/train_ddp.py --epochs 2 --lr 0.1 --data_url /mnt/data --output_dir /mnt/output"),
+    ("pai-dlc", {"arguments": ("--arch", "a b;c")}, "UserCommand", "pip install -q -r /mnt/code/requirements.txt && exec python -u /mnt/code/jobs/train_ddp.py --arch 'a b;c' --data_url /mnt/data --output_dir /mnt/output"),
+    ("pai-dlc", {}, "DataSources.1", {"Uri": "oss://bkt.oss-cn-hangzhou-internal.aliyuncs.com/cifar/", "MountPath": "/mnt/data"}),
+    ("pai-dlc", {}, "Settings.ErrorMonitoringArgs", "--enable-job-restart True --max-num-of-job-restart 3 --job-execution-mode Sync --enable-job-hang-detection True"),
+    ("pai-dlc", {"retries": 0}, "Settings", {"TerminationGracePeriodSeconds": 60}),
+    ("pai-dlc", {}, "JobMaxRunningTimeMinutes", 720),
+    ("sagemaker", {}, "AlgorithmSpecification.ContainerEntrypoint", ["python", "/opt/ml/input/data/code/boot_sagemaker.py"]),
+    ("sagemaker", {}, "AlgorithmSpecification.ContainerArguments", ["jobs/train_ddp.py"]),
+    ("sagemaker", {}, "HyperParameters", {"epochs": "2", "lr": "0.1"}),
+    ("sagemaker", {}, "InputDataConfig.1", {"ChannelName": "training", "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://bkt/cifar/", "S3DataDistributionType": "FullyReplicated"}}}),
+    ("sagemaker", {}, "CheckpointConfig", {"S3Uri": "s3://bkt/runs/7/checkpoints/", "LocalPath": "/opt/ml/checkpoints"}),
+    ("sagemaker", {}, "ResourceConfig", {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 2, "VolumeSizeInGB": 100}),
+    ("sagemaker", {}, "StoppingCondition", {"MaxRuntimeInSeconds": 43200}),
+    ("sagemaker", {"spot": True}, "StoppingCondition", {"MaxRuntimeInSeconds": 43200, "MaxWaitTimeInSeconds": 129600}),
+    ("sagemaker", {"spot": True}, "EnableManagedSpotTraining", True),
+    ("sagemaker", {}, "RetryStrategy", {"MaximumRetryAttempts": 3}),
+    ("sagemaker", {}, "Environment", {"PYTHONUNBUFFERED": "1", "NPROC_PER_NODE": "8", "NCCL_DEBUG": "INFO"}),
+    ("kubeflow", {}, "kind", "PyTorchJob"),
+    ("kubeflow", {}, "spec.nprocPerNode", "8"),
+    ("kubeflow", {}, "spec.runPolicy", {"backoffLimit": 3, "cleanPodPolicy": "Running", "activeDeadlineSeconds": 43200}),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Worker.replicas", 1),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.restartPolicy", "OnFailure"),
+    ("kubeflow", {"retries": 0}, "spec.pytorchReplicaSpecs.Master.restartPolicy", "Never"),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.terminationGracePeriodSeconds", 60),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.volumes.0", {"name": "shm", "emptyDir": {"medium": "Memory"}}),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.command", ["python", "-u", "/code/jobs/train_ddp.py", "--epochs", "2", "--lr", "0.1", "--data_url", "/mnt/cifar", "--output_dir", "/mnt/runs/7"]),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources.limits", {"nvidia.com/gpu": "8"}),
+    ("kubeflow", {"gpus": 0}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources", {}),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.envFrom", [{"secretRef": {"name": "keys"}}]),
+    ("kubeflow", {"code_url": "obs://bkt/c", "region": "cn-north-4"}, "spec.pytorchReplicaSpecs.Master.template.spec.initContainers.0.env.3", {"name": "AWS_ENDPOINT_URL_S3", "value": "https://obs.cn-north-4.myhuaweicloud.com"}),
+    ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "kind", "TrainJob"),
+    ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "spec.runtimeRef", {"name": "torch-distributed"}),
+    ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "spec.trainer.numProcPerNode", 8),
+    ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "spec.trainer.command.2", "/mnt/code/jobs/train_ddp.py"),
+    ("volcano", {}, "spec.plugins.pytorch", ["--master=master", "--worker=worker", "--port=23456"]),
+    ("volcano", {}, "spec.minAvailable", 2),
+    ("volcano", {}, "spec.queue", "gold"),
+    ("volcano", {}, "spec.maxRetry", 3),
+    ("volcano", {}, "spec.policies", [{"event": "PodFailed", "action": "RestartJob"}, {"event": "PodEvicted", "action": "RestartJob"}]),
+    ("volcano", {}, "spec.tasks.0.policies", [{"event": "TaskCompleted", "action": "CompleteJob"}]),
+    ("volcano", {}, "spec.tasks.1.template.spec.restartPolicy", "Never"),
+    ("volcano", {}, "spec.tasks.1.template.spec.activeDeadlineSeconds", 43200),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("platform, changes, path, there", GOOD, ids=[f"{row[0]} {row[2]}" for row in GOOD])
+def test_what_is_asked_for_stands_where_the_platform_reads_it(platform, changes, path, there):
+    request = ask(platform, **changes)
+    assert wrong(request) == []
+    assert at(FILES[platform].build(request), path) == there
+
+
+# platform | what is wrong | the one line that says so
+BAD = [
+    ("modelarts", {"nodes": 0}, "--nodes is 0: give 1 to 1000"),
+    ("local", {"gpus": 17}, "--gpus is 17: give 0 to 16"),
+    ("slurm", {"hours": 0.0}, "--hours is 0: give 0.1 to 672"),
+    ("volcano", {"name": "Run_7"}, "--name is 'Run_7': a small letter"),
+    ("kubeflow", {"name": "a" * 55}, "--name is 'aaa"),
+    ("slurm", {"job": "jobs/none.py"}, "there is no job jobs/none.py"),
+    ("slurm", {"job": "launch/pack.py"}, "launch/pack.py is no job of this folder"),
+    ("slurm", {"job": "jobs/../common/run.py"}, "is no job of this folder"),
+    ("modelarts", {"flavor": None}, "modelarts needs --flavor"),
+    ("modelarts", {"output_url": None}, "modelarts needs --output_url"),
+    ("modelarts", {"engine": None}, "modelarts needs --engine, one of its own PyTorch images, or --image"),
+    ("modelarts", {"image": "x"}, "give one of them"),
+    ("modelarts", {"region": None}, "modelarts needs --region"),
+    ("modelarts", {"retries": 4}, "modelarts starts a job again 3 times at most"),
+    ("modelarts", {"hours": 1.5}, "modelarts counts whole hours"),
+    ("modelarts", {"code_url": "s3://bkt/code"}, "--code_url is s3://bkt/code: modelarts reads and writes obs://BUCKET/FOLDER"),
+    ("modelarts", {"data_url": "obs://bkt"}, "--data_url is obs://bkt: modelarts"),
+    ("modelarts", {"env": ("A=$B",)}, "--env A: modelarts takes no $ in a value"),
+    ("modelarts", {"role": "r"}, "--role means nothing to modelarts, but to sagemaker: leave it out"),
+    ("pai-dlc", {"flavor": None}, "pai-dlc needs --flavor"),
+    ("pai-dlc", {"workspace": None}, "pai-dlc needs --workspace"),
+    ("pai-dlc", {"region": None}, "pai-dlc needs --region"),
+    ("pai-dlc", {"env": ("A=" + "x" * 70000,)}, "the request is larger than 65536 bytes"),
+    ("sagemaker", {"flavor": "p4d.24xlarge"}, "sagemaker's begin with ml."),
+    ("sagemaker", {"role": "train"}, "--role is train: give the role's ARN"),
+    ("sagemaker", {"arguments": ("--arch", "x" * 2501)}, "--arch has 2501 characters: sagemaker takes 2500"),
+    ("sagemaker", {"arguments": tuple(f"--o{number}={number}" for number in range(101))}, "the job has 101 options: sagemaker takes 100"),
+    ("kubeflow", {"image": None}, "kubeflow needs --image"),
+    ("kubeflow", {"code_url": "code"}, "--code_url is code: give the folder as the pods see it"),
+    ("kubeflow", {"code_url": "obs://bkt/c"}, "--code_url is obs://bkt/c: give --region"),
+    ("kubeflow", {"runtime": "torch-distributed"}, "a TrainJob takes neither code from a bucket nor --secret"),
+    ("volcano", {"volumes": ("shared",)}, "--volumes shared: give CLAIM:/FOLDER"),
+    ("volcano", {"runtime": "x"}, "--runtime means nothing to volcano, but to kubeflow"),
+    ("slurm", {"output_url": "ftp://host/x"}, "--output_url is ftp://host/x: give a folder or s3://, obs://, oss://"),
+    ("slurm", {"code_url": "s3://bkt/code"}, "slurm needs a folder that every node sees"),
+    ("slurm", {"pool": "gpu\n#SBATCH --uid=0"}, "--pool has a line end in it"),
+    ("slurm", {"spot": True}, "--spot means nothing to slurm"),
+    ("local", {"arguments": ("--epochs",)}, "'--epochs' has not the form --NAME VALUE"),
+    ("local", {"arguments": ("2",)}, "'2' has not the form --NAME VALUE"),
+    ("local", {"arguments": ("--epochs", "1", "--epochs=2")}, "--epochs is given twice"),
+    ("local", {"arguments": ("--world_size", "2")}, "--world_size is for the platform to give: leave it out"),
+    ("local", {"arguments": ("--train_url", "/x")}, "--train_url stands behind the --: give --output_url before it"),
+    ("local", {"arguments": ("--hf_token", "x")}, "--hf_token looks like a credential"),
+    ("local", {"env": ("AWS_SECRET_ACCESS_KEY=x",)}, "--env AWS_SECRET_ACCESS_KEY looks like a credential"),
+    ("local", {"env": ("HUAWEICLOUD_SDK_SK=x",)}, "--env HUAWEICLOUD_SDK_SK looks like a credential"),
+    ("local", {"env": ("PET_NNODES=2",)}, "--env PET_NNODES is for the platform to set: leave it out"),
+    ("local", {"env": ("A",)}, "--env A: give NAME=VALUE"),
+    ("local", {"env": ("A=b\nc",)}, "its value has a character that cannot be printed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("platform, changes, words", BAD, ids=[f"{row[0]} {row[2][:40]}" for row in BAD])
+def test_each_mistake_is_one_line_of_its_own(platform, changes, words):
+    lines = wrong(ask(platform, **changes))
+    assert len(lines) == 1, lines
+    assert words in lines[0]
+
+
+def test_several_mistakes_are_all_said():
+    assert len(wrong(ask("modelarts", nodes=0, flavor=None, code_url="s3://bkt/code", env=("A",)))) == 4
+
+
+def test_every_option_is_known_to_a_platform_and_needed_only_where_it_is_known():
+    for field in dataclasses.fields(Request):
+        if field.metadata:
+            assert set(field.metadata["needed_by"]) <= set(field.metadata["used_by"]) <= set(PLATFORMS) - {"local"}, field.name
+
+
+# --- The verb ----------------------------------------------------------------------------------------------------------
+
+
+def words_of(request):
+    """The command line that asks for this."""
+    given = {field.name: getattr(request, field.name) for field in dataclasses.fields(request) if field.metadata}
+    words = []
+    for name, value in given.items():
+        for one in value if isinstance(value, tuple) else [value]:
+            words += [f"--{name}", str(one)] if one is not None else []
+    defaults = {field.name: field.default for field in dataclasses.fields(request) if field.metadata}
+    kept = [pair for pair in zip(words[::2], words[1::2]) if pair[1] != str(defaults[pair[0][2:]])]
+    return ["--platform", request.platform, request.job, *(word for pair in kept for word in pair), "--", *request.arguments]
+
+
+@pytest.fixture
+def nothing_known(monkeypatch, tmp_path):
+    """A machine without credentials and without tools."""
+    for name in [name for name in os.environ if name not in ("LANG", "TMPDIR")]:
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), "PATH": "/nowhere", "AWS_EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("platform", FILES)
+def test_without_a_credential_the_request_is_shown_and_nothing_sent(platform, nothing_known, capsys):
+    assert main(words_of(ask(platform))) == 0
+    printed, body = capsys.readouterr(), FILES[platform].build(ask(platform))
+    assert (printed.out[:-1] if isinstance(body, str) else json.loads(printed.out)) == body
+    assert printed.err == f"nothing is sent, because there is no credential: {FILES[platform].CREDENTIALS}\n"
+
+
+@pytest.mark.parametrize("platform", FILES)
+def test_without_a_credential_nothing_can_be_sent(platform, nothing_known, capsys):
+    assert main(["--dry_run", "false", *words_of(ask(platform))]) == 2
+    assert capsys.readouterr() == ("", f"error: there is no credential: {FILES[platform].CREDENTIALS}\n")
+
+
+@pytest.mark.parametrize(
+    "platform, env, package, extra",
+    [
+        ("modelarts", {"HUAWEICLOUD_SDK_AK": "x"}, "huaweicloudsdkmodelarts", "modelarts"),
+        ("pai-dlc", {"ALIBABA_CLOUD_ACCESS_KEY_ID": "x"}, "alibabacloud_pai_dlc20201203", "pai-dlc"),
+        ("kubeflow", {"KUBECONFIG": "x"}, "kubernetes", "kubernetes"),
+    ],
+)
+def test_a_missing_sdk_is_one_line_that_names_its_extra(platform, env, package, extra, monkeypatch, capsys):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for name in (package, "huaweicloudsdkcore.auth.provider", "alibabacloud_credentials.client"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    assert main(words_of(ask(platform))) == 2
+    assert capsys.readouterr() == ("", f"error: {package} is not installed: pip install .[{extra}]\n")
+    assert f'{extra} = ["{package}' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_mistakes_are_printed_one_to_a_line(capsys):
+    assert main(["--platform", "slurm", "jobs/none.py", "--nodes", "0", "--name", "x\x1b[2J"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("error: ") == printed.err.count("\n") == 3
+    assert "\x1b" not in printed.err
+
+
+def test_neither_a_job_nor_one_to_stop_is_a_mistake(capsys):
+    assert main(["--platform", "local"]) == 2
+    assert capsys.readouterr().err == "error: give a job, such as jobs/train_ddp.py, or --stop JOB_ID\n"
+
+
+# --- What a platform answers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shown, lines, new",
+    [
+        ([], ["a"], ["a"]),
+        (["a"], ["a", "b"], ["b"]),
+        (["a", "b"], ["b", "c"], ["c"]),  # the platform gives the last two
+        (["a", "a"], ["a", "a"], []),
+        (["a"], [], []),
+        (["a", "b"], ["x", "y"], ["x", "y"]),
+    ],
+)
+def test_a_line_of_the_log_is_shown_once(shown, lines, new):
+    assert fresh(shown, lines) == new
+
+
+def test_what_a_platform_says_is_one_line_without_a_secret():
+    error = RuntimeError("no such key AKIA123\nsigned with wJalr")
+    line = describe(error, {"AWS_ACCESS_KEY_ID": "AKIA123", "AWS_SECRET_ACCESS_KEY": "wJalr", "PATH": "/bin"})
+    assert line == r"RuntimeError: no such key ***\nsigned with ***"

@@ -1,0 +1,185 @@
+"""Submissions run: what a platform would start is started here, with the files and variables that the platform would give."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from common import display
+from launch.submit import request as requests
+from launch.submit import sagemaker, slurm
+from launch.submit.request import Request
+from tests.jobs import ROOT, TINY, environment
+from tests.test_submit import ask, words_of
+
+
+def submit(*words, folder, check=0):
+    """The verb in a process of its own."""
+    command = [sys.executable, "-m", "launch", "submit", *map(str, words)]
+    env = environment(PYTHONPATH=str(ROOT), HOME=str(folder), TMPDIR=str(folder))
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_this_machine_runs_the_request_that_would_be_sent(tmp_path):
+    """In two processes on two nodes, from a copy of the code, with the environment that was asked for."""
+    request = ask(
+        "slurm",
+        gpus=1,
+        pool=None,
+        hours=None,
+        data_url=None,
+        retries=0,
+        output_url=str(tmp_path / "out"),
+        env=("OMP_NUM_THREADS=1",),
+    )
+    request = dataclasses.replace(request, arguments=(*TINY[:-1], "1"))
+    remote = slurm.build(request)
+    done = submit(*words_of(dataclasses.replace(request, platform="local")), folder=tmp_path)
+    options = " ".join([*request.arguments, "--output_dir", request.output_url])
+    assert f"srun --kill-on-bad-exit=1 python -u {ROOT}/jobs/train_ddp.py {options}" in remote  # the same job, the same options
+    assert "all nodes have ended, exit codes 0 0" in done.stdout and "epoch=1/1" in done.stdout
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["epoch"] == 1
+    assert not list(tmp_path.glob("anyrank-code-*"))  # the copy is gone
+
+
+def test_a_local_job_that_fails_gives_its_exit_code(tmp_path):
+    words = ["--platform", "local", "jobs/train.py", "--gpus", 0, "--retries", 0, "--", "--epochs", "none"]
+    assert "is not a whole number" in submit(*words, folder=tmp_path, check=2).stdout
+
+
+SRUN = """#!/bin/sh
+# srun in one: the task of the only node, with what srun sets
+shift
+echo "$@" > "$SRUN_SAW"
+export SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NODELIST=localhost
+exec "$@"
+"""
+SCONTROL = '#!/bin/sh\necho "$@" > "$SCONTROL_SAW"\n'
+
+
+def run_batch(folder, request, restarts=0, cancel=False):
+    """The script as SLURM's batch step runs it; (exit code, output, what srun was given, what scontrol was given)."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    srun = SRUN.replace("exec", "kill -TERM $PPID; exec") if cancel else SRUN
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    for name, text in {"srun": srun, "scontrol": SCONTROL, "python": python}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = folder / "job.sh"
+    script.write_text(slurm.build(request))
+    told = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_JOB_NUM_NODES": "1",
+        "PATH": f"{tools}:{os.environ['PATH']}",
+    }
+    saw = {"SRUN_SAW": str(folder / "srun"), "SCONTROL_SAW": str(folder / "scontrol")}
+    done = subprocess.run(
+        ["bash", script], cwd=folder, env=environment(**told, **saw), capture_output=True, text=True, timeout=200
+    )
+    read = [(folder / name).read_text().strip() if (folder / name).exists() else None for name in ("srun", "scontrol")]
+    return done.returncode, done.stdout + done.stderr, *read
+
+
+def test_the_slurm_script_trains(tmp_path):
+    options = (*TINY[:-1], "1", "--enable_gpu", "false")
+    request = Request(
+        "slurm", "jobs/train_ddp.py", options, name="run", gpus=1, output_url=str(tmp_path / "a b"), env=("GREETING=it's me",)
+    )
+    code, output, given, requeued = run_batch(tmp_path, request)
+    assert code == 0, output
+    assert "rank 0 of 1, platform slurm (srun, one task per node)" in output and "done: " in output and requeued is None
+    assert given.endswith(f"--output_dir {tmp_path}/a b") and (tmp_path / "a b" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "what, options, restarts, cancel, code, requeued",
+    [
+        ("a failure", ("--arch", "none"), 0, False, 3, "requeue 77"),
+        ("the last of its starts", ("--arch", "none"), 3, False, 3, None),
+        ("a cancelled job", ("--arch", "none"), 0, True, 3, None),
+        ("a mistake", ("--epochs", "none"), 0, False, 2, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_slurm_starts_again_what_another_start_can_help(what, options, restarts, cancel, code, requeued, tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").write_text("import sys\nsys.exit(2 if '--epochs' in sys.argv else 3)\n")
+    request = Request("slurm", "jobs/train.py", options, name="run", code_url=str(tmp_path))
+    found, output, _, again = run_batch(tmp_path, request, restarts, cancel)
+    assert (found, again) == (code, requeued), output
+
+
+def test_the_slurm_header_says_what_was_asked_for():
+    lines = slurm.build(ask("slurm")).splitlines()
+    header = dict(re.fullmatch(r"#SBATCH --([a-z-]+)=?(.*)", line).groups() for line in lines if line.startswith("#SBATCH"))
+    assert header == {
+        "job-name": "run-7", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "partition": "gpu", "time": "12:00:00",
+        "output": "run-7-%j.log", "open-mode": "append", "signal": "USR1@120", "requeue": "",
+    }  # fmt: skip
+    assert lines[0] == "#!/bin/bash" and "export NCCL_DEBUG=INFO" in lines
+
+
+def test_a_sagemaker_container_becomes_the_job(tmp_path):
+    """With the files that SageMaker writes; the job says where it is, and takes the same process as the program before it."""
+    base, code = tmp_path / "ml", tmp_path / "ml" / "input" / "data" / "code"
+    (base / "input" / "config").mkdir(parents=True)
+    (base / "input" / "data" / "training").mkdir(parents=True)
+    requests.stage(code)
+    (code / "requirements.txt").write_text("")
+    (code / "jobs" / "train.py").write_text(
+        "import json, os, sys\nnames = [n for n in os.environ if n.startswith('SM_')]\n"
+        "print(json.dumps([os.getpid(), sys.argv[1:], {n: os.environ[n] for n in names}]))\n"
+    )
+    request = ask("sagemaker", job="jobs/train.py")
+    body = sagemaker.build(request)
+    written = {
+        "resourceconfig": {"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]},
+        "hyperparameters": body["HyperParameters"],
+    }
+    for name, content in written.items():
+        (base / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
+    entry = [word.replace("/opt/ml", str(base)) for word in body["AlgorithmSpecification"]["ContainerEntrypoint"]]
+    started = subprocess.Popen(
+        [sys.executable, *entry[1:], *body["AlgorithmSpecification"]["ContainerArguments"]],
+        env=environment(SAGEMAKER_BASE_DIR=str(base)),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid, argv, named = json.loads(started.communicate(timeout=100)[0])
+    assert pid == started.pid  # a signal to the container's first process is one to the job
+    assert argv == ["--epochs", "2", "--lr", "0.1"]
+    assert named == {
+        "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_MODEL_DIR": f"{base}/model",
+        "SM_OUTPUT_DATA_DIR": f"{base}/output/data", "SM_CHANNEL_TRAINING": f"{base}/input/data/training",
+    }  # fmt: skip
+
+
+def test_the_metrics_of_sagemaker_are_in_the_lines_that_a_job_prints(tmp_path, capsys):
+    shown = display.Display(str(tmp_path), str(tmp_path), active=True)
+    shown.start_epoch(0, 2, 10, 0)
+    shown.step(128, (0.1, 0.1, 0.8))
+    shown.line(epoch=0, epochs=2, step=5, steps=10, loss=1.25, lr=0.05, samples_left=640, total_steps=5)
+    shown.say("epoch=1/2 steps=10 accuracy=0.8125 seconds=3.0")
+    shown.close()
+    printed = capsys.readouterr().out
+    found = {name: re.search(regex, printed) for name, regex in sagemaker.METRICS.items()}
+    values = {name: float(match[1]) for name, match in found.items() if match}
+    assert values["loss"] == 1.25 and values["lr"] == 0.05 and values["accuracy"] == 0.8125
+    assert f" waiting_for_data={values['waiting_for_data']:.0f}% " in printed and values["images_per_s"] > 0
+    assert all(len(regex) <= 500 for regex in sagemaker.METRICS.values())
+
+
+def test_what_is_uploaded_fits_every_console(tmp_path):
+    requests.stage(tmp_path / "code")
+    files = [path.relative_to(tmp_path / "code") for path in (tmp_path / "code").rglob("*") if path.is_file()]
+    assert {path.parts[0] for path in files} == {"jobs", "common", "datasets", "requirements.txt", "boot_sagemaker.py"}
+    assert len(files) < 1000 and max(len(path.parts) for path in files) < 32  # ModelArts takes no more
+    assert not [path for path in files if "__pycache__" in path.parts]
