@@ -3,8 +3,7 @@
     loader = DpexDataLoader(data_set, distribute_mode=True, num_workers=10, batch_size=100, shuffle=True)
 
 distribute_mode=False is torch's own loader, num_workers=0 the single process. Batch i of N workers is made by worker i % N,
-which is seeded as torch's is, so that nothing depends on where it runs. The data set's tensors lie in Ray's object store,
-where all workers of a node read the same ones: do not write into them.
+which is seeded as torch's is, so that nothing depends on where it runs. The data set travels to each node once.
 
 head_address: "auto", which is RAY_ADDRESS, or the cluster that this machine has joined with `ray start`, or else "local", one
 of its own on this machine; or host:port. head_lost: what to do when the cluster is gone, "local" to go on without, or "stop".
@@ -179,7 +178,8 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
             worker, _ = self._asked.pop(number)
             if type(data).__name__ == "End" and type(data).__module__ == "datasets.rayworker":
                 self._at_work[worker] = False
-                self._asked = {other: task for other, task in self._asked.items() if task[0] != worker}
+                # What it was asked before may still be on its way.
+                self._asked = {other: task for other, task in self._asked.items() if task[0] != worker or other < number}
                 return
             self._arrived[number] = data
             self._largest = max(self._largest or 0, size)

@@ -34,6 +34,10 @@ def connect(head_address, leader):
     address = _users_address(head_address)
     if address:
         _need_token()
+        if not reachable(address):
+            raise UserError(f"nobody listens at {address}: give the address of the Ray cluster's head, host:port, or 'local'")
+        if address.startswith(("127.", "localhost:")):
+            os.environ.update(LOOPBACK)  # else Ray would look for it at this machine's other address
         _init(address, own=False)
         return address, False, None
     folder = _own_folder(int(leader))
@@ -143,11 +147,25 @@ def _turn(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
             raise UserError(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
-        with contextlib.suppress(FileNotFoundError), open(folder / "turn", "a") as turn:
+        with _opened(folder / "turn") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(turn.fileno()), os.stat(folder / "turn")):
+            if _is_still(folder / "turn", turn):
                 yield
                 return
+
+
+def _opened(path):
+    while True:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return open(path, "a")
+
+
+def _is_still(path, file):
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _start_keeper(folder):
@@ -191,4 +209,6 @@ def main(folder):
             fcntl.flock(users, fcntl.LOCK_EX)  # until the last of them has gone
             (folder / "address").unlink()
             ray.shutdown()
-            shutil.rmtree(folder)
+            with contextlib.suppress(OSError), open(folder / "turn", "a") as turn:
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else somebody is about to start it anew
+                shutil.rmtree(folder)

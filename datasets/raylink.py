@@ -43,7 +43,7 @@ class Porter:
         leader = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 else os.getpid()
         words = ["rayporter", head_address or "local", str(leader)]
         self._process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._owner, self._users, self._lock = os.getpid(), 0, threading.Lock()
+        self._owner, self._users, self._lock = os.getpid(), 0, threading.RLock()  # the collector may come while it is held
         self._socket, self.lost, self.ended, self._said = None, None, False, False
         atexit.register(self._stop)
 
@@ -110,7 +110,7 @@ class Link:
 
     def __init__(self, process):
         self._porter, self._connection = process, process.connect()
-        self._epoch, self._digest = 0, None
+        self._epoch, self._digest, self._owner = 0, None, os.getpid()
         process.used_by(self)
 
     def begin(self, task, count, base_seed, replay, wait):
@@ -165,9 +165,10 @@ class Link:
             raise self._porter.gone() from None
 
     def close(self):
-        with contextlib.suppress(OSError, ValueError):
-            self._connection.send(("close",))
-            self._connection.close()
+        with contextlib.suppress(OSError):
+            if os.getpid() == self._owner:  # a forked worker of another loader has all this, too, and throws it away
+                self._connection.send(("close",))
+        self._connection.close()
 
 
 class Links:

@@ -96,14 +96,26 @@ def _write(descriptor, buffer):
         rest = rest[os.write(descriptor, rest[:AT_ONCE]) :]
 
 
-def receive_buffers(connection, sizes):
+def map_here(descriptor, length):
+    """For few and short-lived ones: Python keeps a descriptor for each of them."""
+    return memoryview(mmap.mmap(descriptor, length))
+
+
+def map_with_torch(descriptor, length):
+    """For batches, of which a reader may keep any number."""
+    import torch
+
+    return memoryview(torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy())
+
+
+def receive_buffers(connection, sizes, mapped=map_with_torch):
     """The same bytes as memory that is the receiver's own, to write into, too."""
     if not sizes:
         return []
     descriptor = reduction.recv_handle(connection)
     try:
         length = os.fstat(descriptor).st_size
-        memory = memoryview(mmap.mmap(descriptor, length)) if length else memoryview(bytearray())
+        memory = mapped(descriptor, length) if length else memoryview(bytearray())
     finally:
         os.close(descriptor)
     buffers, at = [], 0

@@ -6,6 +6,7 @@ handlers and environment out of the training process. Each iterator of the train
 """
 
 import contextlib
+import inspect
 import itertools
 import os
 import sys
@@ -16,7 +17,7 @@ from multiprocessing.connection import Listener
 
 from common.errors import one_line
 from datasets import raycluster
-from datasets.raypack import receive_buffers, send_buffers
+from datasets.raypack import map_here, receive_buffers, send_buffers
 
 PROBE_SECONDS, PROBES = 1.0, 3  # the head is gone when so many in a row failed
 LISTEN_SECONDS = 0.2  # until tasks that came meanwhile are waited for, too
@@ -55,12 +56,17 @@ def watch(cluster):
     """A head that is gone is said at once, in place of what Ray does about it a minute later."""
     import ray
 
-    places = [cluster.address, ray._private.worker._global_node.raylet_socket_name]
+    own = ray.get_runtime_context().get_node_id()
+    places = [cluster.address, *(raylet(node) for node in ray.nodes() if node["NodeID"] == own)]
     failed = 0
     while failed < PROBES:
         time.sleep(PROBE_SECONDS)
         failed = 0 if all(raycluster.reachable(place) for place in places) else failed + 1
     os._exit(1)  # whoever is connected sees it
+
+
+def raylet(node):
+    return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
 
 class Cluster:
@@ -73,7 +79,8 @@ class Cluster:
         """`count` nodes for workers beside those that are on `taken` nodes: as many on each as its CPUs say."""
         import ray
 
-        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]}
+        alive = [node for node in ray.nodes() if node["Alive"] and raycluster.reachable(raylet(node))]  # Ray may not know yet
+        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
         if any(cpus.values()):  # a head without CPUs is to be left alone
             cpus = {name: number for name, number in cpus.items() if number}
         if len(cpus) > 1:
@@ -91,7 +98,12 @@ class Cluster:
 
         how = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
         if not self.own:  # its nodes may be machines that have never seen our files
-            how["runtime_env"] = {"py_modules": sorted(paths)}
+            from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+
+            known = inspect.signature(upload_py_modules_if_needed).parameters
+            others = {"include_gitignore": True} if "include_gitignore" in known else {}
+            with tempfile.TemporaryDirectory() as folder:
+                how["runtime_env"] = upload_py_modules_if_needed({"py_modules": sorted(paths)}, scratch_dir=folder, **others)
         return ray.remote(Actor).options(**how).remote()
 
 
@@ -173,11 +185,11 @@ class Pool:
         import numpy
         import ray
 
-        buffers = receive_buffers(self._connection, sizes)
+        buffers = receive_buffers(self._connection, sizes, map_here)
         self._parts = ray.put([header, *(numpy.frombuffer(buffer, numpy.uint8) for buffer in buffers)])
 
     def _begin(self, epoch, count, base_seed, replay, paths):
-        """A new epoch of `count` workers, from the data set on. `replay`: an IterableDataset, whose batches follow from seeds."""
+        """A new epoch, from the data set on. `replay`: an IterableDataset, whose batches follow from the seeds."""
         self._forget(epoch)
         self._seeds, self._replay, self._paths = base_seed, replay, paths
         slots, self._slots = self._slots or [Slot(number) for number in range(count)], []

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import socket
-import warnings
 
 import numpy as np
 import torch
@@ -24,14 +23,13 @@ class Worker:
 
     def __init__(self):
         torch.set_num_threads(1)
-        # The workers of a node read the data set where it lies in Ray's object store.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
     def begin(self, header, buffers, worker_id, seed, skip):
         """`skip`: batches of an IterableDataset that a worker which was lost has delivered."""
         self._id, self._failed = worker_id, None
         try:
-            self._task = unpack(header, buffers)
+            # A copy of its own, to write into as torch's workers may: the one in the object store is the whole node's.
+            self._task = unpack(header, [bytearray(buffer) for buffer in buffers])
             with contextlib.suppress(OSError):
                 os.chdir(self._task["folder"])  # paths in the data set may be relative
             self._seed(seed)
