@@ -45,12 +45,27 @@ def load_weights(network, path, new_head=True):
     """Into the network, from a file of plain weights; with `new_head`, what has another shape there keeps its random ones."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
+        state = to_take_away(state) if "model" in state else plain_keys(state)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+            raise ValueError("it holds more than tensors")
+    except Exception as error:  # a file of something else can fail in any way there is
         raise UserError(f"{path} holds no weights: {one_line(error)[:200]}") from None
-    state = plain_keys(state.get("model", state))
+    return fit(network, state, path, new_head)
+
+
+def to_take_away(state):
+    """The weights that are evaluated: the averaged ones where there are any."""
+    weights = plain_keys(state["ema"] if "ema" in state else state["model"])
+    return {name: tensor for name, tensor in weights.items() if name != "n_averaged"}
+
+
+def fit(network, state, path, new_head):
+    """Load the weights of `state`, which `path` holds; returns the names of those of another shape, which are left alone."""
     own = network.state_dict()
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
-    strange = sorted(own.keys() ^ state.keys())
+    strange = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
     if strange or (other_shapes and not new_head) or len(other_shapes) > 2:
         names = ", ".join((strange + other_shapes)[:3])
         raise UserError(f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit")

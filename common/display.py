@@ -96,10 +96,6 @@ class Display:
             with open(os.path.join(self.output_dir, "metrics.jsonl"), "ab") as file:
                 file.write(_json_line(row))
 
-    def evaluation(self, row):
-        if self.active:
-            write_atomically(os.path.join(self.output_dir, "evaluation.json"), _json_line(row))
-
     def picture(self, name, pixels, step):
         if not self.active:
             return

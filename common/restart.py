@@ -16,7 +16,8 @@ from common.errors import UserError
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
-    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema",
+    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema", "image_size", "resize", "crop",
+    "data_backend",
 ]  # fmt: skip
 
 LOCK_SECONDS = 10  # the start before this one may be dying just now
@@ -27,12 +28,22 @@ def identity(args, sampler, model, parts):
     tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
+    synthetic = getattr(args, "custom_data", False) or getattr(args, "data_backend", None) in ("synthetic", "syntetic")
     return {
         "model": f"{type(model).__name__} of {parameters:,} parameters ({digest})",
-        "data set": f"{'synthetic' if getattr(args, 'custom_data', False) else 'real'}, {sampler.num_samples} samples",
+        "data set": f"{'synthetic' if synthetic else 'real'}, {sampler.num_samples} samples",
         "seed": args.seed,
         "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
     }
+
+
+def prepare(parts):
+    """A scaler may skip the first step, after which torch's fused SGD goes on from memory that nobody has written."""
+    if "scaler" in parts and parts["scaler"].is_enabled():
+        for group in parts["optimizer"].param_groups:
+            if isinstance(parts["optimizer"], torch.optim.SGD) and group["momentum"]:
+                for parameter in group["params"]:
+                    parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def choose(args, ours, say):
@@ -92,21 +103,18 @@ def from_rank_0(choose):
     return answer["found"]
 
 
+def to_evaluate(args, say):
+    """(state, about, path) of the checkpoint of --resume PATH, else of the newest of the output folder; or None."""
+    if args.resume not in ("auto", "never"):
+        return _named(args, say)
+    if args.output_url:
+        remote.bring_newest(args, say)
+    return checkpoint.newest(args.checkpoint_dir, say)
+
+
 def _from_path(args, say):
-    """The checkpoint that the user named: a file, or a folder whose newest is meant."""
-    path = remote.local_checkpoint(args.resume, say)
-    if os.path.isdir(path):
-        inner = os.path.join(path, "checkpoints")
-        found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)
-        if not found:
-            raise UserError(
-                f"--resume {path} holds no checkpoint: "
-                "give a .pt file that has its .json beside it, or the output folder of a run"
-            )
-        return found
-    if not os.path.isfile(path):
-        raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
-    state, about = checkpoint.read(path)
+    """The checkpoint that the user named, and to go on from: newer ones in its folder would be a run of their own."""
+    state, about, path = _named(args, say)
     newer = (
         [n for n in checkpoint.numbers(args.checkpoint_dir) if n > about["samples_seen"]]
         if _inside(path, args.checkpoint_dir)
@@ -120,6 +128,23 @@ def _from_path(args, say):
         for suffix in (".json", ".pt"):
             os.unlink(os.path.join(args.checkpoint_dir, f"{number:012d}{suffix}"))
     return state, about, path
+
+
+def _named(args, say):
+    """The checkpoint that the user named: a file, or a folder whose newest is meant."""
+    path = remote.local_checkpoint(args.resume, say)
+    if os.path.isdir(path):
+        inner = os.path.join(path, "checkpoints")
+        found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)
+        if not found:
+            raise UserError(
+                f"--resume {path} holds no checkpoint: "
+                "give a .pt file that has its .json beside it, or the output folder of a run"
+            )
+        return found
+    if not os.path.isfile(path):
+        raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
+    return (*checkpoint.read(path), path)
 
 
 def _inside(path, folder):
@@ -158,7 +183,8 @@ def _delete_run(args):
     """Remove what a run of ours left in the folders, and nothing else."""
     patterns = [
         (args.checkpoint_dir, ["????????????.json", "????????????.pt", "*" + checkpoint.TEMPORARY, ".attempt"]),
-        (args.output_dir, ["epoch_*.pth", "metrics.jsonl", "curves.png", "report.txt"]),
+        (args.output_dir, ["epoch_*.pth", "metrics.jsonl", "curves.png", "report.txt", "evaluation.json"]),
+        (os.path.join(args.output_dir, "examples"), ["epoch_*.png"]),
         (args.tensorboard_dir, ["events.out.tfevents.*"]),
         (os.path.join(args.output_dir, "ledger"), ["rank_*.jsonl"]),
     ]

@@ -200,13 +200,6 @@ class Run:
         """Show uint8 (3, H, W) as examples/NAME.png and in TensorBoard."""
         self._display.picture(name, pixels, self.total_steps)
 
-    def end_evaluation(self, **metrics):
-        """The end of a start that only evaluates: its metrics as a line and in evaluation.json."""
-        self._start()
-        self.say(" ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
-        self._display.evaluation({"epoch": self.epoch, "samples": self.samples_seen, **metrics})
-        self._close()
-
     def _close_epoch(self, metrics):
         self.epoch += 1
         row = {
@@ -270,6 +263,8 @@ class Run:
         self._check_losses()
         self._losses.share()
         self._saved = time.monotonic()
+        if self._profile:  # it leaves nothing
+            return
         place = (self.samples_seen, self.epoch, self.consumed)
         if self.rank != 0 or (place == self._saved_place and not weights_of_epoch):  # nothing new since the last one
             return
@@ -307,6 +302,7 @@ class Run:
         self._signal, self._busy, self._evaluating = None, True, False
         self._steps_to_wishes = self._steps_between_wishes = 1
         self._saved = self._epoch_began = self._curves_drawn = self._wished = time.monotonic()
+        restart.prepare(self._parts)
         self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
         found = self._find()
         self._found = bool(found)
@@ -345,13 +341,13 @@ class Run:
     def _restore(self, state, about, path):
         self.model.load_state_dict(state["model"])
         for name, part in self._parts.items():
-            if name not in state:
+            if not state.get(name) and part.state_dict():  # a scaler that was switched off has left nothing
                 self.say(f"warning: {path} has no {name}: it starts anew")
             elif isinstance(
                 part, torch.optim.Optimizer
             ):  # its learning rate and weight decay are this start's, not the last one's
                 part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
-            else:
+            elif state.get(name):
                 part.load_state_dict(state[name])
         for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):
             setattr(self, name, about[name])

@@ -80,7 +80,7 @@ class Saver:
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
             path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
-            checkpoint.write_atomically(path, checkpoint.encode(state["model"]))
+            checkpoint.write_atomically(path, checkpoint.encode(checkpoint.to_take_away(state)))
         checkpoint.write(self._folder, state, about)
         checkpoint.prune(self._folder, self._output_dir, self._keep, about)
         if self._publisher:

@@ -48,7 +48,7 @@ class DaliBatches:
                     outputs = [as_tensor(found, self.device)[: len(ids)] for found in pipeline.run()]
                     yield *self._batch(outputs, ids), ids
                     continue
-                except RuntimeError as error:
+                except (RuntimeError, OSError) as error:  # the second is of a file that is read here
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
                     print(f"warning: DALI cannot make a batch of epoch {epoch + 1}: {reason}", flush=True)
                     pipeline = None

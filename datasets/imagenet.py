@@ -134,10 +134,26 @@ def load(args):
         root = storage.fetch(args.data_url)
         return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
 
-    train, test = (spread(files, limit) for files in lease.on_every_rank("data", prepare))
+    found = lease.on_every_rank("data", prepare)
+    _compare_classes(*found)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        for files in found:
+            print(files.describe(), flush=True)
+    train, test = (spread(files, limit) for files in found)
     if args.data_backend.endswith("kspeed"):
         train, test = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, test))
     return Photos(train, size, True, args.seed), Photos(test, size, False, args.seed)
+
+
+def _compare_classes(train, val):
+    """The same in both, or every label of one would mean something else in the other."""
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))[0]
+        has, lacks = (train, val) if odd in train.classes else (val, train)
+        raise UserError(
+            f"{one_line(has.folder)} has {len(has.classes)} classes and {one_line(lacks.folder)} {len(lacks.classes)}: "
+            f"{one_line(odd)} is in the first alone"
+        )
 
 
 def spread(files, limit):

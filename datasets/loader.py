@@ -86,6 +86,7 @@ class Clock:
         if self._stream:
             self.end = self._mark()
             self._events.append((self._began, self.end))
+            self._fold()
         else:
             self._seconds += time.perf_counter() - self._began
 
@@ -96,10 +97,13 @@ class Clock:
         event.record(self._stream)
         return event
 
-    def read(self):
+    def _fold(self):
         while self._events and self._events[0][1].query():
             began, end = self._events.pop(0)
             self._seconds += began.elapsed_time(end) / 1000
+
+    def read(self):
+        self._fold()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

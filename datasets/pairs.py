@@ -29,7 +29,7 @@ def add_options(parser):
                       "pictures are the same")  # fmt: skip
     data.add_argument("--resize", type=arguments.number(int, at_least=0), help="height that the pictures are resized to; 0: as "
                       f"they are; unset: {RESIZE}, and the synthetic ones as they are")  # fmt: skip
-    data.add_argument("--crop", type=arguments.number(int, at_least=8), help="pixels of a side that the network sees; unset: "
+    data.add_argument("--crop", type=arguments.number(int, at_least=11), help="pixels of a side that the network sees; unset: "
                       f"{CROP}, of the synthetic ones {SYNTHETIC_CROP}")  # fmt: skip
 
 

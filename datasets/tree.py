@@ -23,9 +23,10 @@ from common.errors import UserError, one_line
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
+MOST_ASPECT = 100  # resized to a short side of 256, a longer one would take all memory
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
 THREADS = 16
-FORMAT = 1  # of the index; a new one is made where it differs
+FORMAT = 2  # of the index; a new one is made where it differs
 GOOD, SPECIAL = 0, 1
 
 
@@ -82,7 +83,7 @@ def load(folder, index_folder="input_dir"):
 def _classes(folder):
     """{class: when its folder changed last}"""
     with os.scandir(folder) as entries:
-        found = {entry.name: entry.stat().st_mtime_ns for entry in entries if entry.is_dir()}
+        found = {entry.name: entry.stat().st_mtime_ns for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
     if not found:
         raise UserError(f"{folder} has no folder for any class: its images have to lie in {folder}/CLASS/")
     return dict(sorted(found.items()))
@@ -175,6 +176,8 @@ def judge(path):
         return "unreadable"
     if not isinstance(found, str) and found[1] * found[2] > MOST_PIXELS:
         return "too many pixels"
+    if not isinstance(found, str) and max(found[1:]) > MOST_ASPECT * min(found[1:]):
+        return "too long and thin"
     return found
 
 

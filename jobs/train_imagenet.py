@@ -12,6 +12,7 @@ divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 -
 
 import contextlib
 import difflib
+import json
 import math
 import os
 import sys
@@ -23,7 +24,7 @@ import torch
 from torch import distributed
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from common import arguments, checkpoint, devices, group
+from common import arguments, checkpoint, devices, group, restart
 from common.arguments import boolean, number
 from common.errors import UserError, run_job
 from common.run import Run
@@ -33,6 +34,8 @@ from datasets.sampler import EpochSampler, InOrder
 
 def main():
     args = arguments.parse(options())
+    if args.early_stopping_patience and args.training_only:
+        raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
     group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
     device = devices.choose(args)
     group.join(args, device)
@@ -47,12 +50,11 @@ def main():
 
     # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
     train_set, val_set = imagenet.load(args)
-    train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
+    train_sampler = EpochSampler(len(train_set), 1, seed=args.seed)
     val_sampler = InOrder(len(val_set), args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
-    if args.total_batch:
-        train_sampler.set_global_batch(args.total_batch)
+    train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, args.data_backend)
     val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, args.data_backend)
 
@@ -64,16 +66,14 @@ def main():
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
 
+    if args.evaluate:
+        return evaluate_alone(args, network, val_loader, autocast)
+    if args.prof:
+        args.output_dir = os.path.join(args.output_dir, "prof")  # beside a run, which it must not touch
+        args.checkpoint_dir, args.tensorboard_dir, args.output_url = args.output_dir, args.output_dir, None
+
     parts = {"optimizer": optimizer, "scaler": scaler, **({"ema": ema} if ema else {})}
     run = Run(args, train_sampler, model, **parts)
-
-    if args.evaluate:
-        if not (args.weights or run.goes_on):
-            raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
-        judged = ema.module if ema and run.goes_on else network
-        metrics, latency = evaluate(judged, val_loader, autocast)
-        run.end_evaluation(**metrics, **latency)
-        return
 
     peak = args.lr * run.global_batch / 256
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")
@@ -85,7 +85,8 @@ def main():
                 parameters["lr"] = learning_rate(args, peak, epochs=run.progress * args.epochs)
 
             images, labels, others, share = mix(images, labels, args.mixup)
-            portions = list(zip(images.split(args.batch_size), labels.split(args.batch_size), others.split(args.batch_size)))
+            count = -(-len(images) // args.batch_size)
+            portions = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
             total = torch.zeros((), device=device)
 
             optimizer.zero_grad()
@@ -127,14 +128,16 @@ def options():
                           "than batch_size x devices, the gradients are accumulated; unset: batch_size x devices")  # fmt: skip
     training.add_argument("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine",
                           help="learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run")  # fmt: skip
-    training.add_argument("--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up")
+    training.add_argument(
+        "--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up, half of the run at most"
+    )
     training.add_argument("--end_lr", type=number(float, at_least=0), default=0, help="where cosine and linear end")
     training.add_argument("--optimizer", choices=["sgd", "rmsprop"], default="sgd", help="sgd is Nesterov's")
     training.add_argument("--momentum", type=number(float, at_least=0, below=1), default=0.9, help="of either")
     training.add_argument("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
     training.add_argument("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
     training.add_argument("--ema", type=number(float, above=0, below=1), help="decay of averaged weights, e.g. 0.9999, which "
-                          "are evaluated instead and are 'ema' in the checkpoints; unset: none")  # fmt: skip
+                          "are evaluated and given away instead; unset: none")  # fmt: skip
     training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
                           help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
     training.add_argument("--compile", type=boolean, default=False, help="torch.compile the network; its first steps are slow")
@@ -159,7 +162,14 @@ def build(args, num_classes):
         near = difflib.get_close_matches(args.arch, names, n=3, cutoff=0) or sorted(names)
         raise UserError(f"--arch {args.arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(near)}")
     zero_init = {"zero_init_residual": True} if args.arch.startswith(("resne", "wide_resnet")) else {}
-    network = torchvision.models.get_model(args.arch, num_classes=num_classes, **zero_init)
+    sized = {"vit": {"image_size": args.image_size}, "maxvit": {"input_size": (args.image_size,) * 2}}
+    own = {**zero_init, **sized.get(args.arch.split("_")[0], {})}
+    try:
+        network = torchvision.models.get_model(args.arch, num_classes=num_classes, **own)
+        with torch.no_grad():
+            network.eval()(torch.zeros(1, 3, args.image_size, args.image_size))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UserError(f"--arch {args.arch} takes no --image_size {args.image_size}: {error}") from None
     if args.weights:
         anew = checkpoint.load_weights(network, args.weights, new_head=not args.evaluate)
         if anew and distributed.get_rank() == 0:
@@ -169,9 +179,10 @@ def build(args, num_classes):
 
 def build_optimizer(args, network):
     """No weight decay on norms and biases, unless it is asked for."""
-    decayed = [parameter for parameter in network.parameters() if parameter.ndim > 1 or args.bn_weight_decay]
-    others = [parameter for parameter in network.parameters() if not (parameter.ndim > 1 or args.bn_weight_decay)]
-    parameters = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0}]
+    weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
+    of_others = args.weight_decay if args.bn_weight_decay else 0
+    parameters = [{"params": weights, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": of_others}]
     if args.optimizer == "rmsprop":
         return torch.optim.RMSprop(parameters, lr=args.lr, alpha=0.9, eps=1e-3, momentum=args.momentum)
     return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0, fused=True)
@@ -179,9 +190,10 @@ def build_optimizer(args, network):
 
 def learning_rate(args, peak, epochs):
     """After so many epochs: of samples seen, so that no batch size changes its shape."""
-    if epochs < args.warmup:
-        return peak * epochs / args.warmup
-    done = (epochs - args.warmup) / max(args.epochs - args.warmup, 1e-9)
+    warmup = min(args.warmup, args.epochs / 2)
+    if epochs < warmup:
+        return peak * epochs / warmup
+    done = (epochs - warmup) / (args.epochs - warmup)
     if args.schedule == "step":
         return peak * 0.1 ** sum(epochs >= share * args.epochs for share in (1 / 3, 2 / 3, 8 / 9))
     factor = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1}[args.schedule]
@@ -195,6 +207,23 @@ def mix(images, labels, strength):
     share = float(torch.distributions.Beta(strength, strength).sample())
     order = torch.randperm(len(images)).to(images.device)
     return images.lerp(images[order], 1 - share), labels, labels[order], share
+
+
+def evaluate_alone(args, network, loader, autocast):
+    """Of --weights, of the checkpoint of --resume, or of the newest in the output folder, which is left as it is."""
+    about = {}
+    if not args.weights:
+        found = restart.from_rank_0(lambda: restart.to_evaluate(args, print))
+        if not found:
+            raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
+        state, about, path = found
+        checkpoint.fit(network, checkpoint.to_take_away(state), path, new_head=False)
+    metrics, latency = evaluate(network, loader, autocast)
+    if distributed.get_rank() == 0:
+        row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics, **latency}
+        print(" ".join(f"{name}={value:.4f}" for name, value in {**metrics, **latency}.items()), f"of {row['weights']}")
+        os.makedirs(args.output_dir, exist_ok=True)
+        checkpoint.write_atomically(os.path.join(args.output_dir, "evaluation.json"), json.dumps(row).encode())
 
 
 @torch.no_grad()

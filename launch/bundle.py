@@ -29,6 +29,8 @@ FINDS_ITSELF = (  # fmt: skip
     "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
 )  # fmt: skip
 
+MARKER = ".bundle"  # in a folder that this verb has written
+
 # What ModelArts takes as a code folder.
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 
@@ -92,8 +94,10 @@ def write_folder(job, out, overwrite=False):
     """The job, its modules and requirements.txt in a folder of their own, inside the limits of the consoles."""
     job, out = Path(job), Path(out)
     _read(job)
-    if out.exists() and any(out.iterdir()) and not overwrite:
-        raise UserError(f"{one_line(out)} is not empty: give another folder, or --overwrite true")
+    ours = (out / MARKER).is_file()
+    if out.exists() and any(out.iterdir()) and not (overwrite and ours):
+        remedy = ", or --overwrite true" if ours else "; only what this verb has written is ever replaced"
+        raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
     places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in [*modules_of(job), "requirements.txt"]}}
     size = sum(path.stat().st_size for path in places.values())
     limits = [
@@ -109,6 +113,7 @@ def write_folder(job, out, overwrite=False):
     for place, path in places.items():
         (out / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, out / place)
+    (out / MARKER).write_text("made by python -m launch bundle --folder\n")
     return len(places), size
 
 
@@ -126,6 +131,13 @@ def run(options):
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone")
 
 
+def _in_a_line(work, options):
+    try:
+        work(options)
+    except OSError as error:
+        raise UserError(f"{one_line(error.filename)}: {error.strerror}") from None
+
+
 def main(argv):
     parser = argparse.ArgumentParser(
         prog="python -m launch bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,5 +148,5 @@ def main(argv):
     parser.add_argument("--overwrite", choices=["true", "false"], default="false", help="true: replace what is in the folder")
     options = parser.parse_args(argv)
     options.overwrite = options.overwrite == "true"
-    errors.run_job(lambda: run(options))
+    errors.run_job(lambda: _in_a_line(run, options))
     return 0

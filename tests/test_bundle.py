@@ -135,10 +135,17 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     assert bundle.main([str(ROOT / "jobs" / "train.py"), "--folder", str(empty / "code")]) == 0
     assert "the boot file is jobs/train.py" in capsys.readouterr().out
     found = sorted(str(path.relative_to(empty / "code")) for path in (empty / "code").rglob("*") if path.is_file())
-    assert found == sorted(["jobs/train.py", "requirements.txt", *bundle.modules_of(ROOT / "jobs" / "train.py")])
+    assert found == sorted([bundle.MARKER, "jobs/train.py", "requirements.txt", *bundle.modules_of(ROOT / "jobs" / "train.py")])
     started(empty, empty / "code" / "jobs" / "train.py", *TINY, "--max_steps", 1)
     with pytest.raises(UserError, match="is not empty: give another folder, or --overwrite true"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "code")
+    bundle.write_folder(ROOT / "jobs" / "train_ddp.py", empty / "code", overwrite=True)
+    assert not (empty / "code" / "jobs" / "train.py").exists()
+    (empty / "mine").mkdir()
+    (empty / "mine" / "thesis.txt").write_text("my own work")
+    with pytest.raises(UserError, match="is not empty: give another folder; only what this verb has written"):
+        bundle.write_folder(ROOT / "jobs" / "train.py", empty / "mine", overwrite=True)
+    assert (empty / "mine" / "thesis.txt").exists()
     for name, what in (("MOST_BYTES", "bytes"), ("MOST_FILES", "files"), ("DEEPEST", "levels of folders")):
         with monkeypatch.context() as patch, pytest.raises(UserError, match=f"has \\d+ {what}, and the console takes 1"):
             patch.setattr(bundle, name, 1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +64,7 @@ FILES = {
     "header.jpg": (b"\xff\xd8\xff\xe0\x00\x10JFIF" + b"x" * 100, "damaged header"),
     "flat.jpg": (JPEG[: JPEG.index(b"\xff\xc0") + 5] + bytes(4) + JPEG[JPEG.index(b"\xff\xc0") + 9 :], "damaged header"),
     "only_soi.jpg": (b"\xff\xd8", "damaged header"),
+    "thread.jpg": (encoded(picture().resize((3000, 1))), "too long and thin"),
 }  # fmt: skip
 
 
@@ -98,6 +100,25 @@ def test_the_order_and_labels_are_those_of_torchvision(folder):
     assert found.classes == theirs.classes and len(left_out) == sum(isinstance(verdict, str) for _, verdict in FILES.values())
     assert "left out, cut off: 2 (the first is kinds/cut.jpg)" in found.describe()
     assert "6 of them in an unusual form" in found.describe()
+
+
+def test_both_splits_have_the_same_classes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for split, classes in (("train", "ab"), ("val", "ab")):
+        for name in classes:
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "1.jpg").write_bytes(JPEG)
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "train" / "a" / "0.jpg").write_bytes(b"")
+    args = SimpleNamespace(
+        custom_data=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, seed=0
+    )
+    assert [len(split) for split in imagenet.load(args)] == [2, 2]
+    said = capsys.readouterr().out
+    assert "train: 2 images of 2 classes; left out, empty: 1 (the first is a/0.jpg)" in said
+    (tmp_path / "val" / "c").mkdir()
+    with pytest.raises(UserError, match=r"val has 3 classes and \S+train 2: c is in the first alone"):
+        imagenet.load(args)
 
 
 def test_the_index_is_used_until_a_folder_changes_or_it_is_damaged(folder, monkeypatch):
