@@ -216,7 +216,14 @@ def test_the_learning_rate_over_the_run(job):
 
 def test_norms_and_biases_do_not_decay_and_the_last_norm_of_a_block_begins_at_zero(job):
     args = SimpleNamespace(
-        arch="resnet50", weights=None, weight_decay=0.1, bn_weight_decay=False, optimizer="sgd", lr=1.0, momentum=0.9
+        arch="resnet50",
+        image_size=32,
+        weights=None,
+        weight_decay=0.1,
+        bn_weight_decay=False,
+        optimizer="sgd",
+        lr=1.0,
+        momentum=0.9,
     )
     network = job.build(args, num_classes=7)
     assert all(not module.bn3.weight.any() for module in network.modules() if hasattr(module, "bn3"))

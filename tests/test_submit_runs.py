@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from common import display
+from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests
-from launch.submit import sagemaker, slurm
 from launch.submit.request import Request
 from tests.jobs import ROOT, TINY, environment
 from tests.test_submit import ask, words_of
@@ -91,7 +91,7 @@ def run_batch(folder, request, restarts=0, cancel=False):
 def test_the_slurm_script_trains(tmp_path):
     options = (*TINY[:-1], "1", "--enable_gpu", "false")
     request = Request(
-        "slurm", "jobs/train_ddp.py", options, name="run", gpus=1, output_url=str(tmp_path / "a b"), env=("GREETING=it's me",)
+        "slurm", "jobs/train.py", options, name="run", gpus=1, output_url=str(tmp_path / "a b"), env=("GREETING=it's me",)
     )
     code, output, given, requeued = run_batch(tmp_path, request)
     assert code == 0, output
@@ -115,6 +115,49 @@ def test_slurm_starts_again_what_another_start_can_help(what, options, restarts,
     request = Request("slurm", "jobs/train.py", options, name="run", code_url=str(tmp_path))
     found, output, _, again = run_batch(tmp_path, request, restarts, cancel)
     assert (found, again) == (code, requeued), output
+
+
+# What the tools of a login node do with a job, in a folder in place of a cluster.
+SBATCH = """#!/bin/sh
+[ "$1" = --parsable ] || exit 1
+cat > "$QUEUE/script"
+echo "77;cluster"
+"""
+SHOW = """#!/bin/sh
+[ "$*" = "-o show job 77" ] || { echo "Invalid job id specified" >&2; exit 1; }
+line=$(head -n 1 "$QUEUE/states"); sed -i 1d "$QUEUE/states"
+echo "step of $line" >> "$QUEUE/log"
+echo "JobId=77 JobName=run-7 JobState=$line Reason=None StdOut=$QUEUE/log"
+"""
+
+
+def test_a_slurm_job_is_sent_followed_and_stopped(tmp_path, monkeypatch, capsys):
+    for name, text in {"sbatch": SBATCH, "scontrol": SHOW, "scancel": '#!/bin/sh\necho "$*" > "$QUEUE/cancelled"\n'}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "states").write_text(
+        "".join(f"{state}\n" for state in ["PENDING", "RUNNING", "RUNNING", "RUNNING", "COMPLETED"])
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("QUEUE", str(tmp_path))
+    monkeypatch.setattr("launch.submit.FOLLOW_SECONDS", 0)
+    request = ask("slurm")
+    assert main(["--follow", "true", *words_of(request)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert (tmp_path / "script").read_text() == slurm.build(request)
+    assert printed[:2] == ["submitted 77", "see it at squeue -j 77"]
+    assert [line for line in printed if " is " in line] == ["77 is PENDING", "77 is RUNNING", "77 is COMPLETED"]
+    assert "step of PENDING" in printed and "step of RUNNING" in printed
+    assert main(["--platform", "slurm", "--stop", "77"]) == 0
+    assert (tmp_path / "cancelled").read_text() == "77\n"
+
+
+def test_what_sbatch_refuses_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(words_of(ask("slurm"))) == 2
+    assert capsys.readouterr().err == "error: sbatch refused: sbatch: error: invalid partition specified: gpu\n"
 
 
 def test_the_slurm_header_says_what_was_asked_for():

@@ -131,7 +131,7 @@ def sent(monkeypatch, tmp_path):
             monkeypatch.setattr(util, "environment_access_key_id", "key")
             monkeypatch.setattr(util, "environment_access_key_secret", CANARY)
         monkeypatch.setattr(submit, "FOLLOW_SECONDS", 0)
-        monkeypatch.setattr(submit, "upload", lambda url: None)  # what is uploaded has tests of its own
+        monkeypatch.setattr(submit, "upload", lambda *_: None)  # what is uploaded has tests of its own
         return server
 
     yield start
@@ -174,8 +174,9 @@ def test_a_job_is_sent_followed_and_stopped(what, platform, changes, answers, pa
         "DELETE" if path.startswith("/apis") else "POST",
         True,
     )
-    printed = capsys.readouterr().out + printed.out + printed.err
-    assert CANARY not in printed
+    assert submit.main(["--dry_run", "true", *words]) == 0
+    assert len(server.asked) == before + 1  # the dry run has sent nothing
+    assert CANARY not in capsys.readouterr().out + printed.out + printed.err
 
 
 def without_empty_lists(body):
@@ -343,7 +344,8 @@ def store(tmp_path_factory):
 def test_the_code_goes_through_a_bucket_into_a_pod(store, tmp_path, monkeypatch, capsys):
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
-    submit.upload("s3://code/a/b")
+    monkeypatch.delenv("AWS_REGION")
+    submit.upload("s3://code/a/b", "us-east-1")
     assert capsys.readouterr().out == "the code is at s3://code/a/b\n"
     template = kubernetes.build(ask("kubeflow", code_url="s3://code/a/b"))["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
     (container,) = template["spec"]["initContainers"]

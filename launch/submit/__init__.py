@@ -96,7 +96,7 @@ def submit(platform, request, options):
         print(show(body))
         return 0
     client = connected(platform, request)
-    upload(platform.upload_to(request))
+    upload(platform.upload_to(request), request.region)
     job_id = asked(platform, platform.send, client, request, body)
     if job_id is None:  # it ran here and now
         return client.exit_code
@@ -129,13 +129,15 @@ def asked(platform, function, *arguments):
     except (UserError, TrainingFailed):
         raise
     except Exception as error:
-        raise UserError(f"{platform.SERVICE} refused: {describe(error, os.environ)}") from None
+        raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
 
 
-def upload(url):
+def upload(url, region=None):
     """The code to the address from which the platform takes it, None where it takes it from elsewhere."""
     if url is None:
         return
+    if region:
+        os.environ.setdefault("AWS_REGION", region)  # the bucket is where the job is
     from common import storage  # brings torch with it, for which nobody should wait who only looks at a request
 
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:

@@ -4,8 +4,6 @@ The container's command is ours and no toolkit's: boot_sagemaker.py becomes the 
 that is taken away) reaches it, which SageMaker's own toolkit never passes on. Any image with Python and torch will do.
 """
 
-from launch.submit import request as requests
-
 SERVICE = "SageMaker"
 CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 CODE = "/opt/ml/input/data/code"
@@ -88,10 +86,8 @@ def upload_to(request):
 
 def connect(request):
     """{service: client}: the jobs are in one, their logs in another."""
-    try:
-        import boto3
-    except ImportError:
-        raise requests.missing("boto3", "sagemaker") from None
+    import boto3
+
     session = boto3.session.Session(region_name=request.region)
     return {name: session.client(name) for name in ("sagemaker", "logs")}
 

@@ -1,6 +1,7 @@
 """SLURM: a batch script for sbatch, one task on each node, in a folder that all nodes see."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -94,7 +95,7 @@ def state(client, request, job_id):
 
 def _fields(job_id):
     """What scontrol says of a job, as {name: value}."""
-    return dict(word.split("=", 1) for word in _run("scontrol", "-o", "show", "job", job_id).split() if "=" in word)
+    return dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", _run("scontrol", "-o", "show", "job", job_id).strip()))
 
 
 def log(client, request, job_id):
