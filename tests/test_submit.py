@@ -1,12 +1,15 @@
 """Submissions as data: what each platform's request holds, which mistakes are refused, and what is run really runs."""
 
 import dataclasses
+import datetime
 import json
 import os
+import re
 import sys
 
 import pytest
 
+from launch import submit
 from launch.submit import PLATFORMS, fresh, kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
 from launch.submit.request import Request, describe, mistakes
 from tests.jobs import ROOT
@@ -274,6 +277,15 @@ def test_mistakes_are_printed_one_to_a_line(capsys):
 def test_neither_a_job_nor_one_to_stop_is_a_mistake(capsys):
     assert main(["--platform", "local"]) == 2
     assert capsys.readouterr().err == "error: give a job, such as jobs/train_ddp.py, or --stop JOB_ID\n"
+
+
+def test_the_commands_of_the_readme_are_requests_without_a_mistake():
+    rows = re.findall(r"^\| [^|]+ \| `([a-z-]+ --[^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [row.split()[0] for row in rows] == ["modelarts", "pai-dlc", "sagemaker", "kubeflow", "slurm"]
+    for row in rows:
+        words = row.replace("ARN", OWN["sagemaker"]["role"]).replace("CLAIM", "claim").split()
+        options = submit.parser().parse_args(["jobs/train_ddp.py", "--nodes", "2", "--gpus", "8", "--platform", *words])
+        assert wrong(submit.ask(options, ["--epochs", "30"], datetime.datetime(2026, 1, 2))) == [], row
 
 
 # --- What a platform answers -------------------------------------------------------------------------------------------

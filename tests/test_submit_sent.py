@@ -220,6 +220,20 @@ def test_a_failed_job_gives_1_and_an_interrupt_leaves_it_running(sent, capsys, m
     assert not [path for path, _ in server.bodies("POST") if path.endswith("/actions")]
 
 
+def test_a_look_that_fails_does_not_end_the_following(sent, capsys, monkeypatch):
+    answers = modelarts_answers("job-1")
+    answers["GET", "/v2/project/training-jobs/job-1"].insert(1, (400, {"error_code": "X", "error_msg": "not now"}))
+    server = sent(answers)
+    words = ["--follow", "true", *words_of(here(ask("modelarts"), server))]
+    assert submit.main(words) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("warning: ModelArts: ") == 1 and "not now; looking again" in printed.err
+    monkeypatch.setattr(submit, "FAILED_LOOKS", 2)
+    server.answers["GET", "/v2/project/training-jobs/job-1"] = (400, {"error_code": "X", "error_msg": "no such job"})
+    assert submit.main(words) == 2
+    assert capsys.readouterr().err.count("no such job") == 3
+
+
 # --- Against what each SDK knows of its service ------------------------------------------------------------------------
 
 

@@ -30,7 +30,8 @@ PLATFORMS = {
     "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubeflow": "kubernetes",
     "volcano": "kubernetes", "slurm": "slurm", "local": "local",
 }  # fmt: skip
-FOLLOW_SECONDS = 5
+FOLLOW_SECONDS = 5  # between two looks at a job
+FAILED_LOOKS = 10  # so many in a row are forgiven: a job runs for days, and networks stumble
 
 
 def parser():
@@ -148,10 +149,19 @@ def upload(url, region=None):
 
 def follow(platform, client, request, job_id):
     """Print each new state and the log's new lines until the job has ended; 0 when it ended well."""
-    last, shown = None, []
+    last, shown, failed = None, [], 0
     try:
         while True:
-            state, code = asked(platform, platform.state, client, request, job_id)
+            try:
+                state, code = asked(platform, platform.state, client, request, job_id)
+                failed = 0
+            except UserError as error:
+                failed += 1
+                if failed > FAILED_LOOKS:
+                    raise
+                print(f"warning: {one_line(error)}; looking again", file=sys.stderr, flush=True)
+                time.sleep(FOLLOW_SECONDS)
+                continue
             if state != last:
                 print(f"{job_id} is {state}", flush=True)
                 last = state
