@@ -71,14 +71,16 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
         chosen = torch.default_generator if loader.generator is None else loader.generator
         self._generator_state = chosen.get_state()  # from which its seeds are drawn
         super().__init__(loader)
-        self._process, self._links, self._link = process, loader._links, None
+        self._process, self._link = process, None
         self._in_order, self._prefetch = getattr(loader, "in_order", True), max(1, loader.prefetch_factor)
         self._stop_when_lost, self._worker_init_fn = loader.head_lost == "stop", loader.worker_init_fn
         self._batch_size, self._context = loader.batch_size, loader.multiprocessing_context
         self._rest, self._warned = None, False
         self._count()
         try:
-            self._link = self._links.take(process)
+            self._link = loader._links.take(process)
+            # By a finalizer, not by __del__: of what is garbage together, the connection may be thrown away first.
+            self._leave = weakref.finalize(self, self._link.close if self._persistent_workers else self._give_back(loader))
             self._begin()
             self._fill()
         except ClusterGone:
@@ -195,20 +197,18 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
     def _over(self):
         """The workers of a finished pass wait for the next one of the same loader."""
         if not self._persistent_workers and self._link:
-            self._links.give_back(self._link)
+            self._leave()
             self._link = None
 
-    def __del__(self):
-        if getattr(self, "_link", None):
-            self._over()
-            if self._link:
-                self._link.close()
+    def _give_back(self, loader):
+        return functools.partial(loader._links.give_back, self._link)
 
     # --- Without the cluster -----------------------------------------------------------------------------------------------
 
     def _go_on_here(self):
         """What has not been given yet is loaded by torch's own workers, on this machine."""
         if self._link:
+            self._leave.detach()
             self._link.close()
             self._link = None
         if self._stop_when_lost:
