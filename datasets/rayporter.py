@@ -232,12 +232,7 @@ class Pool:
         task.ref = task.actor.fetch.remote(task.index)
 
     def _forget(self, epoch):
-        import ray
-
-        for task in self._tasks.values():
-            with contextlib.suppress(Exception):
-                ray.cancel(task.ref)
-        self._tasks, self._epoch = {}, epoch
+        self._tasks, self._epoch = {}, epoch  # not cancelled: behind a cancelled task an actor may stand still
 
     def _drop(self, number):
         self._tasks.pop(number, None)

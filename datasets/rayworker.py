@@ -50,7 +50,7 @@ class Worker:
 
     def fetch(self, index):
         """A batch, the error that it ended in, or the End; packed."""
-        found = self._failed or self._fetch(unpack(index[0], index[1:]))
+        found = self._failed or self._fetch(unpack(index[0], [bytearray(buffer) for buffer in index[1:]]))
         try:
             header, buffers, _ = pack(found)
         except Exception:

@@ -356,10 +356,8 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_wants_a_token(warm, t
     keeper = next(path for path in found if path.read_text() == port.address)
     assert keeper.parent.stat().st_mode & 0o777 == 0o700
     assert (keeper.parent / "token").stat().st_mode & 0o777 == 0o600
-    session = next(
-        words for words in commands().values() if "gcs_server" in words and f"={port.address.split(':')[1]}" in words
-    )
-    session = re.search(r"session_[\w-]+", session)[0]
+    head = next(words for pid, words in commands().items() if "gcs_server" in words and port.address in listening(pid))
+    session = re.search(r"session_[\w-]+", head)[0]
     processes = [pid for pid, words in commands().items() if session in words or words.startswith("ray::Actor")]
     addresses = {address for pid in processes for address in listening(pid)}
     assert addresses and all(address.startswith("127.") for address in addresses), addresses
@@ -381,8 +379,6 @@ def listening(process):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
-                packed = b"".join(
-                    bytes.fromhex(words[1].split(":")[0])[at : at + 4][::-1]
-                    for at in range(0, 4 if family == socket.AF_INET else 16, 4)
-                )
-                yield socket.inet_ntop(family, packed).replace("::ffff:", "")
+                address, number = words[1].split(":")
+                packed = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+                yield socket.inet_ntop(family, packed).replace("::ffff:", "") + f":{int(number, 16)}"

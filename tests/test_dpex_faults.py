@@ -35,9 +35,11 @@ class Pictures(Squares):
 def hosts(tmp_path_factory):
     """A head and two more, none of which can see the repository."""
     cluster = RayHosts(tmp_path_factory.mktemp("cluster"), 2)
-    before = dict(os.environ)
+    before, folder = dict(os.environ), os.getcwd()
     os.environ.update(cluster.variables)
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))  # Ray lets workers look where the program stands
     yield cluster
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(before)
     cluster.close()
