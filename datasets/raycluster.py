@@ -42,6 +42,7 @@ def connect(head_address, leader):
         return address, False, None
     folder = _own_folder(int(leader))
     lock = _join(folder)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's; Ray would prefer it
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK})
     address = (folder / "address").read_text()
     _init(address, own=True)

@@ -96,7 +96,7 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        how = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+        how = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
         if not self.own:  # its nodes may be machines that have never seen our files
             from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
 
