@@ -29,8 +29,6 @@ FINDS_ITSELF = (  # fmt: skip
     "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
 )  # fmt: skip
 
-NEEDS_A_FOLDER = re.compile(r"^\s+from datasets import dpex$", re.MULTILINE)  # Ray's workers get the modules as files
-
 MARKER = ".bundle"  # in a folder that this verb has written
 
 # What ModelArts takes as a code folder.
@@ -70,8 +68,6 @@ def bundle(job):
     text = _read(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line that begins with sys.path.insert(0, ...")
-    if NEEDS_A_FOLDER.search(text):
-        raise UserError(f"{one_line(job)} starts processes on other machines, which need its folder: use --folder")
     places = modules_of(job)
     sources = {place: _read(ROOT / place) for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())

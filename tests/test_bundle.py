@@ -15,7 +15,7 @@ from launch import bundle
 from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
 from tests.test_train import SMALLER
 
-JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py") if path.name != "train_dpex.py")  # which is refused
+JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
 
 
 @pytest.fixture
@@ -158,7 +158,6 @@ def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
     for words, message in (
         ([str(tmp_path / "mine.py")], "is no job: it lacks the line"),
         ([str(tmp_path / "none.py")], "none.py: No such file or directory"),
-        ([str(ROOT / "jobs" / "train_dpex.py")], "starts processes on other machines, which need its folder: use --folder"),
         ([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "mine.py")], "exists and is no bundle"),
     ):
         with pytest.raises(SystemExit) as error:
