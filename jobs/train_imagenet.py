@@ -167,7 +167,7 @@ def build(args, num_classes):
     try:
         network = torchvision.models.get_model(args.arch, num_classes=num_classes, **own)
         with torch.no_grad():
-            network.eval()(torch.zeros(1, 3, args.image_size, args.image_size))
+            network.train(False)(torch.zeros(1, 3, args.image_size, args.image_size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(f"--arch {args.arch} takes no --image_size {args.image_size}: {error}") from None
     if args.weights:

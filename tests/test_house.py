@@ -95,12 +95,12 @@ def test_the_tree_in_the_readme_is_the_tree():
 def test_no_object_is_ever_pickled_or_unpickled_but_by_the_reader_of_batches():
     """Checkpoints are weights_only; ranks exchange tensors and JSON; the one unpickler knows three names."""
     forbidden = re.compile(
-        r"weights_only=False|pickle\.loads?\(|pickle\.Unpickler|gather_object\(|_object_list\(|allow_pickle=True|yaml\.load|eval\(|exec\(|shell=True"
+        r"weights_only=False|pickle\.loads?\(|pickle\.Unpickler|(?<!_custom)_object\(|_object_list\(|allow_pickle=True|yaml\.load|eval\(|exec\(|shell=True"
     )
     for path in FILES:
         found = [
             line
             for line in (ROOT / path).read_text().splitlines()
-            if forbidden.search(line) and "eval()" not in line and "exec(open(__file__" not in line  # a bundle's own text
+            if forbidden.search(line) and "model.eval()" not in line and "exec(open(__file__" not in line  # a bundle's own text
         ]
         assert not found, (path, found)
