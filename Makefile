@@ -24,6 +24,7 @@ chaos: $(VENV)/ready
 ifndef FAULT
 	$(BIN)/python -m tests.chaos.kill --runs $(or $(TRIALS),100) --seed 1
 	$(BIN)/python -m tests.chaos.store --trials $(or $(TRIALS),100) --seed 1
+	$(BIN)/python -m tests.chaos.ray --trials $(or $(TRIALS),20) --seed 1
 endif
 	$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)")
 
@@ -35,3 +36,4 @@ bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.publishing
 	$(BIN)/python -m tests.benchmarks.pairs
 	$(if $(DATA),$(BIN)/python -m tests.benchmarks.images --data $(DATA),@echo "photographs: not measured, give DATA=FOLDER")
+	$(BIN)/python -m tests.benchmarks.ray

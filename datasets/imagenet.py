@@ -11,11 +11,11 @@ import torch
 
 from common import arguments, lease, storage
 from common.errors import TrainingFailed, UserError, one_line
-from datasets import crops, kspeed, packed, photos, tree
+from datasets import crops, dpex, kspeed, packed, photos, tree
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, torch_batches
 
-BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote"]
+BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
 NO_INPUT = ["synthetic", "syntetic"]  # the second is how Alibaba's document spells it
 DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or what launch pack made of one"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -35,6 +35,7 @@ def add_options(parser):
         "nvImageCodec on the CPU; dali-cpu (or dali), dali-gpu: files, DALI; packed: the large files of launch pack; "
         "packed-remote: those, read from the bucket as they are needed instead of fetched before; "
         "kspeed, dali-kspeed: files, through a cache in memcached that jobs and nodes share; "
+        "dpex: files, by --workers processes of each rank all over the Ray cluster of RAY_ADDRESS; "
         "synthetic (or syntetic): one batch of noise that stays on the device, to measure everything else",
     )
     data.add_argument(
@@ -168,6 +169,8 @@ def loader(data_set, sampler, device, workers=0, backend="pytorch", mean=MEAN, s
         return Resident(data_set, sampler, device)
     if backend.startswith("dali") and isinstance(data_set, Photos):
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
+    elif backend == "dpex":
+        batches = dpex.batches(data_set, sampler, workers)
     else:
         batches = torch_batches(data_set, sampler, device, workers)
     return DeviceLoader(batches, sampler, device, mean, std, **how)

@@ -141,7 +141,7 @@ def torch_batches(data_set, sampler, device, workers=0):
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
     loader = torch.utils.data.DataLoader(
         data_set,
-        sampler=_WithEpoch(sampler),
+        sampler=WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
         num_workers=workers,
         persistent_workers=workers > 0,
@@ -153,7 +153,7 @@ def torch_batches(data_set, sampler, device, workers=0):
     return loader
 
 
-class _WithEpoch:
+class WithEpoch:
     """The sampler's batches, each with its epoch: a worker process lives longer than one."""
 
     def __init__(self, sampler):

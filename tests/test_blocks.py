@@ -17,7 +17,7 @@ SINGLE = [path for path in FEATURE_JOBS if path.stem.count("_") == 1]
 
 def test_there_are_feature_jobs():
     features = {path.name for path in FEATURE_JOBS}
-    assert {"train_dp.py", "train_ddp.py", "train_amp.py", "train_dali.py", "train_ddp_amp.py"} <= features
+    assert {"train_dp.py", "train_ddp.py", "train_amp.py", "train_dali.py", "train_dpex.py", "train_ddp_amp.py"} <= features
     bases = {"train.py", "train_imagenet.py", "train_restore.py"}
     assert {path.name for path in blocks.JOBS.glob("*.py")} == bases | features
 
@@ -201,7 +201,7 @@ def test_the_commands_print_what_they_promise(capsys):
     assert blocks.main(["compose", "ddp", "amp"]) == 0
     assert capsys.readouterr().out == (ROOT / "jobs" / "train_ddp_amp.py").read_text()
     assert blocks.main(["compose", "XYZ"]) == 2
-    assert "there is no feature XYZ; there are DP, DDP, DALI, AMP" in capsys.readouterr().err
+    assert "there is no feature XYZ; there are DP, DDP, DALI, DPEX, AMP" in capsys.readouterr().err
 
 
 def test_the_readme_shows_the_tools_real_output():

@@ -1,0 +1,113 @@
+"""Train ResNet-18 on CIFAR-10. The jobs beside this one add one feature each, in marked blocks.
+
+    python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
+    python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
+    python jobs/train.py                                    downloads CIFAR-10 into input_dir first
+
+Started again, it goes on where it stopped. The recipe of the ModelArts sample:
+--optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
+"""
+### DPEX: how to start it, and when ###
+# Worker processes on the machines of a Ray cluster make the batches: the same ones in the same order, also when some are lost.
+# It is for preprocessing that the processors beside the GPUs cannot keep up with; CIFAR's is not, see train_imagenet.py
+# --data_backend dpex. Without RAY_ADDRESS or a cluster that this machine has joined, it starts one of its own.
+#
+#     python jobs/train_dpex.py --custom_data true --workers 2
+### end DPEX ###
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+
+import torch
+
+from common import arguments, devices
+from common.errors import run_job
+from common.resnet import resnet18
+from common.run import Run
+from datasets import cifar10
+from datasets.sampler import EpochSampler, InOrder
+
+
+def main():
+    parser = arguments.parser(__doc__)
+
+    args = arguments.parse(parser)
+
+    device = devices.choose(args)
+
+    torch.manual_seed(args.seed)
+
+    # Which samples, in what order: one order per (seed, epoch), so a restart goes on with the sample it would have seen.
+    train_set, test_set = cifar10.load(args)
+    train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
+    test_sampler = InOrder(len(test_set), batch_size=500)
+
+    # Batches of (images, labels) on the device, normalised there; the training images cropped and flipped at random.
+    ### DPEX: the batches come from Ray workers, in the sampler's order ###
+    # was: train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
+    from datasets import dpex
+
+    train_loader = dpex.cifar_loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
+    ### end DPEX ###
+
+    test_loader = cifar10.loader(test_set, test_sampler, device)
+
+    # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+
+    loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    else:
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
+        )
+
+    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    run = Run(args, train_sampler, model, optimizer=optimizer)
+
+    for epoch in run.epochs():
+        model.train()
+
+        for images, labels in run.steps(train_loader):
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate(args, run.progress)
+
+            loss = loss_fn(model(images), labels)
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+            run.step(loss)
+
+        confusion = evaluate(run.model, test_loader, len(test_set.classes))
+        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+
+        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+
+
+def learning_rate(args, progress):
+    """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
+    if args.schedule == "constant":
+        return args.lr
+
+    return args.lr * min(progress / 0.2, (1 - progress) / 0.8)
+
+
+@torch.no_grad()
+def evaluate(model, loader, num_classes):
+    """counts[true class, predicted class] over the test samples, each counted once."""
+    model.eval()
+    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    for images, labels in loader:
+        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+
+    return counts.view(num_classes, num_classes)
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,88 @@
+"""A Ray cluster of several "hosts" as a user would have it: with a token, and raylets that cannot see the repository.
+
+    cluster = RayHosts(folder, 2)      a head and two more; .address, .token, .raylets (process ids), .kill("head")
+
+They are the raylets of Ray's own test utility, in a process of its own: Ray learns only once, when it is imported, that a token
+is wanted.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+
+from tests.jobs import ROOT, environment
+
+
+class RayHosts:
+    def __init__(self, folder, nodes, store=None):
+        self.token = folder / "token"
+        self.token.write_text(secrets.token_hex(32))
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); from tests import rayhosts; rayhosts.main(*map(int, sys.argv[1:]))", str(nodes), str(store or 0)], cwd=folder, env=environment(**self.variables, **more),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._learn()
+
+    def _learn(self):
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found = json.loads(line)
+                self.address, self.head, self.raylets = found["address"], found["head"], found["raylets"]
+                return
+        raise RuntimeError("the cluster did not start")
+
+    def add(self):
+        """One more host."""
+        self._process.stdin.write("add\n")
+        self._process.stdin.flush()
+        self._learn()
+
+    def kill(self, number):
+        """All of the host of a raylet: its workers end with it."""
+        os.kill(self.raylets[number], signal.SIGKILL)
+
+    def kill_head(self):
+        for process in self.head:
+            os.kill(process, signal.SIGKILL)
+
+    def workers(self):
+        """{process id: its raylet} of the loader's workers."""
+        done = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True)
+        rows = [line.split(None, 2) for line in done.stdout.splitlines()[1:]]
+        known = {*self.raylets, *self.head}
+        return {int(pid): int(parent) for pid, parent, words in rows if int(parent) in known and words.startswith("ray::Actor")}
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+def main(nodes, store):
+    import ray
+    from ray.cluster_utils import Cluster
+
+    how = {"num_cpus": 1, **({"object_store_memory": store} if store else {})}
+    cluster = Cluster(initialize_head=True, head_node_args={**how, "include_dashboard": False})
+    hosts = [cluster.add_node(**how) for _ in range(nodes)]
+    said = dict.fromkeys(["address"], cluster.address)
+
+    def say():
+        kinds = ray._private.ray_constants
+        head = [
+            cluster.head_node.all_processes[kind][0].process.pid
+            for kind in (kinds.PROCESS_TYPE_GCS_SERVER, kinds.PROCESS_TYPE_RAYLET)
+        ]
+        raylets = [host.all_processes[kinds.PROCESS_TYPE_RAYLET][0].process.pid for host in hosts]
+        print(json.dumps({**said, "head": head, "raylets": raylets}), flush=True)
+
+    say()
+    for _ in sys.stdin:
+        hosts.append(cluster.add_node(**how))
+        say()
+    cluster.shutdown()

@@ -1,0 +1,393 @@
+"""DpexDataLoader beside torch's DataLoader: what a user may expect of a loader, in the single process, in torch's workers, in Ray's."""
+
+import collections
+import contextlib
+import inspect
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from common.errors import UserError
+from datasets import dpex, raylink
+from datasets.dpex import DpexDataLoader
+from tests.jobs import ROOT, assert_same_bits, environment
+
+Pair = collections.namedtuple("Pair", "one two")
+
+
+class Squares(Dataset):
+    def __init__(self, count=23):
+        self.values = torch.arange(float(count)).square()
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, number):
+        return self.values[number], number
+
+
+class Everything(Squares):
+    """Whatever a batch may consist of."""
+
+    def __getitem__(self, number):
+        image = torch.arange(48.0).view(1, 3, 4, 4).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)[0] + number
+        return {
+            "image": image, "name": f"sample {number}", "pair": Pair(torch.tensor(number), [torch.tensor(True), 1.5]),
+            "array": np.full((2, 3), number), "none of it": torch.zeros(0, 3), "complex": torch.tensor(1j * number),
+        }  # fmt: skip
+
+
+class Random(Squares):
+    def __getitem__(self, number):
+        return torch.rand(2), np.random.rand(), random.random(), number
+
+
+class Told(Squares):
+    """What a worker knows of itself."""
+
+    def __getitem__(self, number):
+        about = get_worker_info()
+        return (
+            number,
+            about.id,
+            about.num_workers,
+            about.seed,
+            len(about.dataset),
+            torch.initial_seed(),
+            torch.get_num_threads(),
+        )
+
+
+class Stream(IterableDataset):
+    def __init__(self, count=23, shared=False, noise=False):
+        self.count, self.shared, self.noise = count, shared, noise
+
+    def __iter__(self):
+        about = get_worker_info()
+        first, step = (about.id, about.num_workers + 1) if about and self.shared else (0, 1)
+        for number in range(first, self.count, step):
+            yield (number, torch.rand(1)) if self.noise else number
+
+
+class Fails(Squares):
+    def __getitem__(self, number):
+        if number == 5:
+            raise KeyError("no such picture")
+        return super().__getitem__(number)
+
+
+def add_hundred(worker):
+    get_worker_info().dataset.values += 100 * (worker + 1)
+
+
+def as_list(samples):
+    return [samples, Pair(1, torch.ones(2))]
+
+
+# name: (the data set, the loader's arguments, whether the single process gives the same)
+TABLE = {
+    "in order": (Squares, {"batch_size": 4}, True),
+    "drop_last": (Squares, {"batch_size": 4, "drop_last": True}, True),
+    "shuffle": (Squares, {"batch_size": 4, "shuffle": True}, True),
+    "a batch_sampler": (Squares, {"batch_sampler": [[3, 1], [2], [0, 4, 5]]}, True),
+    "no batches": (Squares, {"batch_size": None}, True),
+    "a sampler": (Squares, {"batch_size": 3, "sampler": [5, 3, 8, 1]}, True),
+    "a rank's sampler": (Squares, {"batch_size": 3, "sampler": DistributedSampler(range(23), 3, 1)}, True),
+    "a collate_fn": (Squares, {"batch_size": 4, "collate_fn": as_list}, True),
+    "a lambda": (Squares, {"batch_size": 4, "collate_fn": lambda samples: len(samples)}, True),
+    "everything": (Everything, {"batch_size": 4}, True),
+    "tensors": (lambda: TensorDataset(torch.arange(12).view(4, 3).t(), torch.arange(3)), {"batch_size": 2}, True),
+    "further ahead": (Squares, {"batch_size": 2, "prefetch_factor": 4}, True),
+    "empty": (lambda: Squares(0), {}, True),
+    "global randomness": (Random, {"batch_size": 4}, False),
+    "get_worker_info": (Told, {"batch_size": 4}, False),
+    "worker_init_fn": (Squares, {"batch_size": 4, "worker_init_fn": add_hundred}, False),
+    "a stream in every worker": (Stream, {"batch_size": 4}, False),
+    "a stream shared out": (lambda: Stream(40, shared=True, noise=True), {"batch_size": 3}, False),
+    "a stream without batches": (lambda: Stream(9, shared=True), {"batch_size": None}, False),
+    "a stream, the last dropped": (Stream, {"batch_size": 4, "drop_last": True}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """Two workers that go from one loader of this file to the next, as from epoch to epoch of one: it saves their start."""
+    keeper = DpexDataLoader(Squares(), True, "local", num_workers=2)
+    list(keeper)
+    yield keeper._links
+    del keeper
+
+
+def loader(warm, data, **how):
+    made = DpexDataLoader(data, True, "local", num_workers=2, **how)
+    made._links = warm
+    return made
+
+
+def prefetch(how, workers):
+    return {name: value for name, value in how.items() if workers or name != "prefetch_factor"}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_three_modes_give_the_same_batches(warm, name):
+    """Two epochs of each; they begin with the same seed, so that shuffling and the seeds of the workers are the same."""
+    make, how, single = TABLE[name]
+    makers = [lambda: loader(warm, make(), **how), lambda: DpexDataLoader(make(), False, num_workers=2, **how)]
+    makers += [lambda: DataLoader(make(), num_workers=2, **how)]
+    makers += [lambda: DpexDataLoader(make(), True, num_workers=0, **prefetch(how, 0))] if single else []
+    found = []
+    for maker in makers:
+        torch.manual_seed(7)
+        made = maker()
+        found.append([list(made) for _ in range(2)])
+        found[-1].append(torch.rand(1))  # and they leave the generator alike
+        if not isinstance(made.dataset, IterableDataset):
+            assert len(made) == len(found[-1][0])
+    for others in found[1:]:
+        assert_same_batches(found[0], others)
+
+
+def assert_same_batches(one, other):
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+    elif isinstance(one, torch.Tensor):
+        assert one.stride() == other.stride()
+        assert_same_bits(one, other)
+    elif isinstance(one, dict):
+        assert_same_batches(list(one.items()), list(other.items()))
+    elif isinstance(one, (list, tuple)):
+        assert type(one) is type(other) and len(one) == len(other)
+        for pair in zip(one, other):
+            assert_same_batches(*pair)
+    else:
+        assert_same_bits(one, other)
+
+
+def test_the_signature_is_that_of_the_article_and_torchs():
+    names = list(inspect.signature(DpexDataLoader).parameters)
+    torchs = list(inspect.signature(DataLoader).parameters)
+    assert names[:15] == ["dataset", "distribute_mode", "head_address", *torchs[1:13]]
+    assert issubclass(DpexDataLoader, DataLoader)
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        DpexDataLoader(Squares(), True, shuffle=True, sampler=[1])
+    with pytest.raises(UserError, match="'local' goes on"):
+        DpexDataLoader(Squares(), True, num_workers=1, head_lost="hope")
+
+
+def test_an_error_comes_in_its_place_with_the_workers_traceback_and_the_next_batches_follow(warm):
+    batches, numbers = iter(loader(warm, Fails(12), batch_size=2)), []
+    for place in range(6):
+        if place == 2:
+            with pytest.raises(KeyError, match="no such picture") as error:
+                next(batches)
+            assert "in __getitem__" in str(error.value) and "DataLoader worker process 0 (Ray, " in str(error.value)
+        else:
+            numbers += next(batches)[1].tolist()
+    assert numbers == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11] and next(batches, None) is None
+
+
+def refuse(worker):
+    raise ValueError(f"worker {worker} will not")
+
+
+class Unpicklable(Squares):
+    def __getitem__(self, number):
+        return (value for value in ())
+
+
+@pytest.mark.parametrize(
+    "data, how, kind, words",
+    [
+        (Squares(), {"worker_init_fn": refuse}, ValueError, "worker 0 will not"),
+        (Unpicklable(), {"batch_size": None}, TypeError, "generator"),
+    ],
+)
+def test_what_cannot_work_says_why(warm, data, how, kind, words):
+    with pytest.raises(kind, match=words):
+        list(loader(warm, data, **how))
+
+
+class Slow(Squares):
+    def __getitem__(self, number):
+        if number == 3:
+            time.sleep(30)
+        return number
+
+
+def test_a_batch_that_takes_too_long_is_an_error_but_the_start_of_the_workers_is_none():
+    batches = iter(DpexDataLoader(Slow(), True, "local", num_workers=1, timeout=2))
+    assert [next(batches).item() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+        next(batches)
+
+
+class Counts(Squares):
+    """How often its copy was begun, and asked."""
+
+    asked = 0
+
+    def __getitem__(self, number):
+        self.asked += 1
+        return self.asked, os.getpid()
+
+
+def test_persistent_workers_keep_their_copy_and_others_begin_anew(warm):
+    def asked(made):
+        return [[number.tolist() for number, _ in made] for _ in range(2)]
+
+    again = [[[1, 2], [1, 2], [3, 4], [3, 4]]] * 2
+    assert asked(loader(warm, Counts(8), batch_size=2)) == again
+    kept = asked(loader(warm, Counts(8), batch_size=2, persistent_workers=True))
+    assert kept == asked(DataLoader(Counts(8), batch_size=2, num_workers=2, persistent_workers=True)) != again
+
+
+def test_a_data_set_that_changed_between_two_epochs_is_sent_again(warm):
+    data = Squares(4)
+    made = loader(warm, data)
+    assert [value.item() for value, _ in made] == [0, 1, 4, 9]
+    data.values += 1
+    assert [value.item() for value, _ in made] == [1, 2, 5, 10]
+
+
+def test_two_passes_at_once_and_one_that_was_left():
+    made = DpexDataLoader(Squares(), True, "local", batch_size=4, num_workers=1)
+    for (one, _), (other, _) in zip(made, made):
+        assert torch.equal(one, other)
+    for _ in made:
+        break
+    assert [numbers.tolist()[0] for _, numbers in made] == [0, 4, 8, 12, 16, 20]
+
+
+def test_a_batch_is_the_readers_own_to_write_into(warm):
+    made = loader(warm, Everything(), batch_size=4)
+    first = next(iter(made))
+    first["image"].add_(1)
+    first["array"].mul_(2)
+    again = next(iter(made))
+    assert torch.equal(first["image"], again["image"] + 1) and torch.equal(first["array"], 2 * again["array"])
+
+
+def test_out_of_order_where_that_was_asked(warm):
+    made = loader(warm, Squares(), batch_size=2, in_order=False)
+    assert sorted(number for _, numbers in made for number in numbers.tolist()) == list(range(23))
+
+
+class Large(Squares):
+    def __getitem__(self, number):
+        return torch.full((1000, 1000), float(number))
+
+
+def test_large_batches_are_asked_for_by_their_bytes(warm, monkeypatch):
+    """Ten times what may be on its way, kept by the reader or not: no more than the window is ever asked for."""
+    monkeypatch.setattr(dpex, "WINDOW_BYTES", 9_000_000)
+    batches, most = iter(loader(warm, Large(), prefetch_factor=8)), 0
+    kept = []
+    for number, batch in enumerate(batches):
+        assert (batch == number).all()
+        kept.append(batch)
+        most = max(most, len(batches._asked) + len(batches._arrived))
+    assert len(kept) == 23 and most == 2
+
+
+# --- What is left of it ----------------------------------------------------------------------------------------------------
+
+
+def commands():
+    """{process: its command line}, of all there are."""
+    done = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    return {int(line.split(None, 1)[0]): line.split(None, 1)[1] for line in done.stdout.splitlines()[1:]}
+
+
+def eventually(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.1)
+
+
+SCRIPT = """
+import gc, os, sys, threading
+from tests.test_dpex import Squares
+from datasets import raylink
+from datasets.dpex import DpexDataLoader
+
+keeper = DpexDataLoader(Squares(), True, "local", num_workers=1)
+for number in range(20):
+    made = DpexDataLoader(Squares(), True, "local", num_workers=1)
+    if number % 5 == 0:
+        assert len(list(made)) == 23
+    if number == 5:
+        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+assert (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before
+process = raylink.porter("local")._process
+assert process.poll() is None
+del made, keeper
+gc.collect()
+assert process.poll() is not None and raylink.porter("local")._process.pid != process.pid
+"""
+
+
+def test_of_20_loaders_nothing_is_left():
+    """Their workers end with them, with the last of them the porter, and with the porter the cluster and its folder."""
+    folder = tempfile.mkdtemp(prefix="dpex")  # a short name: Ray's sockets are in it
+    script = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=folder), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    eventually(lambda: not [words for words in commands().values() if folder in words])
+    eventually(lambda: not [name for name in os.listdir(folder) if name.startswith("anyrank")])
+
+
+def test_our_own_cluster_listens_on_the_loopback_alone_and_wants_a_token(warm, tmp_path):
+    """Every port that Ray's processes listen on, as the kernel says; and somebody who comes without the token."""
+    port = raylink.porter("local")
+    found = Path(tempfile.gettempdir()).glob("anyrank-ray-*/address")
+    keeper = next(path for path in found if path.read_text() == port.address)
+    assert keeper.parent.stat().st_mode & 0o777 == 0o700
+    assert (keeper.parent / "token").stat().st_mode & 0o777 == 0o600
+    head = next(pid for pid, words in commands().items() if "gcs_server" in words and port.address in listening(pid))
+    keeper_process = parent(head)
+    processes = [pid for pid in commands() if keeper_process in (pid, parent(pid), parent(parent(pid)))]
+    assert len(processes) > 5
+    addresses = {address for pid in processes for address in listening(pid)}
+    assert addresses and all(address.startswith("127.") for address in addresses), addresses
+    script = f"import ray; ray.init(address='{port.address}')"
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as stranger:
+        said = next((line for line in stranger.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
+        refused = stranger.poll() is None or stranger.returncode  # it would try for a minute
+        stranger.kill()
+    assert said and refused
+
+
+def parent(process):
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def listening(process):
+    """The addresses on which a process listens, from the kernel's tables."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(f"/proc/{process}/fd/{name}"))
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                address, number = words[1].split(":")
+                packed = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+                yield socket.inet_ntop(family, packed).replace("::ffff:", "") + f":{int(number, 16)}"

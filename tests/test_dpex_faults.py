@@ -1,0 +1,161 @@
+"""The loader over Ray when something dies: a worker, a host, the head, in the middle of an epoch; and whole jobs with it."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from common.errors import TrainingFailed
+from datasets.dpex import DpexDataLoader
+from tests.jobs import TINY, assert_same_bits, command, environment, final_state, run_job
+from tests.rayhosts import RayHosts
+from tests.test_dpex import Squares, Stream
+
+COUNT, STALL = 60, 30
+
+
+class Pictures(Squares):
+    """Each batch is large enough for Ray's object store, and takes its time."""
+
+    def __init__(self):
+        super().__init__(2 * COUNT)
+
+    def __getitem__(self, number):
+        import datasets
+
+        time.sleep(0.02)
+        return torch.full((200, 200), float(number)), datasets.__path__[0], os.getpid()
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """A head and two more, none of which can see the repository."""
+    cluster = RayHosts(tmp_path_factory.mktemp("cluster"), 2)
+    before, folder = dict(os.environ), os.getcwd()
+    os.environ.update(cluster.variables)
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))  # Ray lets workers look where the program stands
+    yield cluster
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(before)
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def loader(hosts):
+    return DpexDataLoader(Pictures(), True, hosts.address, batch_size=2, num_workers=3)
+
+
+def epoch(loader, fault=None, at=10):
+    """Every batch is asserted; the longest wait for one, where the workers' `datasets` lay, and their processes."""
+    longest, folders, workers = 0.0, set(), set()
+    before = time.monotonic()
+    for number, (images, places, processes) in enumerate(loader):
+        longest = max(longest, time.monotonic() - before) if number else 0.0
+        assert images[:, 0, 0].tolist() == [2 * number, 2 * number + 1] and images.shape == (2, 200, 200)
+        folders, workers = folders | set(places), workers | set(processes.tolist())
+        if number == at and fault:
+            fault()
+        before = time.monotonic()
+    assert number == COUNT - 1
+    return longest, folders, workers
+
+
+def test_the_workers_are_on_all_hosts_and_get_our_packages_from_ray(loader, hosts):
+    _, folders, workers = epoch(loader)
+    assert all("py_modules" in folder for folder in folders)
+    assert set(hosts.workers().values()) == {hosts.head[1], *hosts.raylets} and workers == set(hosts.workers())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_killed_worker_is_replaced(loader, hosts, seed):
+    draw = random.Random(seed)
+
+    def kill():
+        os.kill(draw.choice(sorted(hosts.workers())), signal.SIGKILL)
+
+    with pytest.warns(UserWarning, match="made again elsewhere; a transform that draws"):
+        assert epoch(loader, kill, draw.randrange(5, 40))[0] < STALL
+
+
+class Slowly(Stream):
+    def __iter__(self):
+        for found in super().__iter__():
+            time.sleep(0.02)
+            yield found
+
+
+def test_a_stream_goes_on_where_its_lost_worker_was_to_the_same_bits(hosts):
+    def read(distributed, kill=False):
+        torch.manual_seed(3)
+        data = Slowly(160, shared=True, noise=True)
+        found = []
+        for number, batch in enumerate(DpexDataLoader(data, distributed, hosts.address, batch_size=4, num_workers=2)):
+            found.append(batch)
+            if kill and number == 7:
+                os.kill(max(hosts.workers()), signal.SIGKILL)
+        return found
+
+    expected = read(False)
+    with pytest.warns(UserWarning, match="made again elsewhere"):
+        assert_same_bits(read(True, kill=True), expected)
+
+
+def test_a_host_is_lost_and_another_one_comes(loader, hosts):
+    with pytest.warns(UserWarning, match="was lost"):
+        assert epoch(loader, lambda: hosts.kill(0))[0] < STALL
+    hosts.add()
+    epoch(loader)
+    assert hosts.raylets[-1] in hosts.workers().values()
+
+
+def test_the_head_is_lost(loader, hosts):
+    """One loader goes on on this machine, from the next batch; the other one stops, as it was asked to."""
+    strict = iter(DpexDataLoader(Pictures(), True, hosts.address, batch_size=2, num_workers=1, head_lost="stop"))
+    next(strict)
+    with pytest.warns(UserWarning, match="the Ray cluster is gone: .* on this machine from here on"):
+        longest, folders, _ = epoch(loader, hosts.kill_head)
+    assert longest < 10 and any("py_modules" not in folder for folder in folders)
+    begun = time.monotonic()
+    with pytest.raises(TrainingFailed, match="head_lost='stop' was asked for"):
+        for _ in strict:
+            pass
+    assert time.monotonic() - begun < 10
+    assert epoch(loader)[0] < STALL  # and so does the next epoch
+
+
+# --- Jobs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_with_one_cluster_killed_and_resumed_end_with_the_bits_of_local_loading(tmp_path):
+    """The composition of DDP and DPEX, started by hand as two processes would be by torchrun."""
+    from launch import blocks
+    from tests.jobs import ROOT
+
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    for name in ("common", "datasets"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (jobs / "train_ddp_dpex.py").write_text("\n".join(blocks.compose(["DDP", "DPEX"])))
+    options = [*TINY, "--epochs", "3", "--save_steps", "1", "--nproc_per_node", "2"]
+    (tmp_path / "local").mkdir()
+    run_job("train_ddp", tmp_path / "local", *options)
+
+    words = command("train_ddp", *options, "--output_dir", tmp_path / "out")
+    words[1] = str(jobs / "train_ddp_dpex.py")
+    killed = subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 200
+    while len(list((tmp_path / "out" / "checkpoints").glob("*.json"))) < 2:
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "going on from" in done.stdout, done.stdout + done.stderr
+    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "local"))
