@@ -5,9 +5,12 @@ last of them has gone, however they went: each holds a lock on a file, and the k
 on the loopback interface alone, wants a token of everybody, and has no dashboard.
 """
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
+import inspect
 import json
 import os
 import secrets
@@ -108,6 +111,72 @@ def reachable(address, seconds=2.0):
     return True
 
 
+# --- Its nodes and workers --------------------------------------------------------------------------------------------
+
+
+def raylet(node):
+    return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+
+
+class Cluster:
+    """Where workers can be."""
+
+    def __init__(self, address, own, lock):
+        self.address, self.own, self._lock = address, own, lock
+
+    def places(self, taken, count, avoid=None):
+        """`count` nodes for workers beside those that are on `taken` nodes: as many on each as its CPUs say."""
+        import ray
+
+        alive = [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]  # Ray may not know yet
+        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
+        if any(cpus.values()):  # a head without CPUs is to be left alone
+            cpus = {name: number for name, number in cpus.items() if number}
+        if len(cpus) > 1:
+            cpus.pop(avoid, None)
+        taken, chosen = list(taken), []
+        for _ in range(count):
+            chosen.append(min(sorted(cpus), key=lambda name: (taken.count(name) + 1) / max(cpus[name], 0.5)))
+            taken.append(chosen[-1])
+        return chosen
+
+    def start_worker(self, node, paths):
+        """Asks for no CPU: how many workers there are is the user's business, and on a full cluster they must not wait."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        how = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        if not self.own:  # its nodes may be machines that have never seen our files
+            from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+
+            known = inspect.signature(upload_py_modules_if_needed).parameters
+            others = {"include_gitignore": True} if "include_gitignore" in known else {}
+            with tempfile.TemporaryDirectory() as folder:
+                how["runtime_env"] = upload_py_modules_if_needed({"py_modules": sorted(paths)}, scratch_dir=folder, **others)
+        return ray.remote(Actor).options(**how).remote()
+
+
+class Actor:
+    """The worker, imported where it runs: this process has no use for torch."""
+
+    def __init__(self):
+        from datasets.rayworker import Worker
+
+        self._worker = Worker()
+
+    def begin(self, parts, *how):
+        import ray
+
+        header, *buffers = ray.get(parts[0])
+        self._worker.begin(header, buffers, *how)
+
+    def resume(self):
+        self._worker.resume()
+
+    def fetch(self, index):
+        return self._worker.fetch(index)
+
+
 # --- Our own ---------------------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +244,11 @@ def _start_keeper(folder):
         file.write(secrets.token_hex(32))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **QUIET}
-    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # for the workers: they see what we see
+    for name in ("common", "datasets"):  # a copy: the files of whoever came first may go before the cluster does
+        shutil.copytree(os.path.join(repository(), name), folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    environ["PYTHONPATH"] = os.pathsep.join([str(folder), *(path for path in sys.path if path)])  # workers see what we see
     with open(folder / "log", "w") as log:
-        process = start_python("raycluster", str(folder), env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = start_python(__name__, str(folder), env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     deadline = time.monotonic() + START_SECONDS
     while not (folder / "address").exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -187,10 +258,25 @@ def _start_keeper(folder):
         time.sleep(0.05)
 
 
+@functools.lru_cache(maxsize=1)
+def repository():
+    """The folder of `common` and `datasets`; a job that was bundled into one file writes them out first."""
+    sources = getattr(__spec__.loader, "sources", None)
+    if sources is None:
+        return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    folder = tempfile.mkdtemp(prefix="anyrank-modules-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for place, source in sources.items():
+        path = Path(folder, place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return folder
+
+
 def start_python(module, *arguments, **how):
     """A module of ours as a process that finds what this one finds, and is not interrupted with it by Ctrl-C."""
-    begin = f"import sys; sys.path[:] = {json.dumps([os.path.abspath(path) for path in sys.path])}; "
-    begin += f"from datasets import {module}; {module}.main(*sys.argv[1:])"
+    begin = f"import sys; sys.path[:] = {json.dumps([repository(), *map(os.path.abspath, sys.path)])}; "
+    begin += f"from {module} import main; main(*sys.argv[1:])"
     return subprocess.Popen([sys.executable, "-c", begin, *arguments], start_new_session=True, **how)
 
 

@@ -12,11 +12,10 @@ import weakref
 from multiprocessing.connection import Client
 
 from common.errors import UserError, one_line
-from datasets.raycluster import START_SECONDS, start_python
+from datasets import rayporter
+from datasets.raycluster import START_SECONDS, repository, start_python
 from datasets.raypack import pack, packages, receive_buffers, send_buffers, unpack
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-SHIPPED = {HERE, os.path.join(os.path.dirname(HERE), "common")}  # what our workers need where nobody has this repository
 STOP_SECONDS = 20
 
 _PORTERS = {}  # of this process, by the address of the cluster
@@ -41,7 +40,7 @@ def porter(head_address):
 class Porter:
     def __init__(self, head_address):
         leader = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 else os.getpid()
-        words = ["rayporter", head_address or "local", str(leader)]
+        words = [rayporter.__name__, head_address or "local", str(leader)]
         self._process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._owner, self._users, self._lock = os.getpid(), 0, threading.RLock()  # the collector may come while it is held
         self._socket, self.lost, self.ended, self._said = None, None, False, False
@@ -125,7 +124,8 @@ class Link:
             with self._watched():
                 send_buffers(self._connection, buffers)
         self._epoch += 1
-        self._send("begin", self._epoch, count, base_seed, replay, SHIPPED | packages(modules))
+        ours = (os.path.join(repository(), name) for name in ("common", "datasets"))  # workers may be where nobody has them
+        self._send("begin", self._epoch, count, base_seed, replay, {*ours, *packages(modules)})
         if wait:
             self._send("wait", self._epoch)
             self.receive()

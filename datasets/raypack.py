@@ -70,7 +70,7 @@ def packages(modules):
     found = set()
     for name in {str(module).split(".")[0] for module in modules if module}:
         for path in getattr(sys.modules.get(name), "__path__", []):
-            if not path.startswith(installed):
+            if not path.startswith(installed) and os.path.isdir(path):  # those of a bundle are in one file
                 found.add(path)
     return found
 

@@ -6,7 +6,6 @@ handlers and environment out of the training process. Each iterator of the train
 """
 
 import contextlib
-import inspect
 import itertools
 import os
 import sys
@@ -29,21 +28,31 @@ def main(head_address, leader):
     """Says on stdout where it listens, or what is wrong; lives until its stdin is closed."""
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # from here on, stdout is what the workers print
+    joined, left = threading.Event(), threading.Event()
+    threading.Thread(target=wait_for_the_end, args=(joined, left), daemon=True).start()
     try:
         address, own, lock = raycluster.connect(head_address, leader)
     except Exception as error:
         print("error", error, file=say, flush=True)
         os._exit(2)
     with tempfile.TemporaryDirectory(prefix="anyrank-porter-") as folder, Listener(os.path.join(folder, "socket")) as listener:
-        cluster = Cluster(address, own, lock)
+        cluster = raycluster.Cluster(address, own, lock)
         threading.Thread(target=serve, args=(listener, cluster), daemon=True).start()
         threading.Thread(target=watch, args=(cluster,), daemon=True).start()
         print("ready", listener.address, address, file=say, flush=True)
         say.close()
-        sys.stdin.read()
+        joined.set()
+        left.wait()
     import ray
 
     ray.shutdown()
+
+
+def wait_for_the_end(joined, left):
+    sys.stdin.read()
+    if not joined.is_set():
+        os._exit(0)  # nobody waits for a cluster any more
+    left.set()
 
 
 def serve(listener, cluster):
@@ -57,75 +66,12 @@ def watch(cluster):
     import ray
 
     own = ray.get_runtime_context().get_node_id()
-    places = [cluster.address, *(raylet(node) for node in ray.nodes() if node["NodeID"] == own)]
+    places = [cluster.address, *(raycluster.raylet(node) for node in ray.nodes() if node["NodeID"] == own)]
     failed = 0
     while failed < PROBES:
         time.sleep(PROBE_SECONDS)
         failed = 0 if all(raycluster.reachable(place) for place in places) else failed + 1
     os._exit(1)  # whoever is connected sees it
-
-
-def raylet(node):
-    return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-
-
-class Cluster:
-    """Where workers can be."""
-
-    def __init__(self, address, own, lock):
-        self.address, self.own, self._lock = address, own, lock
-
-    def places(self, taken, count, avoid=None):
-        """`count` nodes for workers beside those that are on `taken` nodes: as many on each as its CPUs say."""
-        import ray
-
-        alive = [node for node in ray.nodes() if node["Alive"] and raycluster.reachable(raylet(node))]  # Ray may not know yet
-        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
-        if any(cpus.values()):  # a head without CPUs is to be left alone
-            cpus = {name: number for name, number in cpus.items() if number}
-        if len(cpus) > 1:
-            cpus.pop(avoid, None)
-        taken, chosen = list(taken), []
-        for _ in range(count):
-            chosen.append(min(sorted(cpus), key=lambda name: (taken.count(name) + 1) / max(cpus[name], 0.5)))
-            taken.append(chosen[-1])
-        return chosen
-
-    def start_worker(self, node, paths):
-        """Asks for no CPU: how many workers there are is the user's business, and on a full cluster they must not wait."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        how = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        if not self.own:  # its nodes may be machines that have never seen our files
-            from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
-
-            known = inspect.signature(upload_py_modules_if_needed).parameters
-            others = {"include_gitignore": True} if "include_gitignore" in known else {}
-            with tempfile.TemporaryDirectory() as folder:
-                how["runtime_env"] = upload_py_modules_if_needed({"py_modules": sorted(paths)}, scratch_dir=folder, **others)
-        return ray.remote(Actor).options(**how).remote()
-
-
-class Actor:
-    """The worker, imported where it runs: this process has no use for torch."""
-
-    def __init__(self):
-        from datasets.rayworker import Worker
-
-        self._worker = Worker()
-
-    def begin(self, parts, *how):
-        import ray
-
-        header, *buffers = ray.get(parts[0])
-        self._worker.begin(header, buffers, *how)
-
-    def resume(self):
-        self._worker.resume()
-
-    def fetch(self, index):
-        return self._worker.fetch(index)
 
 
 class Slot:

@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from common.errors import UserError
-from datasets import dpex, raylink
+from datasets import dpex, imagenet, raycluster, raylink, tree
 from datasets.dpex import DpexDataLoader
+from datasets.sampler import EpochSampler
 from tests.jobs import ROOT, assert_same_bits, environment
 
 Pair = collections.namedtuple("Pair", "one two")
@@ -321,6 +323,7 @@ import gc, os, sys, threading
 from tests.test_dpex import Squares
 from datasets import raylink
 from datasets.dpex import DpexDataLoader
+from datasets.sampler import EpochSampler
 
 keeper = DpexDataLoader(Squares(), True, "local", num_workers=1)
 for number in range(20):
@@ -363,7 +366,9 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_wants_a_token(warm, t
     assert addresses and all(address.startswith("127.") for address in addresses), addresses
     script = f"import ray; ray.init(address='{port.address}')"
     words = [sys.executable, "-c", script]
-    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as stranger:
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(**raycluster.LOOPBACK), stderr=subprocess.PIPE, text=True
+    ) as stranger:
         said = next((line for line in stranger.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
         refused = stranger.poll() is None or stranger.returncode  # it would try for a minute
         stranger.kill()
@@ -391,3 +396,26 @@ def listening(process):
                 address, number = words[1].split(":")
                 packed = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
                 yield socket.inet_ntop(family, packed).replace("::ffff:", "") + f":{int(number, 16)}"
+
+
+@pytest.mark.parametrize("consumed", [0, 12])
+def test_the_flagships_photographs_come_in_the_same_order_to_the_same_bits_also_from_the_middle(
+    tmp_path, monkeypatch, consumed
+):
+    """--data_backend dpex on rank 1 of 2, beside the pytorch backend."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for number in range(30):
+        where = tmp_path / "train" / f"class{number % 3}"
+        where.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 255, (40 + number, 60, 3), dtype=np.uint8)).save(where / f"{number}.jpg")
+    data = imagenet.Photos(tree.load("train"), 32, True, seed=0)  # a relative path, which Ray's workers have to find, too
+    found = []
+    for backend in ("pytorch", "dpex"):
+        sampler = EpochSampler(len(data), 3, seed=5)
+        sampler.shard(1, 2)
+        sampler.start_at(2, consumed)
+        loader = imagenet.loader(data, sampler, torch.device("cpu"), 2, backend)
+        found.append([(loader.ids.tolist(), images, labels) for images, labels in loader])
+    assert len(found[0]) == (30 - consumed) // 6
+    assert_same_batches(*found)
