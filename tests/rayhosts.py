@@ -17,13 +17,14 @@ from tests.jobs import ROOT, environment
 
 
 class RayHosts:
-    def __init__(self, folder, nodes, store=None):
+    def __init__(self, folder, nodes, store=0, head_cpus=1):
+        self.headless = False
         self.token = folder / "token"
         self.token.write_text(secrets.token_hex(32))
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
         more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); from tests import rayhosts; rayhosts.main(*map(int, sys.argv[1:]))", str(nodes), str(store or 0)], cwd=folder, env=environment(**self.variables, **more),
+            [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); from tests import rayhosts; rayhosts.main(*map(int, sys.argv[1:]))", str(nodes), str(store), str(head_cpus)], cwd=folder, env=environment(**self.variables, **more),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._learn()
@@ -47,6 +48,7 @@ class RayHosts:
         os.kill(self.raylets[number], signal.SIGKILL)
 
     def kill_head(self):
+        self.headless = True
         for process in self.head:
             os.kill(process, signal.SIGKILL)
 
@@ -63,12 +65,12 @@ class RayHosts:
         self._process.stdout.close()
 
 
-def main(nodes, store):
+def main(nodes, store, head_cpus):
     import ray
     from ray.cluster_utils import Cluster
 
     how = {"num_cpus": 1, **({"object_store_memory": store} if store else {})}
-    cluster = Cluster(initialize_head=True, head_node_args={**how, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**how, "num_cpus": head_cpus, "include_dashboard": False})
     hosts = [cluster.add_node(**how) for _ in range(nodes)]
     said = dict.fromkeys(["address"], cluster.address)
 

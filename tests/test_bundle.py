@@ -58,6 +58,7 @@ def test_only_what_the_job_uses_is_in_it():
     assert {"datasets/imagenet.py", "datasets/dali.py", "common/parent.py"} <= set(
         bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
     )
+    assert {"datasets/rayporter.py", "datasets/rayworker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
 
 

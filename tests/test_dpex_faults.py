@@ -16,6 +16,7 @@ from tests.rayhosts import RayHosts
 from tests.test_dpex import Squares, Stream
 
 COUNT, STALL = 60, 30
+STORE = 80 << 20  # bytes that each host has for batches
 
 
 class Pictures(Squares):
@@ -32,22 +33,36 @@ class Pictures(Squares):
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    """A head and two more, none of which can see the repository."""
-    cluster = RayHosts(tmp_path_factory.mktemp("cluster"), 2)
+def clusters(tmp_path_factory):
+    """A function that gives a cluster of a head and two more, none of which can see the repository, and a loader on it."""
+    found = []
+
+    def whole():
+        if not found or found[-1][0].headless:
+            cluster = RayHosts(tmp_path_factory.mktemp("cluster"), 2, store=STORE)
+            os.environ.update(cluster.variables)
+            loader = DpexDataLoader(Pictures(), True, cluster.address, batch_size=2, num_workers=3)
+            found.append((cluster, loader))
+        return found[-1]
+
     before, folder = dict(os.environ), os.getcwd()
-    os.environ.update(cluster.variables)
     os.chdir(tmp_path_factory.mktemp("elsewhere"))  # Ray lets workers look where the program stands
-    yield cluster
+    yield whole
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(before)
-    cluster.close()
+    for cluster, _ in found:
+        cluster.close()
 
 
-@pytest.fixture(scope="module")
-def loader(hosts):
-    return DpexDataLoader(Pictures(), True, hosts.address, batch_size=2, num_workers=3)
+@pytest.fixture
+def hosts(clusters):
+    return clusters()[0]
+
+
+@pytest.fixture
+def loader(clusters):
+    return clusters()[1]
 
 
 def epoch(loader, fault=None, at=10):
@@ -103,6 +118,21 @@ def test_a_stream_goes_on_where_its_lost_worker_was_to_the_same_bits(hosts):
     expected = read(False)
     with pytest.warns(UserWarning, match="made again elsewhere"):
         assert_same_bits(read(True, kill=True), expected)
+
+
+class Large(Squares):
+    def __getitem__(self, number):
+        return torch.full((1 << 20,), float(number))
+
+
+def test_more_is_on_its_way_than_the_hosts_have_room_for(hosts):
+    """Batches of 24 MB, a dozen of them asked for, on hosts that hold three each."""
+    made = DpexDataLoader(Large(96), True, hosts.address, batch_size=6, num_workers=3, prefetch_factor=4)
+    kept = []
+    for number, batch in enumerate(made):
+        kept.append(batch)  # what was given is the reader's, and no longer in the way
+        assert batch.shape == (6, 1 << 20) and batch[:, -1].tolist() == list(range(6 * number, 6 * number + 6))
+    assert len(kept) == 16 and kept[0][5, 0] == 5
 
 
 def test_a_host_is_lost_and_another_one_comes(loader, hosts):

@@ -1,23 +1,29 @@
-"""DpexDataLoader over Ray on this machine beside torch's DataLoader and the original Dpex design, with as many workers.
+"""DpexDataLoader over Ray on this machine beside torch's DataLoader, Ray Data and the original Dpex design, as many workers each.
 
     python -m tests.benchmarks.ray [--workers 1] [--rounds 3]
 
 Light: 64 images as float tensors that are only copied (38 MB a batch). Heavy: the same, computed for some milliseconds a sample.
-Waits: samples that wait instead, with one and with twice as many workers, as a second host would bring. Photographs: 64 samples of
-110 KB. The forms take turns; the first epoch of each starts its workers and is not counted. The original design is two hops
+Photographs: 64 samples of 110 KB. Waits: samples that wait instead, on one host of a cluster and on two, each with as many workers.
+The forms take turns; the first epoch of each starts its workers and is not counted. The original design is two hops
 through ray.util.queue's actor, indices in and torch batches out, as its code had it.
 """
 
 import argparse
+import contextlib
+import functools
 import os
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets.dpex import DpexDataLoader
 from tests.benchmarks.base import machine
+from tests.rayhosts import RayHosts
 
 BATCH = 64
 
@@ -35,7 +41,7 @@ class Samples(Dataset):
             return torch.full((110_000,), number % 256, dtype=torch.uint8), number
         if self.kind == "waits":
             time.sleep(0.01)
-            return number
+            return torch.zeros(1), number
         image = self.image.clone()
         for _ in range(2 if self.kind == "heavy" else 0):
             image = torch.nn.functional.avg_pool2d(image[None], 3, 1, 1)[0].sqrt()
@@ -44,11 +50,9 @@ class Samples(Dataset):
 
 def original(data, workers):
     """The design of the original in few lines: each batch goes through one queue actor, pickled as torch pickles it."""
-    import ray
     from ray.util.queue import Queue
 
-    if not ray.is_initialized():
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2 * workers + 4)
+    ray = started(workers)
     asked, made = Queue(), Queue()
 
     @ray.remote(num_cpus=1)
@@ -76,6 +80,27 @@ def original(data, workers):
     made.shutdown()
 
 
+def ray_data(data, workers):
+    """Ray Data as its documentation has it: numbers through map_batches, torch batches out."""
+    ray = started(workers)
+
+    def make(rows):
+        samples = zip(*(data[int(number)] for number in rows["id"]))
+        return {str(place): np.stack(column) for place, column in enumerate(samples)}
+
+    made = ray.data.range(len(data)).map_batches(make, batch_size=BATCH, concurrency=workers)
+    return ((batch["0"], batch["1"]) for batch in made.iter_torch_batches(batch_size=BATCH))
+
+
+def started(workers):
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2 * workers + 4)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+    return ray
+
+
 def rate(batches):
     """Batches a second behind the first few, which wait for workers to start."""
     settled, begun, number = 4, None, 0
@@ -85,6 +110,33 @@ def rate(batches):
     return (number - settled) / (time.perf_counter() - begun)
 
 
+def two_hosts(workers, stack):
+    """The same loader on a cluster of one host, and on one of two hosts with as many workers each; no worker on the head."""
+    data, forms = Samples("waits", 24), {}
+    for count in (1, 2):
+        hosts = RayHosts(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))), count, head_cpus=0)
+        stack.callback(hosts.close)
+        os.environ.update(hosts.variables)
+        name = f"ours, over Ray, {count} host{'s' if count > 1 else ''}"
+        how = {"batch_size": BATCH, "num_workers": count * workers, "persistent_workers": True}
+        forms[name] = DpexDataLoader(data, True, hosts.address, **how)
+        rate(forms[name])
+    return forms
+
+
+def compare(kind, forms, rounds):
+    """`forms`: {name: a function that gives the batches of an epoch}; the first one is what the others are compared with."""
+    found = {name: [] for name in forms}
+    for _ in range(rounds):
+        for name, batches in forms.items():
+            found[name].append(rate(batches()))
+    reference = statistics.median(next(iter(found.values())))
+    for name, rates in found.items():
+        middle = statistics.median(rates)
+        spread = f"{middle:.1f} ({min(rates):.1f}-{max(rates):.1f})"
+        print(f"| {kind} | {name} | {spread} | {1000 / middle:.1f} | {middle / reference:.2f} |", flush=True)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1)
@@ -92,30 +144,25 @@ def main(argv=None):
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)  # of the original's cluster, which is gone with this program
-    print(machine(), "\n\n| transform | form | batches/s, median (range) | ms a batch | of torch |\n|---|---|---|---|---|")
-    for kind, batches in (("light", 40), ("heavy", 16), ("photographs", 60), ("waits", 24)):
-        data, how = Samples(kind, batches), {"batch_size": BATCH, "num_workers": options.workers}
-        twice = {**how, "num_workers": 2 * options.workers}
-        forms = {
-            "torch": DataLoader(data, persistent_workers=True, **how),
-            "ours, local": DpexDataLoader(data, False, persistent_workers=True, **how),
-            "ours, over Ray": DpexDataLoader(data, True, "local", persistent_workers=True, **how),
+    os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)  # of the cluster of the peers, which is gone with this program
+    print(machine(), "\n\n| transform | form | batches/s, median (range) | ms a batch | of the first |\n|---|---|---|---|---|")
+    how = {"batch_size": BATCH, "num_workers": options.workers, "persistent_workers": True}
+    for kind, batches in (("light", 40), ("heavy", 16), ("photographs", 60)):
+        data = Samples(kind, batches)
+        loaders = {
+            "torch": DataLoader(data, **how),
+            "ours, local": DpexDataLoader(data, False, **how),
+            "ours, over Ray": DpexDataLoader(data, True, "local", **how),
         }
-        if kind == "waits":
-            forms["ours, over Ray, twice the workers"] = DpexDataLoader(data, True, "local", persistent_workers=True, **twice)
-        for loader in forms.values():
+        for loader in loaders.values():
             rate(loader)
-        found = {name: [] for name in [*forms, "the original's design"]}
-        for _ in range(options.rounds):
-            for name, loader in forms.items():
-                found[name].append(rate(loader))
-            found["the original's design"].append(rate(original(data, options.workers)))
-        reference = statistics.median(found["torch"])
-        for name, rates in found.items():
-            middle = statistics.median(rates)
-            spread = f"{middle:.1f} ({min(rates):.1f}-{max(rates):.1f})"
-            print(f"| {kind} | {name} | {spread} | {1000 / middle:.1f} | {middle / reference:.2f} |", flush=True)
+        forms = {name: loader.__iter__ for name, loader in loaders.items()}
+        forms["Ray Data"] = functools.partial(ray_data, data, options.workers)
+        forms["the original's design"] = functools.partial(original, data, options.workers)
+        compare(kind, forms, options.rounds)
+    with contextlib.ExitStack() as stack:
+        forms = two_hosts(options.workers, stack)
+        compare("waits", {name: loader.__iter__ for name, loader in forms.items()}, options.rounds)
 
 
 if __name__ == "__main__":
