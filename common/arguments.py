@@ -191,6 +191,10 @@ def _short_run_options(group):
     group.add_argument(
         "--max_steps", type=number(int, at_least=1), help="stop after so many steps of the run, then evaluate and save"
     )
+    group.add_argument(
+        "--profile", type=boolean, default=False, help="true: what took the time in steps 11 to 20, as a table and as a trace "
+        "for ui.perfetto.dev in the output folder",
+    )  # fmt: skip
 
 
 def parse(parser, argv=None, environ=None):

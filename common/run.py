@@ -59,6 +59,11 @@ class Run:
         self._started, self._advised = False, None
         self.seconds = (0.0,) * len(phases.PHASES)  # of this start, in each phase of its steps
         self._profile = phases.Profile(args.prof, self._wait_for_device) if getattr(args, "prof", None) else None
+        self._trace = None
+        if args.profile and self.rank == 0:
+            from common.trace import Trace
+
+            self._trace = Trace(args.output_dir)
 
     def register(self, **parts):
         """More state to save and restore, e.g. run.register(scaler=scaler)."""
@@ -143,6 +148,9 @@ class Run:
             self._line(loss)
         if self._profile:
             self._end_profile(self._profile.step(self.sampler.global_batch, seconds))
+        if self._trace:
+            for line in self._trace.step(self._waited[0]):
+                self.say(line)
         self._fulfil(*self._wishes())
 
     def _wishes(self):

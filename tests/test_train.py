@@ -1,5 +1,6 @@
 """The base job from the outside: what it writes, how it goes on after every kind of end, and what it refuses."""
 
+import gzip
 import json
 import os
 import re
@@ -169,6 +170,25 @@ def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
     )
     run_job("train", tmp_path, *TINY)
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp_path):
+    options = [*TINY, "--batch_size", 8, "--max_steps", 22]
+    done = run_job("train", tmp_path, *options, "--profile", "true")
+    said = [line.split("profile: ", 1)[1] for line in done.stdout.splitlines() if line.startswith("profile: ")]
+    assert re.fullmatch(r"\d+% waiting for data, \d+% host, 0% device", said[1])
+    table = [line.split() for line in said[3:]]
+    assert len(table) == 10 and {"aten::convolution_backward", "aten::native_batch_norm"} <= {row[-1] for row in table}
+    shares = [float(row[0].rstrip("%")) for row in table]
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.5
+    with gzip.open(tmp_path / "out" / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    convolutions = [event for event in events if event.get("name") == "aten::convolution_backward"]
+    assert len(convolutions) == 10 * float(next(row[2] for row in table if row[-1] == "aten::convolution_backward"))
+    (tmp_path / "plain").mkdir()
+    run_job("train", tmp_path / "plain", *options)
+    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "plain"))
+    assert not (tmp_path / "plain" / "out" / "trace.json.gz").exists()
 
 
 def test_max_hours_saves_and_exits_0(finished, tmp_path):
