@@ -28,12 +28,6 @@ ifndef FAULT
 endif
 	$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)")
 
-# DATA=FOLDER with train/CLASS/*.JPEG and val/CLASS/*.JPEG adds the photographs.
+# DATA=FOLDER with imagenet/{train,val}/CLASS/*.JPEG and cifar-10-batches-py adds what needs real images; ONLY="base ddp" measures those.
 bench: $(VENV)/ready
-	$(BIN)/python -m tests.benchmarks.base
-	$(BIN)/python -m tests.benchmarks.ddp
-	$(BIN)/python -m tests.benchmarks.storage
-	$(BIN)/python -m tests.benchmarks.publishing
-	$(BIN)/python -m tests.benchmarks.pairs
-	$(if $(DATA),$(BIN)/python -m tests.benchmarks.images --data $(DATA),@echo "photographs: not measured, give DATA=FOLDER")
-	$(BIN)/python -m tests.benchmarks.ray
+	$(BIN)/python -m tests.benchmarks $(if $(DATA),--data $(DATA)) $(if $(ONLY),--only $(ONLY))

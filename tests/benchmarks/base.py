@@ -6,7 +6,7 @@ Every figure is a ratio of two forms that took turns, several rounds, one thread
     (a) images/s of a training step: ours against float32, contiguous, per-sample transforms, .item() each step
     (b) batches/s of our CIFAR loader against torchvision's CIFAR10 and DataLoader with the same augmentation
     (c) what a checkpoint costs the training, as a share of a step
-    (d) seconds from process start to the first optimizer step
+    (d) seconds from process start to the first optimizer step, against a plain loop's
 Prints the table that RESULTS.md keeps, with machine and date.
 """
 
@@ -30,7 +30,8 @@ from common.resnet import resnet18
 from common.saver import Writer
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
-from tests.jobs import command, environment
+from tests.benchmarks import rows
+from tests.jobs import ROOT, command, environment
 
 CPU = torch.device("cpu")
 
@@ -49,9 +50,10 @@ def interleaved(forms, rounds, seconds=2.0):
     return found
 
 
-def ratio(times, ours, theirs):
-    """Median and range of theirs/ours, pair by pair: how many times faster ours is."""
+def ratio(times, what, peer, ours="ours", theirs="plain"):
+    """Median and range of theirs/ours, pair by pair: how many times faster ours is; a row of the table."""
     ratios = sorted(b / a for a, b in zip(times[ours], times[theirs]))
+    rows.keep(what, peer, ratios)
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
@@ -108,7 +110,7 @@ def training_step(loader, channels_last):
 
 
 def checkpoint_stall(rounds):
-    """(seconds of a full-width step, seconds that a save holds the training up, seconds until it is on disk)"""
+    """Medians: seconds of a full-width step, seconds that a save holds the training up, seconds until it is on disk."""
     images, labels = synthetic.cifar_like(512, "train")
     step = training_step(our_loader(images, labels, 128), channels_last=True)
     model = resnet18()
@@ -123,21 +125,34 @@ def checkpoint_stall(rounds):
             writer.wait()
             writes.append(time.perf_counter() - begun)
     steps = interleaved({"step": step}, rounds, seconds=1.0)["step"]
+    rows.keep("what a checkpoint holds training up", "writing it before going on", [b / a for a, b in zip(stalls, writes)])
     return statistics.median(steps), statistics.median(stalls), statistics.median(writes)
 
 
+PLAIN = """
+import torch, torchvision
+from common.resnet import resnet18
+images, labels = torch.rand(50000, 3, 32, 32), torch.randint(10, (50000,))
+model = resnet18(width=4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+torch.nn.functional.cross_entropy(model(images[:128]), labels[:128]).backward()
+optimizer.step()
+print("images_per_s", flush=True)
+"""
+
+
 def first_step(rounds):
-    """Seconds from process start to the line that follows the first optimizer step, of the job as a user starts it."""
-    found = []
+    """Seconds from process start to the line that follows the first optimizer step: the job as a user starts it, a plain loop."""
+    found = {"ours": [], "plain": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            begun = time.perf_counter()
-            script = command("train", "--custom_data", "true", "--width", 4, "--max_steps", 1, "--output_dir", folder)
-            process = subprocess.Popen(script, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
-            for line in process.stdout:
-                if "images_per_s" in line:
-                    found.append(time.perf_counter() - begun)
-            process.wait()
+            ours = command("train", "--custom_data", "true", "--width", 4, "--max_steps", 1, "--output_dir", folder)
+            for name, script in (("ours", ours), ("plain", [sys.executable, "-c", PLAIN])):
+                begun, env = time.perf_counter(), environment(PYTHONPATH=str(ROOT))
+                with subprocess.Popen(script, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
+                    for line in process.stdout:
+                        if "images_per_s" in line:
+                            found[name].append(time.perf_counter() - begun)
     return found
 
 
@@ -168,16 +183,18 @@ def main():
     ours, plain = our_loader(images, labels, 128), torchvision_loader(images, labels, 128)
     times = interleaved({"ours": training_step(ours, True), "plain": training_step(plain, False)}, options.rounds, seconds=6)
     rates = {name: 128 / statistics.median(values) for name, values in times.items()}
+    faster = ratio(times, "training step, one core", "float32, contiguous, .item() each step")
     print(
-        f"| (a) training step, images/s | {rates['ours']:.1f} | {rates['plain']:.1f} | {ratio(times, 'ours', 'plain')} |",
+        f"| (a) training step, images/s | {rates['ours']:.1f} | {rates['plain']:.1f} | {faster} |",
         flush=True,
     )
 
     ours, plain = forever(ours), forever(plain)
     times = interleaved({"ours": lambda: next(ours), "plain": lambda: next(plain)}, options.rounds, seconds=2)
     rates = {name: 1 / statistics.median(values) for name, values in times.items()}
+    faster = ratio(times, "CIFAR-10 loader", "torchvision CIFAR10 + DataLoader")
     print(
-        f"| (b) loader, batches of 128 a second | {rates['ours']:.0f} | {rates['plain']:.1f} | {ratio(times, 'ours', 'plain')} |",
+        f"| (b) loader, batches of 128 a second | {rates['ours']:.0f} | {rates['plain']:.1f} | {faster} |",
         flush=True,
     )
 
@@ -186,10 +203,10 @@ def main():
         f"| (c) checkpoint of 89 MB: stall against a step of {step * 1000:.0f} ms | {stall * 1000:.0f} ms, {stall / step:.1%} of a step | {write * 1000:.0f} ms if written before going on | {write / stall:.1f} |"
     )
 
-    starts = first_step(options.rounds)
-    print(
-        f"| (d) process start to first optimizer step, s | {statistics.median(starts):.1f} ({min(starts):.1f} to {max(starts):.1f}) | | |"
-    )
+    times = first_step(options.rounds)
+    ours, plain = (statistics.median(values) for values in times.values())
+    faster = ratio(times, "process start to first step", "a plain loop")
+    print(f"| (d) process start to first optimizer step, s | {ours:.1f} | {plain:.1f} | {faster} |")
 
 
 if __name__ == "__main__":

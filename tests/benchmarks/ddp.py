@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.jobs import ROOT, environment
 
@@ -141,6 +142,7 @@ def main():
         peer, ratio = PEERS.get(name, ""), ""
         if peer:
             ratios = sorted(a / b for a, b in zip(times, found[peer]))
+            rows.keep(f"a step of {name}", peer, [1 / ratio for ratio in ratios])
             ratio = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         print(f"| {name} | {shown} | {peer} | {ratio} |")
     costs = sorted(checks() for _ in range(options.rounds))

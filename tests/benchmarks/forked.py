@@ -8,6 +8,8 @@ import traceback
 import numpy as np
 import torch
 
+from tests.benchmarks import rows
+
 WARM_UP = 3  # batches
 
 
@@ -46,10 +48,18 @@ def first_tensor(batch):
     return batch
 
 
-def table(found, what):
-    """The figures of every form, and its ratio to the first one's."""
+def table(found, what, claims, data=""):
+    """The figures of every form, and its ratio to the first one's.
+
+    `claims`: (form, its peer, by "CPU" or "clock"), the rows of the one table; `data`: the option that names the data.
+    """
+    for form, peer, by in claims:
+        if form in found and peer in found:
+            place = ["CPU", "clock"].index(by)
+            ratios = [theirs[place] / mine[place] for mine, theirs in zip(found[form], found[peer])]
+            rows.keep(f"{what}: {form}", peer, ratios, f"{data}--forms '{form}' '{peer}'")
     base = next(iter(found.values()))
-    rows = [
+    lines = [
         f"| {what} | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |",
         "|---|---|---|---|---|",
     ]
@@ -59,5 +69,5 @@ def table(found, what):
             ratios = sorted(theirs[place] / mine[place] for mine, theirs in zip(times, base))
             cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
         middle = statistics.median(used for used, _ in times)
-        rows.append(f"| {form} | {1 / middle:.0f} | {1000 * middle:.2f} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        lines.append(f"| {form} | {1 / middle:.0f} | {1000 * middle:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -145,6 +145,19 @@ FORMS = {
 }
 
 
+PLAIN = "torchvision ImageFolder + DataLoader, float32"
+CLAIMS = [
+    ("pytorch", PLAIN, "CPU"),
+    ("pytorch without antialias", PLAIN, "CPU"),
+    ("dali-cpu", PLAIN, "CPU"),
+    ("dali-cpu", "DALI's own pipeline and order", "CPU"),
+    ("packed", PLAIN, "CPU"),
+    ("kspeed, warm", "pytorch", "CPU"),
+    ("kspeed, one of three servers stopped", "pytorch", "CPU"),
+    ("kspeed, warm", "object store, a request each", "clock"),
+]
+
+
 def repeat(source, target):
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         for copy in range(COPIES if "train" in path.parts else 1):
@@ -185,7 +198,7 @@ def main():
             for one in SETTINGS["servers"]:
                 one.kill()
     print(
-        f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{table(found, 'one core, 224 x 224')}"
+        f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{table(found, 'photographs', CLAIMS, '--data FOLDER ')}"
     )
     return 0
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
 from tests.jobs import command, environment
@@ -54,6 +55,7 @@ def main():
         finally:
             server.terminate()
             server.wait()
+    rows.keep("epochs that publish every checkpoint", "epochs that only write it", [1 / ratio for ratio in ratios])
     low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
     print(
         f"{machine()}; {options.rounds} rounds\n\nEpochs that publish every checkpoint take {middle:.3f} ({low:.3f} to {high:.3f}) "

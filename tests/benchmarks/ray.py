@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets.dpex import DpexDataLoader
+from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.rayhosts import RayHosts
 
@@ -130,10 +131,13 @@ def compare(kind, forms, rounds):
     for _ in range(rounds):
         for name, batches in forms.items():
             found[name].append(rate(batches()))
-    reference = statistics.median(next(iter(found.values())))
+    first = next(iter(found))
+    reference = statistics.median(found[first])
     for name, rates in found.items():
         middle = statistics.median(rates)
         spread = f"{middle:.1f} ({min(rates):.1f}-{max(rates):.1f})"
+        if name.startswith("ours, over Ray") and name != first:
+            rows.keep(f"{kind} batches: {name}", first, [ours / theirs for ours, theirs in zip(rates, found[first])])
         print(f"| {kind} | {name} | {spread} | {1000 / middle:.1f} | {middle / reference:.2f} |", flush=True)
 
 
