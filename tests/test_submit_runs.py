@@ -13,7 +13,7 @@ from common import display
 from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests
 from launch.submit.request import Request
-from tests.jobs import ROOT, TINY, environment
+from tests.jobs import ROOT, TINY, environment, run_forked
 from tests.test_submit import ask, words_of
 
 
@@ -175,7 +175,7 @@ def test_a_sagemaker_container_becomes_the_job(tmp_path):
     base, code = tmp_path / "ml", tmp_path / "ml" / "input" / "data" / "code"
     (base / "input" / "config").mkdir(parents=True)
     (base / "input" / "data" / "training").mkdir(parents=True)
-    requests.stage(code)
+    requests.stage("jobs/train.py", code)
     (code / "requirements.txt").write_text("")
     (code / "jobs" / "train.py").write_text(
         "import json, os, sys\nnames = [n for n in os.environ if n.startswith('SM_')]\n"
@@ -220,9 +220,15 @@ def test_the_metrics_of_sagemaker_are_in_the_lines_that_a_job_prints(tmp_path, c
     assert all(len(regex) <= 500 for regex in sagemaker.METRICS.values())
 
 
-def test_what_is_uploaded_fits_every_console(tmp_path):
-    requests.stage(tmp_path / "code")
-    files = [path.relative_to(tmp_path / "code") for path in (tmp_path / "code").rglob("*") if path.is_file()]
-    assert {path.parts[0] for path in files} == {"jobs", "common", "datasets", "requirements.txt", "boot_sagemaker.py"}
-    assert len(files) < 1000 and max(len(path.parts) for path in files) < 32  # ModelArts takes no more
-    assert not [path for path in files if "__pycache__" in path.parts]
+def test_what_is_uploaded_is_the_job_as_one_file(tmp_path):
+    """So modules that another upload has left at the same address are not used."""
+    requests.stage("jobs/train_ddp.py", tmp_path / "code")
+    files = {str(path.relative_to(tmp_path / "code")) for path in (tmp_path / "code").rglob("*") if path.is_file()}
+    assert files == {"jobs/train_ddp.py", "requirements.txt", "boot_sagemaker.py"}
+    stale = tmp_path / "code" / "common" / "run.py"
+    stale.parent.mkdir()
+    stale.write_text("raise SystemExit('a module of another state was used')")
+    run_forked(
+        [tmp_path / "code" / "jobs" / "train_ddp.py", *TINY, "--max_steps", 1, "--output_dir", tmp_path / "out"], tmp_path
+    )
+    assert list((tmp_path / "out" / "checkpoints").glob("*.pt"))

@@ -359,14 +359,14 @@ def test_the_code_goes_through_a_bucket_into_a_pod(store, tmp_path, monkeypatch,
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_REGION")
-    submit.upload("s3://code/a/b", "us-east-1")
+    submit.upload("jobs/train.py", "s3://code/a/b", "us-east-1")
     assert capsys.readouterr().out == "the code is at s3://code/a/b\n"
     template = kubernetes.build(ask("kubeflow", code_url="s3://code/a/b"))["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
     (container,) = template["spec"]["initContainers"]
     words = [str(tmp_path / "pod") if word == "/code" else word for word in container["command"]]
     done = subprocess.run([sys.executable, *words[1:]], env=environment(**store.environment), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    requests.stage(tmp_path / "own")
+    requests.stage("jobs/train.py", tmp_path / "own")
     assert files_of(tmp_path / "pod") == files_of(tmp_path / "own")
     words[words.index("a/b/")] = "none/"
     assert (

@@ -79,7 +79,7 @@ def ask(options, arguments, now):
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
     name = {"name": f"{stem}-{now:%m%d-%H%M%S}"}
-    return Request(**{**name, **given, **lists, "job": options.job, "arguments": tuple(arguments)})
+    return Request(**{**name, **given, **lists, "job": os.path.normpath(options.job or "job"), "arguments": tuple(arguments)})
 
 
 def submit(platform, request, options):
@@ -97,7 +97,7 @@ def submit(platform, request, options):
         print(show(body))
         return 0
     client = connected(platform, request)
-    upload(platform.upload_to(request), request.region)
+    upload(request.job, platform.upload_to(request), request.region)
     job_id = asked(platform, platform.send, client, request, body)
     if job_id is None:  # it ran here and now
         return client.exit_code
@@ -133,8 +133,8 @@ def asked(platform, function, *arguments):
         raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
 
 
-def upload(url, region=None):
-    """The code to the address from which the platform takes it, None where it takes it from elsewhere."""
+def upload(job, url, region=None):
+    """The job as one file to the address from which the platform takes it, None where it takes it from elsewhere."""
     if url is None:
         return
     if region:
@@ -142,7 +142,7 @@ def upload(url, region=None):
     from common import storage  # brings torch with it, for which nobody should wait who only looks at a request
 
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
-        stage(folder)
+        stage(job, folder)
         storage.publish(folder, url)
     print(f"the code is at {url}", flush=True)
 

@@ -40,7 +40,7 @@ def connect(request):
 def send(client, request, body):
     """Runs to the end; there is no job to name."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
-        requests.stage(code)
+        requests.stage(request.job, code)
         os.environ.update(body["environment"])
         job = f"CODE/{request.job}"
         client.exit_code = local.main(

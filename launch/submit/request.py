@@ -12,10 +12,9 @@ from pathlib import Path
 
 from common.errors import UserError, one_line
 from common.paths import is_address
+from launch import bundle
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-UPLOADED = ("jobs", "common", "datasets", "requirements.txt")
-LEFT_BEHIND = shutil.ignore_patterns("__pycache__", ".*", "input_dir", "output_dir")
 
 CLUSTERS = ("kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
@@ -31,7 +30,7 @@ def option(help, default=None, used_by=REMOTE, needed_by=(), kind=str):
 @dataclasses.dataclass(frozen=True)
 class Request:
     platform: str
-    job: str  # jobs/NAME.py, in the folder that is uploaded
+    job: str  # jobs/NAME.py
     arguments: tuple = ()  # the job's own
     name: str = option("the job's name; unset: made of the job's and the time")
     nodes: int = option("machines", 1, kind=int)
@@ -103,10 +102,9 @@ def _forms(request):
         value = getattr(request, name)
         if value is not None and not least <= value <= most:
             yield f"--{name} is {value:g}: give {least:g} to {most:g}"
-    job = ROOT / request.job
-    if job.suffix != ".py" or job.resolve().parent != ROOT / "jobs":
-        yield f"{request.job} is no job of this folder: give a file of {ROOT / 'jobs'}, such as jobs/train_ddp.py"
-    elif not job.is_file():
+    if not re.fullmatch(r"jobs/[^/]+\.py", request.job):
+        yield f"{request.job} is no job of this folder: give a file of {ROOT / 'jobs'} as jobs/NAME.py"
+    elif not (ROOT / request.job).is_file():
         yield f"there is no job {request.job}"
     for volume in request.volumes:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[^:]*", volume):
@@ -185,15 +183,16 @@ def command(request, code, data=None, output=None):
     return ["python", "-u", f"{code}/{request.job}", *options, *places(data, output)]
 
 
-def stage(folder):
-    """Copy what a job consists of into `folder`, with the small programs that a platform starts before it."""
-    for name in UPLOADED:
-        source, target = ROOT / name, os.path.join(folder, name)
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=LEFT_BEHIND, dirs_exist_ok=True)
-        else:
-            shutil.copy2(source, target)
-    shutil.copy2(Path(__file__).with_name("boot_sagemaker.py"), folder)
+def stage(job, folder):
+    """Write what is uploaded into `folder`: the job and its modules in one file, requirements.txt, SageMaker's boot file.
+
+    One file, because another upload to the same address may have left modules of another state there.
+    """
+    target = Path(folder, job)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(bundle.bundle(ROOT / job), encoding="utf-8")
+    for path in (ROOT / "requirements.txt", Path(__file__).with_name("boot_sagemaker.py")):
+        shutil.copyfile(path, os.path.join(folder, path.name))
 
 
 # --- What a platform answers -------------------------------------------------------------------------------------------
