@@ -90,11 +90,11 @@ def our_loader(images, labels, batch_size):
     return cifar10.loader(data, EpochSampler(len(data), batch_size, seed=0), CPU, augment=True)
 
 
-def training_step(loader, channels_last):
-    """A call that trains on the next batch, in our form or in the plain one."""
+def training_step(loader, channels_last=True, fused=True, looks_at_loss=False):
+    """A call that trains on the next batch, in our form or in another."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model, loss_fn = resnet18().to(memory_format=layout), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused)
     batches = forever(loader)
 
     def step():
@@ -103,7 +103,7 @@ def training_step(loader, channels_last):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if not channels_last:
+        if looks_at_loss:
             loss.item()
 
     return step
@@ -112,7 +112,7 @@ def training_step(loader, channels_last):
 def checkpoint_stall(rounds):
     """Medians: seconds of a full-width step, seconds that a save holds the training up, seconds until it is on disk."""
     images, labels = synthetic.cifar_like(512, "train")
-    step = training_step(our_loader(images, labels, 128), channels_last=True)
+    step = training_step(our_loader(images, labels, 128))
     model = resnet18()
     state = {"model": model.state_dict(), "momentum": [torch.zeros_like(p) for p in model.parameters()]}
     writer, stalls, writes = Writer(), [], []
@@ -181,13 +181,23 @@ def main():
         f"{machine()}; one thread, {options.rounds} rounds, median (range)\n\n| what | ours | plain | ours is faster by |\n|---|---|---|---|"
     )
     ours, plain = our_loader(images, labels, 128), torchvision_loader(images, labels, 128)
-    times = interleaved({"ours": training_step(ours, True), "plain": training_step(plain, False)}, options.rounds, seconds=6)
+    forms = {
+        "ours": training_step(ours),
+        "plain": training_step(plain, channels_last=False, fused=False, looks_at_loss=True),
+        "contiguous": training_step(ours, channels_last=False),
+        "optimizer not fused": training_step(ours, fused=False),
+    }
+    times = interleaved(forms, options.rounds, seconds=6)
     rates = {name: 128 / statistics.median(values) for name, values in times.items()}
     faster = ratio(times, "training step, one core", "float32, contiguous, .item() each step")
     print(
         f"| (a) training step, images/s | {rates['ours']:.1f} | {rates['plain']:.1f} | {faster} |",
         flush=True,
     )
+
+    for form in ("contiguous", "optimizer not fused"):
+        alone = ratio(times, "training step", form, theirs=form)
+        print(f"| (a) the same, {form} | | {rates[form]:.1f} | {alone} |", flush=True)
 
     ours, plain = forever(ours), forever(plain)
     times = interleaved({"ours": lambda: next(ours), "plain": lambda: next(plain)}, options.rounds, seconds=2)
