@@ -12,6 +12,7 @@ Prints the table that RESULTS.md keeps, with machine and date.
 
 import argparse
 import datetime
+import functools
 import os
 import platform
 import statistics
@@ -180,12 +181,12 @@ def main():
     print(
         f"{machine()}; one thread, {options.rounds} rounds, median (range)\n\n| what | ours | plain | ours is faster by |\n|---|---|---|---|"
     )
-    ours, plain = our_loader(images, labels, 128), torchvision_loader(images, labels, 128)
+    ours, plain = (functools.partial(make, images, labels, 128) for make in (our_loader, torchvision_loader))
     forms = {
-        "ours": training_step(ours),
-        "plain": training_step(plain, channels_last=False, fused=False, looks_at_loss=True),
-        "contiguous": training_step(ours, channels_last=False),
-        "optimizer not fused": training_step(ours, fused=False),
+        "ours": training_step(ours()),
+        "plain": training_step(plain(), channels_last=False, fused=False, looks_at_loss=True),
+        "contiguous": training_step(ours(), channels_last=False),
+        "optimizer not fused": training_step(ours(), fused=False),
     }
     times = interleaved(forms, options.rounds, seconds=6)
     rates = {name: 128 / statistics.median(values) for name, values in times.items()}
@@ -199,7 +200,7 @@ def main():
         alone = ratio(times, "training step", form, theirs=form)
         print(f"| (a) the same, {form} | | {rates[form]:.1f} | {alone} |", flush=True)
 
-    ours, plain = forever(ours), forever(plain)
+    ours, plain = forever(ours()), forever(plain())
     times = interleaved({"ours": lambda: next(ours), "plain": lambda: next(plain)}, options.rounds, seconds=2)
     rates = {name: 1 / statistics.median(values) for name, values in times.items()}
     faster = ratio(times, "CIFAR-10 loader", "torchvision CIFAR10 + DataLoader")
