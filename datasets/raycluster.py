@@ -26,6 +26,7 @@ from common.errors import UserError
 
 START_SECONDS = 120
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray's switch for a node that is nobody's but this machine's
+PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -243,7 +244,7 @@ def _start_keeper(folder):
     with open(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **QUIET}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **PATIENT, **QUIET}
     for name in ("common", "datasets"):  # a copy: the files of whoever came first may go before the cluster does
         shutil.copytree(os.path.join(repository(), name), folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     environ["PYTHONPATH"] = os.pathsep.join([str(folder), *(path for path in sys.path if path)])  # workers see what we see
@@ -288,7 +289,13 @@ def main(folder):
         import ray
 
         options = json.loads(os.environ.get("ANYRANK_RAY_OPTIONS", "{}"))  # of ray.init
-        started = ray.init(address="local", include_dashboard=False, log_to_driver=False, **options)
+        options = {"address": "local", "include_dashboard": False, "log_to_driver": False, **options}
+        try:
+            started = ray.init(**options)
+        except Exception as error:  # Ray waits half a minute for itself, which on a busy machine may be too short
+            print("once more, because of", error, flush=True)
+            ray.shutdown()
+            started = ray.init(**options)
         unfinished = folder / "address.unfinished"
         unfinished.write_text(started.address_info["gcs_address"])
         unfinished.rename(folder / "address")
