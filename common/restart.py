@@ -46,6 +46,13 @@ def prepare(parts):
                     parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def complete(optimizer):
+    """RMSprop looks for the momentum that a run without had none of."""
+    for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
+        for parameter in options["params"] if options["momentum"] else []:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 def choose(args, ours, say):
     """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
     folder = args.checkpoint_dir

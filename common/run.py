@@ -355,6 +355,7 @@ class Run:
                 part, torch.optim.Optimizer
             ):  # its learning rate and weight decay are this start's, not the last one's
                 part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
+                restart.complete(part)
             elif state.get(name):
                 part.load_state_dict(state[name])
         for name in ("samples_seen", "total_steps", "epoch", "consumed", "best"):

@@ -138,10 +138,10 @@ def _test_graph(jpegs, resized, middle, size, decoder):
 class ArrayBatches:
     """The same for images that are in memory already: DALI pads, crops and flips them, with the numbers of augment.py."""
 
-    def __init__(self, data_set, sampler, device, augment, seed):
+    def __init__(self, data_set, sampler, device, augment, seed, workers):
         _need_dali()
         self._data, self._sampler, self.device = data_set, sampler, device
-        self._augment, self._seed = augment, seed
+        self._augment, self._seed, self._threads = augment, seed, max(1, workers)
 
     def __iter__(self):
         epoch, batches = self._sampler.epoch, list(self._sampler)
@@ -167,7 +167,7 @@ class ArrayBatches:
             return tuple(array.numpy() for array in (images, anchors, flip.to(torch.int32)))
 
         @pipeline_def(
-            batch_size=max(map(len, batches)), num_threads=1, device_id=self.device.index or 0 if on_gpu else None,
+            batch_size=max(map(len, batches)), num_threads=self._threads, device_id=self.device.index or 0 if on_gpu else None,
             prefetch_queue_depth=AHEAD,
         )  # fmt: skip
         def build():
@@ -186,9 +186,10 @@ class ArrayBatches:
         return made
 
 
-def cifar_loader(data_set, sampler, device, augment, seed):
+def cifar_loader(data_set, sampler, device, augment, seed, workers=0):
     """The loader of datasets.cifar10, with DALI at work in it: on a GPU the pictures are cut and flipped there."""
-    return DeviceLoader(ArrayBatches(data_set, sampler, device, augment, seed), sampler, device, cifar10.MEAN, cifar10.STD)
+    batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
+    return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)
 
 
 def give_memory_back():

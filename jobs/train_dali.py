@@ -48,7 +48,7 @@ def main():
     # was: train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
     from datasets import dali
 
-    train_loader = dali.cifar_loader(train_set, train_sampler, device, args.augment, args.seed)
+    train_loader = dali.cifar_loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
     ### end DALI ###
 
     test_loader = cifar10.loader(test_set, test_sampler, device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common import restart
 from common.errors import UserError
 from datasets.cache import SampleCache
 from launch import pack
@@ -234,6 +235,22 @@ def test_norms_and_biases_do_not_decay_and_the_last_norm_of_a_block_begins_at_ze
     groups = job.build_optimizer(args, network).param_groups
     assert groups[0]["alpha"] == 0.9 and [group["weight_decay"] for group in groups] == [0.1, 0.1]
     assert [len(group["params"]) for group in groups] == [54, 107]  # as before: the state of a resumed run fits
+
+
+def test_rmsprop_goes_on_with_a_momentum_that_it_had_not():
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def stepped(momentum, before=None):
+        optimizer = torch.optim.RMSprop([weight], lr=0.1, momentum=momentum)
+        if before:
+            optimizer.load_state_dict({"state": before["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+            restart.complete(optimizer)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    after = stepped(0.9, stepped(0))
+    assert after["state"][0]["step"] == 2 and after["state"][0]["momentum_buffer"].all()
 
 
 def test_mixup_keeps_each_share_of_image_and_label(job):
