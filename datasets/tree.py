@@ -2,7 +2,8 @@
 
 Classes and files are sorted as torchvision's ImageFolder sorts them, so labels agree. What cannot be a picture is left out and
 counted; what only some decoders read alike (CMYK, 16 bits, anything but JPEG and PNG) is marked, and every loader gives it to
-the same decoder. The verdicts and sizes are kept in an index, which is made again when a class folder has changed.
+the same decoder. The verdicts and sizes are kept in an index, which is made again when a class folder has
+changed, or a file that was left out.
 """
 
 import collections
@@ -26,7 +27,7 @@ MOST_PIXELS = 100_000_000  # more is a decompression bomb
 MOST_ASPECT = 100  # resized to a short side of 256, a longer one would take all memory
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
 THREADS = 16
-FORMAT = 2  # of the index; a new one is made where it differs
+FORMAT = 3  # of the index; a new one is made where it differs
 GOOD, SPECIAL = 0, 1
 
 
@@ -104,6 +105,8 @@ def _read(path, folder, classes):
                 return None
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
+            if _changed(folder, left_out) != stored["changed"].tolist():  # a file may be repaired in its place
+                return None
             arrays = {name: stored[name] for name in ("labels", "widths", "heights", "special")}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
@@ -133,12 +136,24 @@ def _write(path, folder, classes, held):
     names, labels, special, widths, heights = zip(*rows)
     stored = {
         "signature": _bytes(_signature(folder, classes)), "names": _bytes("\0".join(names)),
-        "left_out": _bytes(json.dumps(left_out)), "labels": np.array(labels, np.int64),
+        "left_out": _bytes(json.dumps(left_out)), "changed": np.array(_changed(folder, left_out), np.int64),
+        "labels": np.array(labels, np.int64),
         "special": np.array(special, bool), "widths": np.array(widths, np.int32), "heights": np.array(heights, np.int32),
     }  # fmt: skip
     with open(f"{path}.unfinished", "wb") as file:
         np.savez(file, **stored)
     os.replace(f"{path}.unfinished", path)
+
+
+def _changed(folder, left_out):
+    """When each of the files left out changed last, 0 for what is no longer there."""
+    found = []
+    for name in (name for names in left_out.values() for name in names):
+        try:
+            found.append(os.stat(os.path.join(folder, name)).st_mtime_ns)
+        except OSError:
+            found.append(0)
+    return found
 
 
 def _bytes(text):

@@ -133,6 +133,11 @@ def test_the_index_is_used_until_a_folder_changes_or_it_is_damaged(folder, monke
     (folder / "zgood" / "new.jpg").write_bytes(JPEG)
     os.utime(folder / "zgood", ns=(time.time_ns(), time.time_ns() + 1))
     assert len(tree.load(str(folder))) == len(first) + 1
+    with open(folder / "kinds" / "cut.jpg", "r+b") as file:  # repaired in its place, of which the folder knows nothing
+        file.truncate(0)
+        file.write(JPEG)
+    again = tree.load(str(folder))
+    assert len(again) == len(first) + 2 and "kinds/cut.jpg" in again.names
 
 
 def test_a_folder_without_pictures_is_refused(tmp_path, monkeypatch):
