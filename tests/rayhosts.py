@@ -54,7 +54,7 @@ class RayHosts:
 
     def workers(self):
         """{process id: its raylet} of the loader's workers."""
-        done = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True)
+        done = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True)
         rows = [line.split(None, 2) for line in done.stdout.splitlines()[1:]]
         known = {*self.raylets, *self.head}
         return {int(pid): int(parent) for pid, parent, words in rows if int(parent) in known and words.startswith("ray::Actor")}

@@ -307,7 +307,7 @@ def test_large_batches_are_asked_for_by_their_bytes(warm, monkeypatch):
 
 def commands():
     """{process: its command line}, of all there are."""
-    done = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True)
     return {int(line.split(None, 1)[0]): line.split(None, 1)[1] for line in done.stdout.splitlines()[1:]}
 
 
