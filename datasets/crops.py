@@ -18,6 +18,8 @@ def random_windows(ids, widths, heights, seed, epoch, area=AREA):
     windows = _largest_in_the_middle(widths, heights)
     missing = np.ones(len(ids), bool)
     for attempt in range(ATTEMPTS):
+        if not missing.any():
+            break
         draws = [uniform(ids, seed, epoch, 4 * attempt + number) for number in range(4)]
         pixels = widths * heights * (area[0] + draws[0] * (area[1] - area[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))

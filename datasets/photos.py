@@ -53,7 +53,9 @@ def middle(height, width, size):
 
 
 def resize(picture, height, width):
-    return F.interpolate(picture[None], size=(height, width), mode="bilinear", antialias=True)[0]
+    """The pixels stay interleaved, as they were decoded: torch sees that only in a batch of one whose own stride is right."""
+    batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
 
 
 def decode(content, special, box):
