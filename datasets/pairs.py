@@ -68,11 +68,14 @@ class Pairs:
 
     def __getitem__(self, epoch_and_ids):
         epoch, ids = epoch_and_ids
-        images = torch.empty((2, len(ids), 3, self.crop, self.crop), dtype=torch.uint8)
+        images = self.room(len(ids))
         for place, number in enumerate(ids):
-            images[:, place] = self._pair(int(number), epoch)
-        images = images.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+            images[place], images[len(ids) + place] = self._pair(int(number), epoch)
         return images, torch.from_numpy(ids), torch.from_numpy(ids)
+
+    def room(self, count):
+        """Memory for a batch: all blurry ones, then all sharp ones."""
+        return torch.empty((2 * count, 3, self.crop, self.crop), dtype=torch.uint8, memory_format=torch.channels_last)
 
     def geometry(self, ids, epoch):
         """Of each pair (height, width) when resized, (top, left) of the crop in that, whether it is flipped (down, across)."""
@@ -90,14 +93,15 @@ class Pairs:
             used = (number + step) % len(self)
             (size,), (corner,), (flips,) = self.geometry(np.array([used]), epoch)
             try:
-                return torch.stack([self._cut(content, used, size, corner, flips) for content in self.read(used)])
+                pictures = [photos.decode(content, self.special[used], None) for content in self.read(used)]
+                return [self.cut(picture, size, corner, flips) for picture in pictures]
             except (photos.Undecodable, OSError) as error:
                 name = one_line(self.names[used])
                 print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next takes its place", flush=True)
         raise TrainingFailed(f"{SUBSTITUTES} pairs in a row cannot be decoded, from {one_line(self.names[number])}")
 
-    def _cut(self, content, number, size, corner, flips):
-        picture = photos.decode(content, self.special[number], None)
+    def cut(self, picture, size, corner, flips):
+        """What becomes of one of a pair after it was decoded."""
         if tuple(picture.shape[1:]) != tuple(size):
             picture = photos.resize(picture, *map(int, size))
         top, left = corner

@@ -12,7 +12,7 @@ import os
 import numpy as np
 import torch
 
-from datasets.dali import AHEAD, DaliBatches
+from datasets.dali import AHEAD, DaliBatches, as_tensor
 from datasets.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder
 
@@ -68,14 +68,19 @@ def externalSourcePipeline(external_data, resize, crop, **how):
     return build()
 
 
+def decoded(images, decoder):
+    from nvidia.dali import fn, types
+
+    return fn.decoders.image(images, device=decoder, output_type=types.RGB, adjust_orientation=False)
+
+
 def transform(imgs, gts, sizes, corners, flips, crop, decoder):
     """The same of both: resized, cropped, flipped; uint8 (crop, crop, 3)."""
     from nvidia.dali import fn, types
 
     made = []
     for images in (imgs, gts):
-        images = fn.decoders.image(images, device=decoder, output_type=types.RGB, adjust_orientation=False)
-        images = fn.resize(images, size=sizes, interp_type=types.INTERP_LINEAR, antialias=True)
+        images = fn.resize(decoded(images, decoder), size=sizes, interp_type=types.INTERP_LINEAR, antialias=True)
         images = fn.slice(images, corners, [float(crop)] * 2, axis_names="HW", normalized_anchor=False, normalized_shape=False)
         made.append(fn.flip(images, vertical=flips[0], horizontal=flips[1]))
     return made
@@ -88,7 +93,17 @@ class PairBatches(DaliBatches):
         return not self._data.special[ids].any()
 
     def _batch(self, outputs, ids):
-        return torch.cat(outputs).permute(0, 3, 1, 2), torch.from_numpy(ids)
+        if self._on_gpu:
+            both = [as_tensor(images, self.device) for images in outputs]
+            return torch.cat(both).permute(0, 3, 1, 2), torch.from_numpy(ids)
+        *both, sizes, corners, flips = outputs
+        images, numbers = self._data.room(len(ids)), [np.array(found.as_tensor()) for found in (sizes, corners, flips)]
+        for place in range(2 * len(ids)):
+            side, pair = divmod(place, len(ids))
+            size, corner, flip = (found[pair] for found in numbers)
+            picture = torch.from_numpy(both[side].at(pair)).permute(2, 0, 1)
+            images[place] = self._data.cut(picture, size.astype(int), corner.astype(int), flip)
+        return images, torch.from_numpy(ids)
 
     def _pipeline(self, batches, epoch):
         from nvidia.dali import fn, pipeline_def
@@ -103,8 +118,10 @@ class PairBatches(DaliBatches):
             device_id=self.device.index or 0 if self._on_gpu else None,
         )  # fmt: skip
         def build():
-            found = fn.external_source(source, num_outputs=5, batch_info=False)
-            return tuple(transform(*found, self._data.crop, "mixed" if self._on_gpu else "cpu"))
+            blurry, sharp, *numbers = fn.external_source(source, num_outputs=5, batch_info=False)
+            if self._on_gpu:
+                return tuple(transform(blurry, sharp, *numbers, self._data.crop, "mixed"))
+            return *(decoded(images, "cpu") for images in (blurry, sharp)), *numbers  # torch's resize is the faster one there
 
         made = build()
         made.build()

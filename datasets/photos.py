@@ -28,14 +28,22 @@ class Undecodable(Exception):
 def train_picture(content, special, window, flip, size):
     """The window of the picture, resized to size x size: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
-    picture = decode(content, special, (top, left, top + height, left + width))
+    return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size)
+
+
+def train_cut(picture, flip, size):
+    """The same of a window that has been decoded."""
     picture = resize(picture, size, size)
     return picture.flip(2) if flip else picture
 
 
 def test_picture(content, special, size, short):
     """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it."""
-    picture = decode(content, special, None)
+    return test_cut(decode(content, special, None), size, short)
+
+
+def test_cut(picture, size, short):
+    """The same of a picture that has been decoded."""
     height, width = resized(*picture.shape[1:], short)
     picture = resize(picture, height, width)
     top, left = middle(height, width, size)
