@@ -77,8 +77,9 @@ def _users_address(head_address):
     """Where the user's cluster is, or None: then there is none, and we start our own."""
     if head_address not in ("auto", "local", None):
         return head_address
-    if head_address == "auto" and os.environ.get("RAY_ADDRESS", "local") not in ("auto", "local"):
-        return os.environ["RAY_ADDRESS"]
+    asked = os.environ.get("RAY_ADDRESS", "auto")
+    if head_address == "auto" and asked != "auto":
+        return None if asked == "local" else asked
     noted = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"  # by `ray start`
     if head_address == "auto" and noted.exists() and reachable(noted.read_text().strip()):
         return noted.read_text().strip()

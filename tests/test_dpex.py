@@ -404,6 +404,7 @@ def test_the_flagships_photographs_come_in_the_same_order_to_the_same_bits_also_
 ):
     """--data_backend dpex on rank 1 of 2, beside the pytorch backend."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     draw = np.random.default_rng(0)
     for number in range(30):
         where = tmp_path / "train" / f"class{number % 3}"
