@@ -3,33 +3,16 @@
 import contextlib
 import os
 import pwd
-import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
 
-import pytest
-
 from common.network import free_port
+from tests.packages import program
 
 HOST = "127.0.0.1"
-
-
-def program():
-    """memcached's path. Root on Debian gets it installed, everybody else is told; CI must not go without."""
-    if not shutil.which("memcached") and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends", "memcached"]
-        for command in (install, ["apt-get", "update"], install):  # a fresh image has no list of packages
-            if shutil.which("memcached") is None:
-                subprocess.run(command, env=quiet, capture_output=True, timeout=300)
-    found = shutil.which("memcached")
-    if not found:
-        missing = "needs memcached: apt-get install memcached, or your system's own way"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-    return found
 
 
 class Memcached:
@@ -37,7 +20,7 @@ class Memcached:
 
     def __init__(self, *options):
         self._command = [
-            program(),
+            program("memcached"),
             "-l",
             HOST,
             "-U",
