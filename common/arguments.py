@@ -195,6 +195,15 @@ def _short_run_options(group):
         "--profile", type=boolean, default=False, help="true: what took the time in steps 11 to 20, as a table and as a trace "
         "for ui.perfetto.dev in the output folder",
     )  # fmt: skip
+    group.add_argument(
+        "--doctor",
+        type=boolean,
+        default=False,
+        help="look for what ruins runs, on every node, print one table of it, the worst first, and end before training",
+    )
+    group.add_argument(
+        "--doctor_seconds", type=number(float, above=0), default=30.0, help="how long the doctor waits for the other nodes"
+    )
 
 
 def parse(parser, argv=None, environ=None):

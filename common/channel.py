@@ -101,6 +101,7 @@ class Hub:
     def __init__(self, port, hello, say):
         self._hello, self._say = hello, say
         self.lines = {}
+        self.hellos = {}  # of every node that has ever been one of us, and by how many seconds its clock is ahead of ours
         self._strangers = {}
         self._complete = False  # from then on nobody who comes can be one of us
         self._listener = _listen(port)
@@ -220,6 +221,8 @@ class Hub:
         self._strangers.pop(line, None)
         line.host = one_line(hello.get("host"))[:80]
         self.lines[node] = line
+        clock = hello.get("clock")
+        self.hellos[node] = {**hello, "ahead": clock - time.time() if isinstance(clock, (int, float)) else 0.0}
 
     def _refuse_all(self, why, newcomer=None):
         for line in [*self.lines.values(), *([newcomer] if newcomer else [])]:
@@ -246,13 +249,12 @@ def _listen(port):
             time.sleep(0.2)
 
 
-def join(address, port, hello, seconds, say):
-    """Another node's side: the line to node 0, once its name and port answer, and what it said when all had come."""
+def connect(address, port, seconds, say):
+    """A socket to node 0, once its name and port answer."""
     begun = told = time.monotonic()
     while True:
         try:
-            line = Line(socket.create_connection((address, port), timeout=SILENCE_SECONDS))
-            break
+            return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
         except OSError as error:  # its name may not resolve yet, its program may not run yet
             now = time.monotonic()
             if now - begun >= seconds:
@@ -263,8 +265,13 @@ def join(address, port, hello, seconds, say):
                 told = now
                 say(f"waiting for node 0 at {address}:{port}, {now - begun:.0f} s: {one_line(error)}")
             time.sleep(0.2)
+
+
+def join(address, port, hello, seconds, say):
+    """Another node's side: the line to node 0, and what it said when all had come."""
+    line = Line(connect(address, port, seconds, say))
     try:
-        line.send(**hello)
+        line.send(**hello, clock=time.time())
         patience = ANSWER_SECONDS
         while True:
             for message in line.wait(patience):

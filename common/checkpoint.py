@@ -92,6 +92,14 @@ def finite(value):
     return all(finite(item) for item in items)
 
 
+def size_of(value):
+    """Bytes of the tensors in a nest of dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(size_of, items))
+
+
 def write_atomically(path, content):
     """The file is under its name whole or not at all, also after a power cut."""
     with open(path + TEMPORARY, "wb") as file:

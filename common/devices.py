@@ -10,11 +10,15 @@ from common.errors import UserError
 
 def choose(args):
     """The GPU of this process's local rank, or the CPU. --enable_gpu decides; unset, the GPU if there is one."""
+    if args.doctor:
+        from common import doctor
+
+        doctor.begin(args)  # before the first thing goes wrong
     here = world.here(args)
     usable = args.enable_gpu is not False and torch.cuda.is_available() and torch.cuda.device_count() > 0
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
         wanted = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
-        raise UserError(f"{wanted}, but torch sees no GPU: {_diagnosis()}; or give --enable_gpu false to train on the CPU")
+        raise UserError(f"{wanted}, but torch sees no GPU: {diagnosis()}; or give --enable_gpu false to train on the CPU")
     if args.enable_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing in this process looks for one again
     if args.enable_gpu is False or not usable:
@@ -55,19 +59,20 @@ def describe(device):
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def _diagnosis():
+def diagnosis():
     """torch's build and the driver, and which of the two to change."""
-    driver = _driver()
+    loaded = driver()
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build; install one for CUDA"
-    if driver is None:
+    if loaded is None:
         remedy = "choose a GPU flavor or start the container with its GPUs"
         return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} but no NVIDIA driver is loaded; {remedy}"
     remedy = "update the driver, or install a torch built for an older CUDA"
-    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {driver}; {remedy}"
+    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {loaded}; {remedy}"
 
 
-def _driver():
+def driver():
+    """The version of the NVIDIA driver that the kernel has loaded, or None."""
     try:
         with open("/sys/module/nvidia/version") as file:
             return file.read().strip()

@@ -59,12 +59,18 @@ def start_workers(args):
     """Where the platform started one process per node, become the parent of its workers; in a worker, do nothing."""
     if pulse.has_parent():
         _die_with_the_parent()
+    if args.doctor:
+        from common import doctor
+
+        doctor.begin(args)
     here = world.here(args)
     if here.level == "process" or (here.world_size == 1 and not args.max_restarts):
         return
     from common.parent import Parent
 
     alike = {"code": code_digest(), "arguments": settings(args), "torch": str(torch.__version__)}
+    if args.doctor:
+        sys.exit(doctor.of_this_process().of_all_nodes(alike))
     sys.exit(Parent(here, args.max_restarts, args.join_seconds, alike).run())
 
 
@@ -75,17 +81,24 @@ def join(args, device):
         raise UserError(
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend, timeout, examination = "nccl" if device.type == "cuda" else "gloo", TIMEOUT, None
+    if args.doctor:
+        from common import doctor, trial
+
+        examination, timeout = doctor.of_this_process(), datetime.timedelta(seconds=trial.HANG_SECONDS + 30)
+        examination.meet()
     if here.level == "node":
         join.store = distributed.HashStore()
         distributed.init_process_group(backend, store=join.store, rank=0, world_size=1)
     else:
         os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
-        join.store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=TIMEOUT))
-        distributed.init_process_group(backend, store=join.store, rank=here.rank, world_size=here.world_size, timeout=TIMEOUT)
+        join.store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+        distributed.init_process_group(backend, store=join.store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     atexit.register(_leave)
     compare({"code": code_digest(), "arguments": settings(args), "torch": str(torch.__version__)})
+    if examination:
+        examination.joined(device)
 
 
 def store():

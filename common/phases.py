@@ -87,13 +87,16 @@ def advice(args, waiting, ranks_here):
     backend = getattr(args, "data_backend", None)
     if backend in (None, "synthetic", "syntetic") or waiting < STARVED:
         return None
-    cores = max(1, devices.cores() // ranks_here)
-    remedies = []
-    if args.workers < cores:
-        remedies.append(f"--workers {cores} (this node has so many cores for each rank; now {args.workers})")
-    if backend != "packed":
-        remedies.append("photographs packed into few large files (python -m launch pack, then --data_backend packed)")
-    if not backend.startswith("dali"):
-        remedies.append("--data_backend dali-gpu where there is a GPU")
     cause = f"the network waited for data {waiting:.0%} of the time, the loader is the bottleneck"
-    return f"advice: {cause}: try {'; or '.join(remedies)}"
+    return f"advice: {cause}: try {'; or '.join(remedies(args, ranks_here))}"
+
+
+def remedies(args, ranks_here):
+    """What could make this job's loader faster."""
+    backend, cores = getattr(args, "data_backend", None), max(1, devices.cores() // ranks_here)
+    if args.workers < cores:
+        yield f"--workers {cores} (this node has so many cores for each rank; now {args.workers})"
+    if backend and backend != "packed":
+        yield "photographs packed into few large files (python -m launch pack, then --data_backend packed)"
+    if backend and not backend.startswith("dali"):
+        yield "--data_backend dali-gpu where there is a GPU"

@@ -56,9 +56,14 @@ class Run:
         self.say = self._display.say
         self._pulse = pulse.of_this_process()
         self._saver = Saver(args, self.say)
-        self._started, self._advised = False, None
+        self._started, self._advised, self._found = False, None, False
+        self._examination = None
+        if args.doctor:  # it tries the job out, and this leaves nothing behind
+            from common import doctor
+
+            self._examination = doctor.of_this_process()
         self.seconds = (0.0,) * len(phases.PHASES)  # of this start, in each phase of its steps
-        self._profile = phases.Profile(args.prof, self._wait_for_device) if getattr(args, "prof", None) else None
+        self._profile = phases.Profile(args.prof, self.wait_for_device) if getattr(args, "prof", None) else None
         self._trace = None
         if args.profile and self.rank == 0:
             from common.trace import Trace
@@ -86,14 +91,17 @@ class Run:
 
     @property
     def goes_on(self):
-        """Whether there was a checkpoint to go on from."""
+        """Whether there was a checkpoint to go on from; what a run does only when it begins, a doctor leaves out."""
         self._start()
-        return self._found
+        return self._found or bool(self._examination)
 
     # --- The loop ---
 
     def epochs(self):
         self._start()
+        if self._examination:
+            yield 0
+            return
         if self._over():
             place = f"{self.epoch} epochs, {self.total_steps} steps"
             limits = [
@@ -113,6 +121,8 @@ class Run:
         self._finish()
 
     def steps(self, loader):
+        if self._examination:
+            yield from self._examination.try_out(self, loader)  # and it ends the process
         self._loader, batches = loader, iter(loader)
         while self.consumed < self._samples_per_epoch and not self._steps_used_up():
             asked = time.monotonic()
@@ -135,6 +145,8 @@ class Run:
 
     def step(self, loss):
         """One step is done: count it; report, save or stop if it is time to."""
+        if self._examination:
+            return
         loss, ids = loss.detach(), self._loader.ids
         self._ledger.step(self.epoch, self.consumed, ids)
         self.consumed += self.sampler.global_batch
@@ -288,11 +300,14 @@ class Run:
             "arguments": self.arguments,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         }
+        self._saver.save(checkpoint.snapshot(self.state()), about, weights_of_epoch)
+
+    def state(self):
+        """What a checkpoint holds."""
         state = {name: part.state_dict() for name, part in self._parts.items()}
         state["model"] = checkpoint.plain_keys(self.model.state_dict())
         state["run"] = {**self._losses.state_dict(), "history": self.history}
-        state = checkpoint.snapshot(state)
-        self._saver.save(state, about, weights_of_epoch)
+        return state
 
     def _show(self, phase):
         first = phase in pulse.TRAINING and self.total_steps == self._steps_before
@@ -311,6 +326,9 @@ class Run:
         self._steps_to_wishes = self._steps_between_wishes = 1
         self._saved = self._epoch_began = self._curves_drawn = self._wished = time.monotonic()
         restart.prepare(self._parts)
+        if self._examination:
+            self._samples_per_epoch = self.sampler.samples_per_epoch
+            return
         self._identity = restart.identity(self.args, self.sampler, self.model, self._parts)
         found = self._find()
         self._found = bool(found)
@@ -367,7 +385,7 @@ class Run:
         if sizes[0] == sizes[1]:
             self.sampler.set_global_batch(about["global_batch"])
 
-    def _wait_for_device(self):
+    def wait_for_device(self):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -5,6 +5,7 @@ import sys
 
 VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together",
+    "doctor": "look for what ruins runs before a job starts, on every node",
     "bundle": "a job as one file, or as a folder, for a training console",
     "pack": "photographs as large files, for a bucket or a slow disk",
     "kspeed": "fill the shared sample cache before a job, look at it, empty it",

@@ -1,0 +1,28 @@
+"""Look for what ruins a run before it starts: on every node, in seconds, in one table, the worst first.
+
+    python -m launch doctor jobs/train_ddp.py -- --data_url /data/cifar10 --output_dir /runs/7
+
+Behind -- stand the job's own options. On several nodes start it on each, as the job itself; node 0 prints the table for all of
+them, and waits --doctor_seconds, an option of the job, for those that do not come. The job takes a few steps, whose result is
+thrown away; the output folder stays as it is. Exit code 0 when nothing is bad, else 1.
+
+A platform whose console takes only a job does the same with --doctor true among the job's options.
+"""
+
+import argparse
+import os
+import sys
+
+
+def main(argv):
+    arguments = []
+    if "--" in argv:
+        argv, arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python -m launch doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", help="the job's file; its own options stand after --")
+    options = parser.parse_args(argv)
+    if not os.path.isfile(options.job):
+        parser.error(f"there is no job {options.job}")
+    os.execv(sys.executable, [sys.executable, os.path.abspath(options.job), *arguments, "--doctor", "true"])

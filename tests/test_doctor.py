@@ -1,0 +1,370 @@
+"""The doctor: every fault of its list, made for real, is found and named; and a healthy job has none."""
+
+import http.server
+import os
+import re
+import shlex
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+from common import arguments, checks, doctor, findings, storage_checks, world
+from common.findings import BAD, DOUBTFUL, GOOD, bad, good
+from common.network import free_port
+from tests.hosts import Hosts, ip, need_namespaces, wait_all
+from tests.jobs import ROOT, TINY, command, environment, forked
+from tests.packages import program
+from tests.ranks import TWO
+
+DOCTOR = ["--doctor", "true"]
+WITHOUT_LEDGER = TWO[: TWO.index("--ledger")]  # for nodes that share a folder, where each would try to write
+ALWAYS = {"place", "gpus", "driver", "shm", "disk", "output", "batches", "loader", "time"}
+ON_NODES = ALWAYS | {"master", "ranks", "clock", "interface", "network"}
+
+
+def lines(text):
+    """{what: [(severity, the rest, what to do)]} of the table in this output."""
+    assert text.count("doctor: ") == 1, text
+    found = {}
+    for severity, what, rest, do in re.findall(r"^(bad|doubtful|good) +(\w+) +(.+)$(?:\n {19}-> (.+)$)?", text, re.MULTILINE):
+        found.setdefault(what, []).append((severity, rest, do))
+    return found
+
+
+def faults(text):
+    """The same of what is not good, in the table's order; each has something to do, and stands before all that is good."""
+    found = lines(text)
+    severities = re.findall(r"^(bad|doubtful|good) ", text, re.MULTILINE)
+    assert severities == sorted(severities, key=findings.SEVERITIES.index), text
+    assert all(do for rows in found.values() for severity, _, do in rows if severity != GOOD), text
+    return {what: rows[0] for what, rows in found.items() if rows[0][0] != GOOD}
+
+
+def assert_healthy(done, whats):
+    assert done.returncode == 0 and faults(done.stdout) == {}, done.stdout + done.stderr
+    assert set(lines(done.stdout)) == whats
+
+
+# --- Healthy jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_one_process(tmp_path):
+    """Nor does it leave anything behind."""
+    (done,) = forked([*command("train", *TINY, *DOCTOR)[1:], "--output_dir", tmp_path / "out", "--workers", 2], tmp_path, {})
+    assert_healthy(done, ALWAYS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_nodes(tmp_path):
+    port = free_port()
+    nodes = [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)} for rank in range(2)]
+    done, other = forked(
+        [*command("train_ddp", *WITHOUT_LEDGER, *DOCTOR)[1:], "--output_dir", tmp_path / "out"], tmp_path, *nodes
+    )
+    assert_healthy(done, ON_NODES)
+    assert other.returncode == 0 and "what the doctor has found is in the log of node 0" in other.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_nodes_whose_platform_starts_every_rank(tmp_path):
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+    ranks = [{**shared, "RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(2)]
+    done, other = forked(
+        [*command("train_ddp", *WITHOUT_LEDGER, *DOCTOR)[1:], "--output_dir", tmp_path / "out"], tmp_path, *ranks
+    )
+    assert_healthy(done, ON_NODES)
+    assert other.returncode == 0 and "doctor: " not in other.stdout
+
+
+# --- Faults of one node -------------------------------------------------------------------------------------------------
+
+
+def in_a_room_of_its_own(script, folder, *options):
+    """The verb where mounts are nobody else's; `script` makes them."""
+    if os.geteuid():
+        why = "mounts need root"
+        pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+    words = [
+        sys.executable,
+        "-m",
+        "launch",
+        "doctor",
+        str(ROOT / "jobs" / "train.py"),
+        "--",
+        *options,
+        "--output_dir",
+        folder / "out",
+    ]
+    words = ["unshare", "-m", "sh", "-ec", f"{script}\nexec {shlex.join(map(str, words))}"]
+    return subprocess.run(words, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
+
+
+def test_a_small_shm_a_read_only_output_and_a_batch_that_no_data_fill(tmp_path):
+    """Five batches of 6 MiB in 4 MiB."""
+    script = f"mount -t tmpfs -o size=4m none /dev/shm\nmkdir {tmp_path}/out\nmount -t tmpfs -o ro none {tmp_path}/out"
+    done = in_a_room_of_its_own(script, tmp_path, *TINY, "--workers", 2, "--batch_size", 2048)
+    found = faults(done.stdout)
+    assert done.returncode == 1 and set(found) == {"shm", "output", "job"}, done.stdout + done.stderr
+    assert re.search(r"/dev/shm has 4.0 MiB free, 2 loader processes with batches of 2048 need 30.0 MiB", found["shm"][1])
+    assert "--shm-size" in found["shm"][2]
+    assert found["output"][:2] == (BAD, f"cannot write to {tmp_path}/out: Read-only file system")
+    assert "an epoch would have no step: 256 samples are fewer than one global batch of 2048" in found["job"][1]
+    assert found["job"][2] == "lower --batch_size or use fewer ranks"
+
+
+def test_a_full_disk_and_no_data(tmp_path):
+    script = f"mkdir {tmp_path}/out\nmount -t tmpfs -o size=64k none {tmp_path}/out\ncat /dev/zero > {tmp_path}/out/all || true"
+    done = in_a_room_of_its_own(script, tmp_path, "--data_url", tmp_path / "none")
+    found = faults(done.stdout)
+    assert done.returncode == 1 and set(found) == {"disk", "output", "job"}, done.stdout + done.stderr
+    assert found["disk"][:2] == (BAD, f"0.0 MiB free in {tmp_path}/out, the results need 64.0 MiB")
+    assert "No space left on device" in found["output"][1]
+    assert found["job"][1] == f"--data_url {tmp_path}/none does not exist" and "give a folder with CIFAR-10" in found["job"][2]
+
+
+# A loader that takes its time for each batch.
+SLOW_LOADER = """
+import sys, time
+sys.path.insert(0, {root!r})
+from common import trial
+from datasets import loader
+batches, trial.HANG_SECONDS = loader.DeviceLoader.__iter__, {limit}
+
+def slow(self):
+    for batch in batches(self):
+        time.sleep({seconds})
+        yield batch
+
+loader.DeviceLoader.__iter__ = slow
+exec(compile(open({job!r}).read(), {job!r}, "exec"))
+"""
+
+
+def with_slow_loader(folder, seconds, limit, *options):
+    job = folder / "train.py"
+    job.write_text(SLOW_LOADER.format(root=str(ROOT), job=str(ROOT / "jobs" / "train.py"), seconds=seconds, limit=limit))
+    (done,) = forked([job, *options, *DOCTOR, "--output_dir", folder / "out"], folder, {})
+    return done
+
+
+def test_a_slow_loader_too_little_time_and_batches_that_leave_much_out(tmp_path):
+    done = with_slow_loader(tmp_path, 0.4, 100, *TINY, "--batch_size", 150, "--max_hours", 0.0001)
+    found = faults(done.stdout)
+    assert done.returncode == 0 and set(found) == {"loader", "time", "batches"}, done.stdout + done.stderr
+    assert re.search(r"3\d\d images/s, .* would wait for data \d\d% of the time", found["loader"][1]), found
+    assert "0 s left (--max_hours 0.0001)" in found["time"][1] and "leaves out 106 of 256" in found["batches"][1]
+
+
+def test_a_loader_that_hangs(tmp_path):
+    done = with_slow_loader(tmp_path, 1000, 1, *TINY)
+    assert done.returncode == 1 and "not done after 1 s" in faults(done.stdout)["job"][1] and "in slow" in done.stderr
+
+
+def test_a_rank_that_refuses_the_job_in_a_process_of_its_own(tmp_path):
+    words = [
+        *command("train_ddp", *TINY, *DOCTOR)[1:],
+        "--max_restarts",
+        1,
+        "--batch_size",
+        512,
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    (done,) = forked(words, tmp_path, {})
+    found = faults(done.stdout)
+    assert done.returncode == 1 and set(found) == {"job"} and "an epoch would have no step" in found["job"][1], done.stdout
+    assert found["job"][2] == "lower --batch_size or use fewer ranks"
+
+
+# --- Faults between nodes -----------------------------------------------------------------------------------------------
+
+
+def test_nodes_and_ranks_that_are_missing_or_whose_master_is_closed(tmp_path):
+    """Each of these four processes is alone: as a node's, or as a rank that the platform has started."""
+    environments = [
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "RANK": rank, **level}
+        for level in ({}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+        for rank in ("0", "2")
+    ]
+    words = [*command("train_ddp", *WITHOUT_LEDGER, *DOCTOR)[1:], "--doctor_seconds", 2, "--output_dir", tmp_path / "out"]
+    every = forked(words, tmp_path, *environments)
+    assert [done.returncode for done in every] == [1] * 4
+    found = [faults(done.stdout) for done in every]
+    who = ["nodes 1-2|node 1 \\(rank 1\\), node 2 \\(rank 2\\)", "ranks 1-2"]
+    for missing, closed, names, env in zip(found[::2], found[1::2], who, environments[::2]):
+        assert set(missing) == {"ranks"} and set(closed) == {"master"}
+        assert re.fullmatch(f"({names}) did not come within 2 s", missing["ranks"][1]), missing
+        assert f"reaches port {env['MASTER_PORT']} of 127.0.0.1" in missing["ranks"][2]
+        assert "did not answer within 2 s: [Errno 111] Connection refused" in closed["master"][1]
+        assert "firewall" in closed["master"][2]
+
+
+# faketime does not know the sleep of newer Pythons, which asks for an absolute time of the clock that it leaves alone.
+SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"
+
+
+def test_a_node_with_a_wrong_clock_a_small_shm_and_a_slow_line(tmp_path):
+    need_namespaces()
+    (tmp_path / "sitecustomize.py").write_text(SLEEP)
+    hosts = Hosts(2, tmp_path)
+    try:
+        slow = "tc qdisc add dev eth0 root tbf rate 10mbit burst 32kbit latency 400ms"
+        ip("netns", "exec", hosts.names[1], *slow.split())
+        job = [ROOT / "jobs" / "train_ddp.py", *TWO, *DOCTOR, "--workers", 1]
+        job += ["--init_method", "tcp://10.77.0.1:6666", "--world_size", 2, "--rank"]
+        first = hosts.run(0, sys.executable, *job, 0)
+        late = shlex.join(map(str, [program("faketime"), "--exclude-monotonic", "-f", "+1h", sys.executable, *job, 1]))
+        small = f"mount -t tmpfs -o size=100k none /dev/shm\nexec {late}"
+        second = hosts.run(1, "unshare", "-m", "sh", "-ec", small, env={"PYTHONPATH": str(tmp_path)})
+        codes, _ = wait_all([first, second], 90)
+        found = faults(hosts.log(0))
+        assert codes == [1, 1] and set(found) == {"clock", "shm", "network"}, hosts.log(0) + hosts.log(1)
+        assert re.fullmatch(r"node 1: 3,(599|600)\.\d s ahead of node 0", found["clock"][1]), found
+        assert found["shm"][1].startswith("node 1: /dev/shm has 0.1 MiB free")
+        assert found["network"][0] == DOUBTFUL and re.search(r"of gradients take [\d.]+ ms of a step", found["network"][1])
+    finally:
+        hosts.close()
+
+
+# --- Buckets ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_can_be_read_and_written_and_data_that_are_not_fetched(reachable, store, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    words = [*command("train", *DOCTOR)[1:], "--data_url", "s3://data/cifar", "--output_dir", "s3://data/doctor"]
+    good_one, wrong_key = forked(words, tmp_path, env, {**env, "AWS_SECRET_ACCESS_KEY": "wrong"})
+    assert_healthy(good_one, (ALWAYS - {"batches", "time"}) | {"data", "clock"})
+    assert "one was read" in good_one.stdout and "one was written and deleted" in good_one.stdout
+    assert "not measured" in lines(good_one.stdout)["loader"][0][1] and list(tmp_path.rglob("data_batch*")) == []
+    assert "Contents" not in store.client().list_objects_v2(Bucket="data", Prefix="doctor/")
+    found = faults(wrong_key.stdout)
+    assert wrong_key.returncode == 1 and set(found) == {"data", "output"}
+    assert all("403 SignatureDoesNotMatch" in rest and "AWS_SECRET_ACCESS_KEY" in do for _, rest, do in found.values()), found
+
+
+@pytest.mark.parametrize(
+    "url, env, found",
+    [
+        ("s3://nobody/cifar", {}, "there is no such bucket"),
+        ("s3://data/nothing", {}, "holds nothing"),
+        ("s3://data/cifar", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "there is no credential"),
+        ("s3://data/cifar", {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}, "the last was: no connection"),
+    ],
+)
+def test_a_bucket_that_cannot_be_read(reachable, monkeypatch, url, env, found):
+    monkeypatch.setattr(storage_checks, "ANSWER_SECONDS", 0.5)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    (finding,) = storage_checks.check_bucket(url, "data", fetches=True)
+    assert finding.severity == BAD and found in f"{finding.found}: {finding.do}" and finding.do
+
+
+def test_a_bucket_larger_than_the_disk(reachable, monkeypatch):
+    monkeypatch.setattr(storage_checks, "SPARE", 1 << 60)
+    found = list(storage_checks.check_bucket("s3://data/cifar", "data", fetches=True))
+    assert [finding.severity for finding in found] == [GOOD, GOOD, BAD] and "objects to be fetched need" in found[-1].found
+
+
+def test_a_web_server(tmp_path):
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert checks_of(url + "/") == GOOD and checks_of(f"{url}/no/such/file") == BAD
+        server.shutdown()
+    assert checks_of(url) == BAD
+
+
+def checks_of(url):
+    return storage_checks.check_web(url).severity
+
+
+# --- What cannot be made here -------------------------------------------------------------------------------------------
+
+
+def here(*argv, env=None, gpus=0):
+    return world.resolve(arguments.parse(arguments.parser(""), list(argv), {}), env or {}, gpus, "host")
+
+
+def test_gpus_that_are_missing_or_busy(monkeypatch):
+    """As torch and the driver's tool would answer."""
+    assert checks.check_gpus(True, here(), []).severity == BAD
+    assert checks.check_gpus(None, here(env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), []).severity == BAD
+    assert checks.check_gpus(False, here(env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), []).severity == GOOD
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    text = "0, GPU-aa, 4, 0\n1, GPU-bb, 70000, 99\n2, GPU-cc, 5, [N/A]\n"
+    assert checks.parse_cards(text, None) == [(0, 4, 0), (1, 70000, 99), (2, 5, 0)]
+    assert checks.parse_cards(text, "0,GPU-cc") == [(0, 4, 0), (2, 5, 0)]
+    assert checks.check_gpus(None, here(gpus=2), checks.parse_cards(text, "0,2")).severity == GOOD
+    busy = checks.check_gpus(None, here(gpus=2), checks.parse_cards(text, None))
+    assert busy.severity == DOUBTFUL and "GPU 1 has 70000 MiB in use" in busy.found
+    lost = checks.check_gpus(None, here(gpus=2, env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), [])
+    assert lost.severity == BAD and "torch sees 2, modelarts says that this node has 8" in lost.found
+
+
+@pytest.mark.parametrize(
+    "env, severity, words",
+    [
+        ({}, GOOD, "lo: all ranks are on this machine"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, GOOD, "lo, by GLOO_SOCKET_IFNAME"),
+        ({"GLOO_SOCKET_IFNAME": "eth77"}, BAD, "GLOO_SOCKET_IFNAME is eth77, this node has lo"),
+        ({"NCCL_SOCKET_IFNAME": "ib,bond"}, BAD, "NCCL_SOCKET_IFNAME is ib,bond"),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, GOOD, "lo"),
+        ({"NCCL_SOCKET_IFNAME": "=l"}, BAD, "=l"),
+    ],
+)
+def test_the_interface(env, severity, words):
+    place = types.SimpleNamespace(num_nodes=1, master_addr="127.0.0.1", level="node")
+    found = checks.check_interface(place, env)
+    assert found.severity == severity and words in found.found
+
+
+def test_a_batch_script_of_slurm_that_forgot_srun():
+    found = checks.check_place(here(env={"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}))
+    assert found.severity == DOUBTFUL and "start the job with srun" in found.do
+
+
+def test_the_nearest_end():
+    args = arguments.parse(arguments.parser(""), ["--max_hours", "2"], {})
+    assert checks.time_limit(args, {}) == (7200, "--max_hours 2")
+    left, what = checks.time_limit(args, {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)})
+    assert 3590 < left <= 3600 and what == "SLURM_JOB_END_TIME"
+    assert checks.check_time(3000, (left, what)).severity == GOOD
+    assert checks.check_time(4000, (left, what)).severity == DOUBTFUL
+    assert checks.check_time(1e9, None).severity == GOOD
+
+
+@pytest.mark.parametrize("ahead, severity", [(0.4, GOOD), (-3, DOUBTFUL), (3600, BAD), (-301, BAD)])
+def test_a_clock(ahead, severity):
+    assert checks.check_clock(ahead, "node 0").severity == severity
+
+
+# --- The table ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_short_however_many_nodes_there_are():
+    found = [(node, good("disk", f"{node} GiB free")) for node in range(64)]
+    found += [(node, bad("shm", "64.0 MiB", "more")) for node in (0, 3, 4, 5)]
+    assert findings.table(found) == (
+        "doctor: 1 bad, 0 doubtful, 1 good\n"
+        "bad       shm        nodes 0, 3-5: 64.0 MiB\n"
+        "                   -> more\n"
+        "good      disk       nodes 0-63: 0 GiB free"
+    )
+
+
+def test_what_another_node_says_cannot_forge_a_line():
+    ((node, finding),) = doctor.decode([[1, "good", "disk", "enough\nbad  everything", ""]])
+    assert node == 1 and "\n" not in finding.found
