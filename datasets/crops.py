@@ -15,19 +15,20 @@ LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
 def random_windows(ids, widths, heights, seed, epoch, area=AREA):
     """(top, left, height, width) and flip for each sample, as int64 of shape (N, 4) and bool of shape (N,)."""
     widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
-    windows = _largest_in_the_middle(widths, heights)
-    missing = np.ones(len(ids), bool)
+    ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
+    missing = np.arange(len(ids))
     for attempt in range(ATTEMPTS):
-        if not missing.any():
-            break
-        draws = [uniform(ids, seed, epoch, 4 * attempt + number) for number in range(4)]
-        pixels = widths * heights * (area[0] + draws[0] * (area[1] - area[0]))
+        wide, high = widths[missing], heights[missing]
+        draws = [uniform(ids[missing], seed, epoch, 4 * attempt + number) for number in range(4)]
+        pixels = wide * high * (area[0] + draws[0] * (area[1] - area[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
         width, height = np.rint(np.sqrt(pixels * ratio)).astype(np.int64), np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
-        fits = missing & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
-        top, left = (draws[2] * (heights - height + 1)).astype(np.int64), (draws[3] * (widths - width + 1)).astype(np.int64)
-        windows[fits] = np.stack([top, left, height, width], axis=1)[fits]
-        missing &= ~fits
+        fits = (width > 0) & (width <= wide) & (height > 0) & (height <= high)
+        top, left = (draws[2] * (high - height + 1)).astype(np.int64), (draws[3] * (wide - width + 1)).astype(np.int64)
+        windows[missing[fits]] = np.stack([top, left, height, width], axis=1)[fits]
+        missing = missing[~fits]
+        if not len(missing):  # most fit at once, and each attempt costs a batch as much as decoding a picture
+            break
     return windows, uniform(ids, seed, epoch, 4 * ATTEMPTS) < 0.5
 
 
