@@ -32,6 +32,21 @@ def random_windows(ids, widths, heights, seed, epoch, area=AREA):
     return windows, uniform(ids, seed, epoch, 4 * ATTEMPTS) < 0.5
 
 
+def scaled(window, whole, stored):
+    """The same part of a picture of (height, width) `whole` that is stored smaller, to the nearest pixel of that."""
+    if stored == whole:
+        return window
+    top, left, height, width = window.tolist()
+    top, bottom = _scaled(top, top + height, whole[0], stored[0])
+    left, right = _scaled(left, left + width, whole[1], stored[1])
+    return top, left, bottom - top, right - left
+
+
+def _scaled(begin, end, whole, stored):
+    first = min(round(begin * stored / whole), -(-end * stored // whole) - 1)  # the second where less than a pixel is left
+    return first, max(round(end * stored / whole), first + 1)
+
+
 def _largest_in_the_middle(widths, heights):
     ratio = np.clip(widths / heights, np.exp(LOG_RATIO[0]), np.exp(LOG_RATIO[1]))
     width = np.where(widths / heights > ratio, np.rint(heights * ratio), widths).astype(np.int64)

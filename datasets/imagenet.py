@@ -61,12 +61,11 @@ class Photos:
     def __getitem__(self, epoch_and_ids):
         epoch, ids = epoch_and_ids
         images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
-        labels = torch.empty(len(ids), dtype=torch.int64)
+        used = np.empty(len(ids), np.int64)
         windows, flips = self.windows(ids, epoch)
         for place, number in enumerate(ids):
-            used, picture = self._picture(int(number), epoch, windows[place], flips[place])
-            images[place], labels[place] = picture, self.tree.labels[used]
-        return images, labels, torch.from_numpy(ids)
+            used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
+        return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
     def windows(self, ids, epoch):
         """Where each picture is cropped in this epoch, and which are flipped."""
@@ -86,10 +85,13 @@ class Photos:
         raise TrainingFailed(f"{SUBSTITUTES} images in a row cannot be decoded, from {first}: fetch the data set again")
 
     def _decode(self, number, window, flip):
-        content, special = self.tree.read(number), self.tree.special[number]
+        whole, stored = self.tree.whole(number), self.tree.stored(number)
+        if not min(stored):
+            raise photos.Undecodable("it was damaged when it was packed")
+        content, special = self.tree.content(number), self.tree.special[number]
         if self.train:
-            return photos.train_picture(content, special, window, flip, self.size)
-        return photos.test_picture(content, special, self.size, self.short)
+            return photos.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
+        return photos.test_picture(content, special, self.size, self.short, whole)
 
     def _tell(self, number, error):
         if number not in self._told:  # once in each loader process

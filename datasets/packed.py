@@ -4,7 +4,7 @@
     FOLDER/train-index.npz        where each sample is, its label, size and checksum, in the order of the tree
 
 `python -m launch pack` makes them. Numbers, labels and sizes are those of the tree that was packed, so that a run may go from
-one to the other and see the same batches.
+one to the other and see the same batches. Where the pack has smaller pictures or pixels, it sees the same parts of them.
 """
 
 import contextlib
@@ -25,14 +25,16 @@ from common.checkpoint import write_atomically
 from common.download import DAMAGED
 from common.errors import UserError, one_line
 from common.paths import local_folder
-from datasets import tree
+from datasets import photos, tree
 
-FORMAT = 1  # of the index
+# Of the index. Who knows the first alone would take windows of the original out of a smaller picture, and is refused.
+FORMATS = {"original": 1, "320": 2, "256": 2, "raw": 2}
 OPEN_SHARDS = 256  # descriptors that a process holds, of the 1,024 that it may have
 PER_SAMPLE = {
     "labels": np.int64, "widths": np.int32, "heights": np.int32, "special": np.bool_,
     "shard": np.int32, "offset": np.int64, "length": np.int64, "checksum": np.uint32,
 }  # fmt: skip
+STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # of each sample as well, but where they are the tree's
 
 
 @dataclasses.dataclass
@@ -45,6 +47,9 @@ class Packed(tree.Tree):
     checksum: np.ndarray  # CRC-32 of its bytes
     shards: list  # of {"name", "size", "sha256"}
     identity: str  # of what was packed, and how
+    form: str  # original, or what launch/forms.py made of it
+    stored_widths: np.ndarray  # of the pictures here; nothing is one that could not be decoded
+    stored_heights: np.ndarray
 
     def place(self, number):
         """The shard that a sample is in, as a file or an object."""
@@ -53,8 +58,14 @@ class Packed(tree.Tree):
     def path(self, number):
         return f"{self.place(number)}:{self.names[number]}"
 
+    def stored(self, number):
+        return int(self.stored_heights[number]), int(self.stored_widths[number])
+
+    def describe(self):
+        return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
+
     def read(self, number):
-        """The bytes of a sample's file, as they were packed."""
+        """The bytes of a sample, as they were packed."""
         remote = bucket.is_address(self.folder)
         read = _from_store if remote else _from_file
         for _ in range(DAMAGED if remote else 1):  # what was changed on the way may come right the next time
@@ -63,9 +74,22 @@ class Packed(tree.Tree):
                 return content
         raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
 
+    def content(self, number):
+        """What the picture is decoded from. Of pixels in a folder only the rows that are needed are read, and not checked:
+        with all of them read and checked, a picture would take two thirds longer."""
+        if self.form != "raw":
+            return self.read(number)
+        height, width = self.stored(number)
+        place, size = self.place(number), 3 * height * width
+        begin = int(self.offset[number] + self.length[number]) - size  # behind the header
+        if not bucket.is_address(self.folder):
+            return photos.Pixels(height, width, lambda at, length: _from_file(place, begin + at, length))
+        pixels = memoryview(self.read(number))[-size:]
+        return photos.Pixels(height, width, lambda at, length: pixels[at : at + length])
+
     def pick(self, numbers):
         """The same with these samples only, in this order."""
-        arrays = {name: getattr(self, name)[numbers] for name in PER_SAMPLE}
+        arrays = {name: getattr(self, name)[numbers] for name in (*PER_SAMPLE, *STORED)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
     def damage(self, number):
@@ -167,16 +191,21 @@ def _fetch_index(url, split):
     return index_path(storage.fetch(address, local_folder(os.path.join(url, split), os.path.join("input_dir", "index"))), split)
 
 
+def _kinds(form):
+    """Which arrays an index has, and of what."""
+    return PER_SAMPLE if form == "original" else {**PER_SAMPLE, **STORED}
+
+
 def write_index(folder, split, files, about, arrays):
     """`files`: the tree that was packed; `about`: shards, identity and settings; `arrays`: where each sample is."""
-    words = {**about, "format": FORMAT, "split": split, "classes": files.classes, "left_out": files.left_out}
+    words = {**about, "format": FORMATS[about["form"]], "split": split, "classes": files.classes, "left_out": files.left_out}
     arrays = {**{name: getattr(files, name) for name in PER_SAMPLE.keys() - arrays.keys()}, **arrays}
     buffer = io.BytesIO()
     np.savez(
         buffer,
         about=np.frombuffer(json.dumps(words).encode(), np.uint8),
         names=np.frombuffer("\0".join(files.names).encode("utf-8", "surrogateescape"), np.uint8),
-        **{name: np.asarray(arrays[name], kind) for name, kind in PER_SAMPLE.items()},
+        **{name: np.asarray(arrays[name], kind) for name, kind in _kinds(about["form"]).items()},
     )
     write_atomically(index_path(folder, split), buffer.getbuffer())
 
@@ -189,9 +218,12 @@ def read_index(path, folder, split):
                 raise ValueError("it is compressed")
             about = json.loads(bytes(stored["about"]))
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
-            arrays = {name: stored[name] for name in PER_SAMPLE}
+            if (about["format"], about["split"]) != (FORMATS.get(about["form"]), split):
+                raise ValueError(f"it is not one of {split} in a format that is known here")
+            arrays = {name: stored[name] for name in _kinds(about["form"])}
         _judge(about, names, arrays, split)
-        words = {name: about[name] for name in ("classes", "left_out", "shards", "identity")}
+        words = {name: about[name] for name in ("classes", "left_out", "shards", "identity", "form")}
+        arrays = {"stored_widths": arrays["widths"], "stored_heights": arrays["heights"], **arrays}
     except Exception as error:  # a damaged file can fail in any way there is
         reason = f"it lacks {error}" if isinstance(error, KeyError) else one_line(error)[:200]
         raise UserError(
@@ -202,8 +234,6 @@ def read_index(path, folder, split):
 
 def _judge(about, names, arrays, split):
     """Nothing in it may lead out of the folder or of a shard."""
-    if (about["format"], about["split"]) != (FORMAT, split):
-        raise ValueError(f"it is not one of {split} in format {FORMAT}")
     named = re.compile(rf"{re.escape(split)}-\d{{6}}\.tar", re.ASCII)
     for shard in about["shards"]:
         if not named.fullmatch(shard["name"]):
@@ -218,14 +248,22 @@ def _judge(about, names, arrays, split):
     if not all(isinstance(words, list) and words and all(isinstance(word, str) for word in words) for words in lists):
         raise ValueError("its lists of names are none")
     for name, array in arrays.items():
-        if array.dtype != PER_SAMPLE[name] or array.shape != (len(names),):
-            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {np.dtype(PER_SAMPLE[name])} ({len(names)},)")
+        kind = np.dtype(_kinds(about["form"])[name])
+        if array.dtype != kind or array.shape != (len(names),):
+            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {kind} ({len(names)},)")
     for name, array in arrays.items():
         if array.dtype.kind == "i" and array.min() < (name in ("widths", "heights", "length")):
             raise ValueError(f"{array.min()} is among its {name}")
     for name, count in (("labels", len(about["classes"])), ("shard", len(about["shards"]))):
         if arrays[name].max() >= count:
             raise ValueError(f"{arrays[name].max()} is among its {name}, of which there are {count}")
+    for name in STORED.keys() & arrays.keys():
+        if (arrays[name] > arrays[name[len("stored_") :]]).any():
+            raise ValueError(f"its {name} are larger than the originals")
+    if about["form"] == "raw":
+        pixels = 3 * arrays["stored_widths"].astype(np.int64) * arrays["stored_heights"]
+        if (pixels > arrays["length"]).any():
+            raise ValueError("a sample has fewer bytes than its pixels")
     sizes = np.array([shard["size"] for shard in about["shards"]])[arrays["shard"]]
     if (arrays["offset"] > sizes - arrays["length"]).any():
         raise ValueError("a sample lies beyond the end of its shard")

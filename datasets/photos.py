@@ -2,7 +2,8 @@
 
 nvImageCodec, which comes with DALI, decodes a window of a JPEG on the CPU without the rest; where it is missing Pillow
 decodes the whole. The resize is torch's own antialiased one, on uint8. What these two do not read alike (CMYK, 16 bits, other
-formats) goes through Pillow in every loader. EXIF orientation is ignored, as torchvision does.
+formats) goes through Pillow in every loader. EXIF orientation is ignored, as torchvision does. Of what a pack holds as pixels
+nothing is decoded at all.
 """
 
 import functools
@@ -25,6 +26,20 @@ class Undecodable(Exception):
     """The file has the header of a picture and is none."""
 
 
+class Pixels:
+    """A picture that was decoded before: of its rows only those are read that are needed."""
+
+    def __init__(self, height, width, read):
+        """`read(begin, length)` gives bytes of them."""
+        self._height, self._width, self._read = height, width, read
+
+    def cut(self, box):
+        top, left, bottom, right = box or (0, 0, self._height, self._width)
+        line = 3 * self._width
+        rows = np.frombuffer(self._read(top * line, (bottom - top) * line), np.uint8).reshape(bottom - top, self._width, 3)
+        return torch.from_numpy(rows[:, left:right].copy()).permute(2, 0, 1)
+
+
 def train_picture(content, special, window, flip, size):
     """The window of the picture, resized to size x size: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
@@ -37,14 +52,17 @@ def train_cut(picture, flip, size):
     return picture.flip(2) if flip else picture
 
 
-def test_picture(content, special, size, short):
-    """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it."""
-    return test_cut(decode(content, special, None), size, short)
+def test_picture(content, special, size, short, whole=None):
+    """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it.
+
+    `whole`: (height, width) of the original, where a smaller one is given.
+    """
+    return test_cut(decode(content, special, None), size, short, whole)
 
 
-def test_cut(picture, size, short):
+def test_cut(picture, size, short, whole=None):
     """The same of a picture that has been decoded."""
-    height, width = resized(*picture.shape[1:], short)
+    height, width = resized(*(whole or picture.shape[1:]), short)
     picture = resize(picture, height, width)
     top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
@@ -67,13 +85,13 @@ def resize(picture, height, width):
 
 
 def decode(content, special, box):
-    """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything."""
+    """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything; `content`: the bytes of a file, or Pixels."""
     try:
-        if special or not content.startswith(b"\xff\xd8"):
-            return _cut(_with_pillow(content), box)
-        decoder = _codec()
+        if isinstance(content, Pixels):
+            return content.cut(box)
+        decoder = None if special or not content.startswith(b"\xff\xd8") else _codec()
         if decoder is None:
-            return _cut(_with_pillow(content), box)
+            return _cut(torch.from_numpy(np.array(with_pillow(content))).permute(2, 0, 1), box)
         return decoder(content, box)
     except Undecodable:
         raise
@@ -88,13 +106,14 @@ def _cut(picture, box):
     return picture[:, top:bottom, left:right]
 
 
-def _with_pillow(content):
+def with_pillow(content):
+    """An RGB picture of Pillow's."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as picture:
         if picture.mode in ("I", "I;16", "I;16B", "F"):  # 16 bits: the upper eight, not the clipped lower ones
             picture = picture.point(lambda value: value / 256).convert("L")
-        return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+        return picture.convert("RGB")
 
 
 @functools.cache

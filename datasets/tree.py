@@ -55,6 +55,18 @@ class Tree:
         with open(self.path(number), "rb") as file:
             return file.read()
 
+    def whole(self, number):
+        """(height, width) of a sample's picture."""
+        return int(self.heights[number]), int(self.widths[number])
+
+    def stored(self, number):
+        """The same of the picture that there is: a pack may hold a smaller one."""
+        return self.whole(number)
+
+    def content(self, number):
+        """What the picture is decoded from."""
+        return self.read(number)
+
     def pick(self, numbers):
         """The same with these samples only, in this order."""
         arrays = {name: getattr(self, name)[numbers] for name in ("labels", "widths", "heights", "special")}

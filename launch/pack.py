@@ -2,6 +2,7 @@
 
     python -m launch pack ROOT OUT                    ROOT/{train,val}/CLASS/*.JPEG as OUT/train-000000.tar ... train-index.npz
     python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
+    python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
     python -m launch pack --verify OUT                every shard against its digest, every sample against its checksum
 
 The same command goes on where the last one stopped: shards that are whole are kept. The same photographs and settings give the
@@ -28,6 +29,7 @@ from common.checkpoint import TEMPORARY, write_atomically
 from common.download import LINE_SECONDS, MIB, SPARE
 from common.errors import TrainingFailed, UserError, one_line
 from datasets import packed
+from launch.forms import FORMS
 from launch.shards import Plan, make
 
 SPLITS = ("train", "val")
@@ -108,17 +110,18 @@ def pack(root, folder, options):
     return [shard.name for plan in plans for shard in plan.shards]
 
 
-def _describe(plans, made, progress):
-    shards, reasons = sum(len(plan.shards) for plan in plans), {}
+def _describe(plans, count, progress):
+    notes, reasons = [shard.made for plan in plans for shard in plan.shards], {}
     for plan in plans:
         for reason, names in plan.files.left_out.items():
             reasons[reason] = reasons.get(reason, 0) + len(names)
-    images, size = sum(len(plan.files) for plan in plans), sum(int(plan.lengths.sum()) for plan in plans) / MIB
-    left_out = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())) or "nothing"
+    images, size = sum(len(plan.files) for plan in plans), sum(sum(made["length"]) for made in notes) / MIB
+    left_out = ", ".join(f"{reason}: {of_it}" for reason, of_it in sorted(reasons.items())) or "nothing"
+    lost = sum(made["stored_heights"].count(0) for made in notes)
     return (
-        f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {shards} shards; "
-        f"made {made} of them now ({progress.describe()}); left out: {left_out}"
-    )
+        f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {len(notes)} shards; "
+        f"made {count} of them now ({progress.describe()}); left out: {left_out}"
+    ) + (f"; packed, though they cannot be decoded: {lost}" if lost else "")
 
 
 @contextlib.contextmanager
@@ -257,7 +260,8 @@ def main(argv):
     )
     parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder with train and val")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
-    parser.add_argument("--form", choices=["original"], default="original", help="original: the files as they are")
+    words = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
+    parser.add_argument("--form", choices=FORMS, default="original", help=f"what is kept of each (default: original). {words}")
     parser.add_argument(
         "--shard_mb", type=number(float, above=0), default=256.0, help="MiB of a shard at most (default: 256), or one image"
     )

@@ -13,21 +13,29 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from tqdm import tqdm
 
 from common.checkpoint import TEMPORARY, write_atomically
 from common.download import MIB
 from common.errors import UserError, one_line
 from datasets import packed, tree
+from launch import forms
 
 BLOCK = tarfile.BLOCKSIZE
-KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"GIF8": "gif"}
+KINDS = {
+    b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"GIF8": "gif",
+    b"P6": "ppm",
+}  # fmt: skip
+
+
+MADE = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # what is known of a sample when it is written
 
 
 @dataclasses.dataclass
 class Shard:
     name: str
     numbers: list  # of its samples, in their order here
-    size: int = 0
+    size: int = 0  # as expected, until it is made
     made: dict = None  # what its note says, once it is whole
 
 
@@ -38,8 +46,8 @@ class Plan:
         self.split, self.folder = split, folder
         self.files = tree.load(os.path.join(root, split), os.path.join(folder, ".tree"))
         self.lengths, self._changed = self._stat()
-        self.settings = {"form": options.form, "shard_mb": options.shard_mb}
-        words = [packed.FORMAT, split, self.settings, self.files.classes, self.files.names]
+        self.form, self.settings = options.form, {"form": options.form, "shard_mb": options.shard_mb}
+        words = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]
         digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
         self.identity = _digest(digest, self.files.labels, self.lengths)
         self.shards = self._deal(int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE)
@@ -57,8 +65,10 @@ class Plan:
     def _deal(self, limit):
         """Shuffled, for a reader that streams a few shards should see all classes; RandomState never changes its numbers."""
         shards, full = [], limit
+        known = zip(*(array.tolist() for array in (self.lengths, self.files.heights, self.files.widths)))
+        lengths = [forms.expected(self.form, *of_sample) for of_sample in known]
         for sample in np.random.RandomState(0).permutation(len(self.files)).tolist():
-            size = 3 * BLOCK + int(self.lengths[sample]) + -int(self.lengths[sample]) % BLOCK  # two headers, a label
+            size = 3 * BLOCK + lengths[sample] + -lengths[sample] % BLOCK  # two headers, a label
             if not shards or full + size > limit:
                 full = 2 * BLOCK  # the archive's end
                 shards.append(Shard(f"{self.split}-{len(shards):06d}.tar", []))
@@ -84,25 +94,28 @@ class Plan:
         """What was written down when the shard was whole, or None."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(self.note_path(shard)) as file:
             note = json.load(file)
-            if note["sources"] == self.sources(shard) and os.path.getsize(os.path.join(self.folder, shard.name)) == shard.size:
+            size = os.path.getsize(os.path.join(self.folder, shard.name))
+            if (note["sources"], note["size"]) == (self.sources(shard), size):
                 return note
         return None
 
     def write_index(self):
-        offset, checksum, place = (np.empty(len(self.files), np.int64) for _ in range(3))
+        arrays = {name: np.empty(len(self.files), np.int64) for name in ("shard", *MADE)}
         for position, shard in enumerate(self.shards):
-            offset[shard.numbers], checksum[shard.numbers] = shard.made["offset"], shard.made["checksum"]
-            place[shard.numbers] = position
-        shards = [{"name": shard.name, "size": shard.size, "sha256": shard.made["sha256"]} for shard in self.shards]
+            arrays["shard"][shard.numbers] = position
+            for name in MADE:
+                arrays[name][shard.numbers] = shard.made[name]
+        shards = [{"name": shard.name, **{name: shard.made[name] for name in ("size", "sha256")}} for shard in self.shards]
         about = {**self.settings, "identity": self.identity, "shards": shards}
-        arrays = {"shard": place, "offset": offset, "length": self.lengths, "checksum": checksum}
+        if self.form != "original":
+            arrays["special"] = np.zeros(len(self.files))  # no more
         packed.write_index(self.folder, self.split, self.files, about, arrays)
 
 
 def make(plan, shard, progress):
     """The shard under its name, and then its note: by the note a later start knows that it is whole."""
     path = os.path.join(plan.folder, shard.name)
-    digest, offsets, checksums = hashlib.sha256(), [], []
+    digest, made = hashlib.sha256(), {name: [] for name in MADE}
     with open(path + TEMPORARY, "wb") as file:
 
         def write(content):
@@ -122,17 +135,23 @@ def make(plan, shard, progress):
                 raise UserError(
                     f"{one_line(plan.files.path(sample))} changed while it was packed: start again when it is at rest"
                 )
-            offsets.append(file.tell() + BLOCK)
-            checksums.append(zlib.crc32(content))
+            stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.whole(sample))
+            if not min(size):
+                name = one_line(plan.files.path(sample))
+                tqdm.write(f"warning: {name} cannot be decoded: it is packed as it is, and the next one will take its place")
+            for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), zlib.crc32(stored), *size)):
+                made[name].append(value)
             key = f"{sample:08d}"  # unique, and without the dot that ends a key
-            member(f"{key}.{_kind(content)}", content)
+            member(f"{key}.{_kind(stored)}", stored)
             member(f"{key}.cls", b"%d" % plan.files.labels[sample])
             progress.add(len(content))
-        write(bytes(shard.size - file.tell()))
+        write(bytes(2 * BLOCK))  # the archive's end
+        write(bytes(-file.tell() % tarfile.RECORDSIZE))
+        whole = file.tell()
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + TEMPORARY, path)
-    shard.made = {"sources": plan.sources(shard), "sha256": digest.hexdigest(), "offset": offsets, "checksum": checksums}
+    shard.made = {"sources": plan.sources(shard), "sha256": digest.hexdigest(), "size": whole, **made}
     write_atomically(plan.note_path(shard), json.dumps(shard.made).encode())
 
 

@@ -18,7 +18,7 @@ from tests.benchmarks.base import machine
 from tests.jobs import ROOT, command, environment
 
 STEPS, BATCH, SEEDS = 300, 16, 3
-PACKED = ["original"]
+PACKED = ["original", "320", "256", "raw"]
 LAST = 5  # epochs whose mean loss is compared
 
 

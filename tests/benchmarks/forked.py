@@ -38,7 +38,7 @@ def measure(form):
     os.close(reading)
     os.waitpid(pid, 0)
     if not content:
-        raise RuntimeError(f"{form.__name__} has failed")
+        raise RuntimeError(f"{getattr(form, '__name__', form)} has failed")
     return tuple(np.frombuffer(content))
 
 
@@ -48,10 +48,11 @@ def first_tensor(batch):
     return batch
 
 
-def table(found, what, claims, data=""):
+def table(found, what, claims, data="", sizes=None):
     """The figures of every form, and its ratio to the first one's.
 
-    `claims`: (form, its peer, by "CPU" or "clock"), the rows of the one table; `data`: the option that names the data.
+    `claims`: (form, its peer, by "CPU" or "clock"), the rows of the one table; `data`: the option that names the data; `sizes`: the
+    bytes of an image in each form, where they are known.
     """
     for form, peer, by in claims:
         if form in found and peer in found:
@@ -60,8 +61,9 @@ def table(found, what, claims, data=""):
             rows.keep(f"{what}: {form}", peer, ratios, f"{data}--forms '{form}' '{peer}'")
     base = next(iter(found.values()))
     lines = [
-        f"| {what} | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |",
-        "|---|---|---|---|---|",
+        f"| {what} | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |"
+        + " KB an image on disk |" * bool(sizes),
+        "|---|---|---|---|---|" + "---|" * bool(sizes),
     ]
     for form, times in found.items():
         cells = []
@@ -69,5 +71,7 @@ def table(found, what, claims, data=""):
             ratios = sorted(theirs[place] / mine[place] for mine, theirs in zip(times, base))
             cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
         middle = statistics.median(used for used, _ in times)
+        if sizes:
+            cells.append(f"{sizes[form] / 1000:.0f}")
         lines.append(f"| {form} | {1 / middle:.0f} | {1000 * middle:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,18 +1,23 @@
 """Photographs as batches of 224 x 224 on one core: every backend of ours beside torchvision and DALI's own pipeline.
 
     python -m tests.benchmarks.images --data FOLDER [--rounds 5]       a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG
+    python -m tests.benchmarks.images --data FOLDER --forms pytorch packed "packed, 256"        these and the first
 
 The forms take turns; each is a forked process with one thread that warms up and then passes over every photograph COPIES times;
 its own CPU time and the time on the clock are taken from that. They end in uint8 batches in memory, where nothing else is said. The
-caches run on the other cores; the object store is rclone's, on the same machine, and each photograph is one request.
+caches run on the other cores; the object store is rclone's, on the same machine, and each photograph is one request. FFCV is
+measured where it is installed.
 """
 
 import argparse
+import contextlib
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -23,12 +28,16 @@ from datasets.cache import SampleCache
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.sampler import EpochSampler
+from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.benchmarks.forked import measure, table
 from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached
 
+PACKED = ("320", "256", "raw")
+FFCV = "FFCV, raw, its own order"
+FAR, FIRST_BYTE = "object store, 10 ms to the first byte", 0.01  # which is little for a bucket; on this machine there is none
 CPU, SIZE, BATCH, COPIES = torch.device("cpu"), 224, 40, 5
 SETTINGS = {}  # filled by main, before the forks
 
@@ -99,8 +108,39 @@ def dalis_own():
     return DALIGenericIterator([pipeline()], ["images", "labels"], reader_name="Reader", auto_reset=True)
 
 
-def from_pack():
-    return ours(lambda: packed.load(str(SETTINGS["folder"] / "pack"), "train"))
+def from_pack(form="original"):
+    return ours(lambda: packed.load(str(SETTINGS["folder"] / f"pack_{form}"), "train"))
+
+
+def ffcv():
+    """As its documentation has it, with its fastest form, pixels; its own order and random crops."""
+    from ffcv.fields.decoders import IntDecoder
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor
+
+    image = [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), RandomHorizontalFlip(), ToTensor()]
+    pipelines = {"image": image, "label": [IntDecoder(), ToTensor()]}
+    path = str(SETTINGS["folder"] / "ffcv.beton")
+    return Loader(path, BATCH, num_workers=1, os_cache=True, order=OrderOption.RANDOM, drop_last=True, pipelines=pipelines)
+
+
+WRITE_FFCV = """
+import os, sys
+from ffcv.fields import IntField, RGBImageField
+from ffcv.writer import DatasetWriter
+from torchvision.datasets import ImageFolder
+fields = {"image": RGBImageField(write_mode="raw", max_resolution=500), "label": IntField()}
+DatasetWriter(sys.argv[2], fields, num_workers=1).from_indexed_dataset(ImageFolder(sys.argv[1]))
+os._exit(0)  # its threads may never end
+"""
+
+
+def write_ffcv():
+    """Why there is no FFCV to measure, or None."""
+    paths = [str(SETTINGS["data"] / "train"), str(SETTINGS["folder"] / "ffcv.beton")]
+    done = subprocess.run([sys.executable, "-c", WRITE_FFCV, *paths], stderr=subprocess.PIPE, text=True, timeout=600)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
 def cached():
@@ -123,11 +163,21 @@ class InStore(tree.Tree):
         return SETTINGS["client"].get_object(Bucket="data", Key=key)["Body"].read()
 
 
-def cold_store():
+def cold_store(kind=InStore):
     import boto3
 
     SETTINGS["client"] = boto3.client("s3")
-    return ours(lambda: InStore(**vars(files())))
+    return ours(lambda: kind(**vars(files())))
+
+
+class FarStore(InStore):
+    def read(self, number):
+        time.sleep(FIRST_BYTE)
+        return super().read(number)
+
+
+def far_store():
+    return cold_store(FarStore)
 
 
 FORMS = {
@@ -139,9 +189,12 @@ FORMS = {
     "dali-cpu": ours_dali,
     "DALI's own pipeline and order": dalis_own,
     "packed": from_pack,
+    **{f"packed, {form}": functools.partial(from_pack, form) for form in PACKED},
+    FFCV: ffcv,
     "kspeed, warm": through_cache,
     "kspeed, one of three servers stopped": one_stopped,
     "object store, a request each": cold_store,
+    FAR: far_store,
 }
 
 
@@ -152,9 +205,12 @@ CLAIMS = [
     ("dali-cpu", PLAIN, "CPU"),
     ("dali-cpu", "DALI's own pipeline and order", "CPU"),
     ("packed", PLAIN, "CPU"),
+    *((f"packed, {form}", PLAIN, "CPU") for form in PACKED),
+    ("packed, raw", FFCV, "CPU"),
     ("kspeed, warm", "pytorch", "CPU"),
     ("kspeed, one of three servers stopped", "pytorch", "CPU"),
     ("kspeed, warm", "object store, a request each", "clock"),
+    ("kspeed, warm", FAR, "clock"),
 ]
 
 
@@ -166,40 +222,63 @@ def repeat(source, target):
             shutil.copyfile(path, place)
 
 
+def size_on_disk(form):
+    """Bytes of an image of the training set."""
+    folder, count = SETTINGS["folder"], len(files())
+    kind = form.partition(", ")[2] or "original"
+    paths = folder.glob(f"pack_{kind}/train-*.tar") if form.startswith("packed") else [folder / "ffcv.beton"]
+    if not form.startswith(("packed", "FFCV")):
+        paths = [path for path in (SETTINGS["data"] / "train").rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in paths) / count
+
+
+def prepare(chosen, stack):
+    """What the chosen forms read, and who serves it."""
+    folder = SETTINGS["folder"]
+    SETTINGS["servers"] = []
+    for form in ("original", *PACKED):
+        if {"original": "packed"}.get(form, f"packed, {form}") in chosen:
+            words = [sys.executable, "-m", "launch", "pack", SETTINGS["data"], folder / f"pack_{form}", "--form", form]
+            subprocess.run(list(map(str, words)), cwd=ROOT, env=environment(), check=True)
+    if any(form.startswith("kspeed") for form in chosen):
+        SETTINGS["servers"] = [stack.enter_context(Memcached("-m", 256)) for _ in range(3)]
+    if any(form.startswith("object store") for form in chosen):
+        rclone, _ = get_programs(folder / "programs")
+        shutil.copytree(SETTINGS["data"] / "train", folder / "store" / "data" / "photographs")
+        server, endpoint = serve(rclone, folder / "store")
+        stack.callback(lambda: (server.terminate(), server.wait()))
+        os.environ.update(
+            AWS_ENDPOINT_URL_S3=endpoint, AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", nargs="*", choices=[[], *FORMS], default=[], help="only these, and the first")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder, contextlib.ExitStack() as stack:
         folder = Path(folder)
         os.chdir(folder)
         repeat(options.data.resolve(), folder / "photographs")
-        SETTINGS.update(data=folder / "photographs", folder=folder, servers=[Memcached("-m", 256) for _ in range(3)])
-        pack = [sys.executable, "-m", "launch", "pack", str(SETTINGS["data"]), str(folder / "pack")]
-        subprocess.run(pack, cwd=ROOT, env=environment(), check=True)
-        rclone, _ = get_programs(folder / "programs")
-        shutil.copytree(SETTINGS["data"] / "train", folder / "store" / "data" / "photographs")
-        server, endpoint = serve(rclone, folder / "store")
-        os.environ.update(
-            AWS_ENDPOINT_URL_S3=endpoint, AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1"
-        )
+        SETTINGS.update(data=folder / "photographs", folder=folder)
         chosen = [form for form in FORMS if not options.forms or form in options.forms or "torchvision Im" in form]
+        prepare(chosen, stack)
+        lacking = write_ffcv() if FFCV in chosen else None
+        chosen = [form for form in chosen if not (lacking and form.startswith("FFCV"))]
         found = {form: [] for form in chosen}
-        try:
-            for _ in range(options.rounds):
-                for form in chosen:
-                    found[form].append(measure(FORMS[form]))
-                    SETTINGS["servers"][0].go_on()
-        finally:
-            server.terminate()
-            server.wait()
-            for one in SETTINGS["servers"]:
-                one.kill()
-    print(
-        f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{table(found, 'photographs', CLAIMS, '--data FOLDER ')}"
-    )
+        for _ in range(options.rounds):
+            for form in chosen:
+                found[form].append(measure(FORMS[form]))
+                for server in SETTINGS["servers"][:1]:
+                    server.go_on()
+        shown = table(found, "photographs", CLAIMS, "--data FOLDER ", {form: size_on_disk(form) for form in chosen})
+    print(f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{shown}")
+    if lacking:
+        print(f"| FFCV | not measured: {lacking} |")
+        rows.missing("photographs: packed, raw", FFCV, f"FFCV is not installed: {lacking}", "--data FOLDER")
     return 0
 
 
