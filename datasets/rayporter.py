@@ -109,7 +109,7 @@ class Pool:
                 with self._changed:
                     getattr(self, f"_{verb}")(*words)
                     self._changed.notify_all()
-        except (EOFError, OSError):
+        except (EOFError, OSError, TypeError):  # the last where _deliver has closed the connection meanwhile
             pass
         finally:
             self._close()

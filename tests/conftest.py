@@ -5,11 +5,12 @@ import fcntl
 import os
 import re
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import TINY, run_job
+from tests.jobs import ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
 from tests.ranks import TWO
 from tests.stores import MIB, fill
@@ -84,3 +85,15 @@ def the_secret_is_nowhere(capfd, tmp_path):
         with contextlib.suppress(OSError):
             places[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
     assert not [place for place, content in places.items() if SECRET.encode() in content]
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """The real photographs, 240 to train and 60 to evaluate, where they are beside the project."""
+    archive = ROOT.parent / "shared" / "data" / "imagenet-300.tar"
+    if not archive.exists():
+        pytest.skip("the real photographs are not beside the project")
+    folder = tmp_path_factory.mktemp("real")
+    with tarfile.open(archive) as members:
+        members.extractall(folder, filter="data")
+    return folder / "imagenet"

@@ -3,8 +3,6 @@
 import io
 import os
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +17,6 @@ from common.errors import TrainingFailed, UserError
 from datasets import crops, imagenet, packed, photos, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch import pack
-
-REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "imagenet"
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -410,16 +406,6 @@ def test_fewer_samples_come_from_all_over_the_classes(folder):
     images, labels, _ = data[0, np.arange(8)]
     again, *_ = data[3, np.arange(8)]
     assert torch.equal(images, again) and images.shape == (8, 3, 16, 16) and labels.max() < 10
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """The real photographs, 240 to train and 60 to evaluate, where they are beside the project."""
-    if not REAL.parent.exists():
-        pytest.skip("the real photographs are not beside the project")
-    folder = tmp_path_factory.mktemp("real")
-    subprocess.run([sys.executable, str(REAL.parent / "make_data.py"), str(folder)], check=True, capture_output=True)
-    return folder / "imagenet"
 
 
 def test_the_pixels_of_real_photographs(real, tmp_path):
