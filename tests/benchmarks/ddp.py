@@ -103,7 +103,10 @@ def checks(steps=3000):
     from datasets.sampler import EpochSampler
 
     class NoWork:
-        ids = torch.arange(1)
+        ids, beside = torch.arange(1), False
+
+        def transfer_seconds(self):
+            return 0.0
 
         def __iter__(self):
             return iter(lambda: (None, None), 0)
