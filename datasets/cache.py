@@ -57,8 +57,13 @@ class SampleCache:
 
     def get(self, key):
         """The sample, or None."""
-        address, seal = self._named(key)
-        return self._fleet().get(address, seal=seal)
+        return self.get_many([key])[key]
+
+    def get_many(self, keys):
+        """{key: the sample, or None}; one request to a server for all that it may have."""
+        named = {key: self._named(key) for key in keys}
+        found = self._fleet().get_many([address for address, _ in named.values()], seals=dict(named.values()))
+        return {key: found.get(address) for key, (address, _) in named.items()}
 
     def set(self, key, content):
         """STORED, TOO_LARGE or NOT_STORED, of which a job needs to know nothing."""

@@ -91,6 +91,7 @@ class DaliBatches:
                 raise StopIteration
             ids = _padded(batches[batch], largest)
             numbers = plan(data, ids, epoch)
+            data.tree.expect(batches[batch])
             return (list(readers.map(encoded, ids)), *numbers) if readers else numbers
 
         def encoded(number):

@@ -18,6 +18,7 @@ STORED, TOO_LARGE, NOT_STORED = "stored", "too large", "not stored"
 # What is stored: this, and then the sample as it is.
 HEADER = struct.Struct(">4sI16s")  # magic, length of the sample, checksum over key and sample
 END = b"\r\nEND\r\n"
+END_OF_ONE = b"\r\n"  # where others follow
 BEGIN = 128  # bytes received first: the length, by which the rest comes in one call
 FITS = 4096  # bytes that the kernel takes over at once on an idle connection
 
@@ -27,6 +28,10 @@ DOWN, WRONG, LOGIN, OPEN = 1, 2, 4, 8
 
 class Unfit(OSError):
     """The server answers, but is no help; this has been said."""
+
+
+class Answer(Exception):
+    """What a server says in place of values: a line."""
 
 
 class _Network:
@@ -100,34 +105,44 @@ class _Socket(socket.socket):
         """Of what begins a line, and may be followed by a sample."""
         return self._in_time(super().recv, min(count, BEGIN))
 
-    def fetch(self, key):
-        """(header, sample) under a key, None, or the line that the server says instead.
+    def fetch(self, keys):
+        """(key, header, sample) of each of these that is there, in their order; each has the whole deadline.
 
-        The value is received into memory that the next one uses again: new memory is slow.
+        A value is received into memory that the next one uses again: new memory is slow.
         """
-        self.sendall(b"get %s\r\n" % key)
-        found = self.recv(BEGIN)
-        while b"\r\n" not in found:
-            found += self.recv(BEGIN)
-        if found == b"END\r\n":
-            return None
-        line, _, begun = found.partition(b"\r\n")
-        words = line.split()
-        if len(words) != 4 or words[:2] != [b"VALUE", key]:
-            return line
-        size, have = int(words[3]), len(begun)
-        if not HEADER.size <= size <= HEADER.size + LARGEST:
-            raise ValueError(f"{size} bytes are no sample")
-        end = size + len(END)
-        if len(self._memory) < end:
-            self._memory = memoryview(bytearray(end))
-        memory = self._memory
-        memory[:have] = begun
-        while have < end:
-            have += self._in_time(super().recv_into, memory[have:end], 0, socket.MSG_WAITALL)
-        if have > end or memory[size:end] != END:
-            raise ValueError("a value has no end")
-        return memory[: HEADER.size], bytes(memory[HEADER.size : size])
+        self.sendall(b"get %s\r\n" % b" ".join(keys))
+        left, found = list(keys), b""
+        while True:
+            while b"\r\n" not in found:
+                found += self.recv(BEGIN)
+            if found == b"END\r\n":
+                return
+            line, _, begun = found.partition(b"\r\n")
+            words = line.split()
+            if len(words) != 4 or words[0] != b"VALUE" or words[1] not in left:
+                raise Answer(line)
+            del left[: left.index(words[1]) + 1]
+            size = int(words[3])
+            if not HEADER.size <= size <= HEADER.size + LARGEST:
+                raise ValueError(f"{size} bytes are no sample")
+            ending = END_OF_ONE if left else END
+            memory, found = self._value(begun, size + len(ending))
+            if memory[size:] != ending or (found and not left):
+                raise ValueError("a value has no end")
+            yield words[1], bytes(memory[: HEADER.size]), bytes(memory[HEADER.size : size])
+            if not left:
+                return
+            self.network.begin()
+
+    def _value(self, begun, length):
+        """(so many bytes, of which the first have come already; what has come behind them)"""
+        if len(self._memory) < length:
+            self._memory = memoryview(bytearray(length))
+        memory, have = self._memory[:length], min(len(begun), length)
+        memory[:have] = begun[:have]
+        while have < length:
+            have += self._in_time(super().recv_into, memory[have:], 0, socket.MSG_WAITALL)
+        return memory, begun[length:]
 
     def line(self):
         found = b""
@@ -173,14 +188,16 @@ def _fleet_class():
     class Connection(Client):
         """One server. An OSError makes HashClient leave it alone for a while; whatever else it does is a miss."""
 
-        def get(self, key, default=None, seal=b""):
-            found = self._asked(self._get, key)
-            if found is None:
-                return None
-            header, content = found
-            if not hmac.compare_digest(header, self.cache.header(seal, content)):
-                return self.cache.is_wrong(self.server, "a value that is damaged or not ours")
-            return content
+        def get_many(self, keys, seals):
+            """{key: sample} of those that are there. `seals`: the secret of each key's checksum."""
+            self.socket_module.begin()
+            found = {}
+            for key, header, content in self._asked(self._get, keys) or ():
+                if hmac.compare_digest(header, self.cache.header(seals[key], content)):
+                    found[key] = content
+                else:
+                    self.cache.is_wrong(self.server, "a value that is damaged or not ours")
+            return found
 
         def set(self, key, value):
             return self._asked(self._set, key, value)
@@ -222,16 +239,17 @@ def _fleet_class():
                 self.cache.answered(self.server)
             return answer
 
-        def _get(self, key):
+        def _get(self, keys):
             """pymemcache's own takes twice the time: it receives a sample in pieces of 4 KB."""
             if self.sock is None:
                 self._connect()
             try:
-                found = self.sock.fetch(key.encode())
-                if isinstance(found, bytes):
-                    self._raise_errors(found, b"get")
-                    raise ValueError(f"{found[:80]!r} is no answer to what was asked")
-                return found
+                return [(key.decode(), *value) for key, *value in self.sock.fetch([key.encode() for key in keys])]
+            except Answer as answer:
+                self.close()
+                (line,) = answer.args
+                self._raise_errors(line, b"get")
+                raise ValueError(f"{line[:80]!r} is no answer to what was asked") from None
             except Exception:
                 self.close()
                 raise

@@ -63,6 +63,7 @@ class Photos:
         images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
         used = np.empty(len(ids), np.int64)
         windows, flips = self.windows(ids, epoch)
+        self.tree.expect(ids)
         for place, number in enumerate(ids):
             used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)

@@ -50,6 +50,9 @@ class Tree:
     def path(self, number):
         return os.path.join(self.folder, self.names[number])
 
+    def expect(self, numbers):
+        """These will be read next, each once."""
+
     def read(self, number):
         """The bytes of a sample's file."""
         with open(self.path(number), "rb") as file:
