@@ -132,7 +132,8 @@ def shared_memory(args, here):
     ranks, gpus = here.local_world_size, args.enable_gpu is not False and torch.cuda.is_available()
     need, users = (ranks * NCCL_SHM, [f"NCCL of {ranks} ranks"]) if gpus and ranks > 1 else (0, [])
     workers = devices.loader_workers(args)
-    if workers and not getattr(args, "data_backend", "").startswith(("dali", "dpex")):
+    elsewhere = getattr(args, "data_backend", "").startswith(("dali", "dpex")) or args.job in ("train_dali", "train_dpex")
+    if workers and not elsewhere:
         side = getattr(args, "image_size", None) or getattr(args, "crop", None)
         if side is None:
             side = (48 if args.custom_data else 224) if hasattr(args, "crop") else 32

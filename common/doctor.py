@@ -121,7 +121,7 @@ class Examination:
             return
         try:
             self._store = store = _store(here, seconds)
-            if store.add(f"{KEYS}/claimed/{here.rank}", 1) > 1:
+            if store.add(f"{KEYS}/claimed/{here.restart_count}/{here.rank}", 1) > 1:
                 raise UserError(f"two processes say that they are rank {here.rank}; give each its own RANK")
         except UserError as error:
             if here.local_rank:

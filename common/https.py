@@ -23,7 +23,7 @@ def download(url, path, sha256=None, tell=lambda text, progress: None):
 
     Without a digest only the length that the server states can be verified.
     """
-    _refuse_unsafe(url)
+    refuse_unsafe(url)
     part = f"{path}.part"
     failures = 0
     while True:
@@ -53,15 +53,15 @@ def download(url, path, sha256=None, tell=lambda text, progress: None):
     os.replace(part, path)
 
 
-def _refuse_unsafe(url):
+def refuse_unsafe(url):
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
         raise UserError(f"{url[:200]} is not an https address")
 
 
-class _SafeRedirects(urllib.request.HTTPRedirectHandler):
+class SafeRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, request, file, code, message, headers, new_url):
-        _refuse_unsafe(new_url)
+        refuse_unsafe(new_url)
         return super().redirect_request(request, file, code, message, headers, new_url)
 
 
@@ -69,7 +69,7 @@ def _download(url, part, unverified, tell):
     """Append what is missing of `url` to `part`."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.build_opener(_SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
+    with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
         if answer.status != 206:
             have = 0  # the server gives the whole file
         length = answer.headers.get("Content-Length")

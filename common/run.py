@@ -426,6 +426,8 @@ class Run:
 
     def _close(self, in_a_hurry=False):
         self._busy = True
+        for line in self._trace.close() if self._trace else []:
+            self.say(line)
         self._show("save")
         self._saver.wait()
         self._draw_curves()

@@ -7,7 +7,7 @@ import tempfile
 import time
 import urllib.request
 
-from common import bucket, checkpoint, paths
+from common import bucket, checkpoint, https, paths
 from common.checks import check_clock
 from common.download import SPARE
 from common.errors import TrainingFailed, UserError, one_line
@@ -143,14 +143,18 @@ def _list(place, patience):
 
 
 def check_web(url):
-    """Whether the server has the file."""
+    """Whether the server has the file, and the job would take it from there."""
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
+        https.refuse_unsafe(url)
+        with urllib.request.build_opener(https.SafeRedirects).open(url, timeout=ANSWER_SECONDS) as answer:
             answer.read(1)
             length = int(answer.headers.get("Content-Length") or 0)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", "look at the address, or fetch it by hand")
-    return good("data", f"{one_line(url)[:200]}: {size(length)}" if length else f"{one_line(url)[:200]} answers")
+    if not length:
+        found = f"{one_line(url)[:200]} does not state its length, so a file cut off would not be noticed"
+        return bad("data", found, "fetch it by hand, or give another server")
+    return good("data", f"{one_line(url)[:200]}: {size(length)}")
 
 
 def _size_of_files(folder):

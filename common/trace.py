@@ -4,6 +4,7 @@ The trace opens in ui.perfetto.dev, in chrome://tracing and in TensorBoard. Reco
 option nothing here is imported.
 """
 
+import atexit
 import os
 import time
 
@@ -16,7 +17,7 @@ MOST = 10  # operations in the table
 class Trace:
     def __init__(self, folder):
         self.path = os.path.join(folder, "trace.json.gz")
-        self._seen, self._recorder, self._waited = 0, None, 0.0
+        self._seen, self._recorder, self._waited, self._done = 0, None, 0.0, False
 
     def step(self, waiting_for_data):
         """Count a step that has ended; after the last one of those recorded, the lines that say what they did."""
@@ -35,12 +36,23 @@ class Trace:
         on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._recorder, self._began = profile(activities=[ProfilerActivity.CPU, *on_gpu]), time.monotonic()
         self._recorder.start()
+        atexit.register(self.close)  # a recorder that nobody stops takes the process down with it
+
+    def close(self):
+        """The run is over: a line where it was too short."""
+        if self._recorder:
+            self._recorder.stop()
+            self._recorder = None
+        if self._done:
+            return []
+        self._done = True
+        return [f"profile: the run ended after {self._seen} steps, and a profile takes {WARM_UP + STEPS}"]
 
     def _end(self):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         wall = time.monotonic() - self._began
-        recorder, self._recorder = self._recorder, None
+        recorder, self._recorder, self._done = self._recorder, None, True
         recorder.stop()
         recorder.export_chrome_trace(self.path)
         return [
@@ -70,7 +82,7 @@ def host_ms(operation):
 
 
 def device_ms(operation):
-    """Of kernels alone: an operator's row repeats those that it started."""
-    if operation.device_type == torch.autograd.DeviceType.CPU:
+    """Of kernels alone: the rows of operators and annotations repeat those that they started."""
+    if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
         return 0.0
     return operation.self_device_time_total / 1e3

@@ -11,6 +11,7 @@ of its own on this machine; or host:port. head_lost: what to do when the cluster
 
 import functools
 import itertools
+import multiprocessing
 import os
 import warnings
 import weakref
@@ -23,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from common.errors import TrainingFailed, UserError, one_line
 from datasets import augment as augmentation
 from datasets import cifar10
-from datasets.loader import DeviceLoader, WithEpoch
+from datasets.loader import DeviceLoader, WithEpoch, leave_signals_to_the_parent
 from datasets.raylink import ClusterGone, Links, porter
 
 WINDOW_BYTES = 1 << 30  # of batches that are on their way, at most
@@ -75,7 +76,7 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
         self._in_order, self._prefetch = getattr(loader, "in_order", True), max(1, loader.prefetch_factor)
         self._stop_when_lost, self._worker_init_fn = loader.head_lost == "stop", loader.worker_init_fn
         self._batch_size, self._context = loader.batch_size, loader.multiprocessing_context
-        self._rest, self._warned = None, False
+        self._rest, self._warned, self._passes = None, False, 0
         self._count()
         try:
             self._link = loader._links.take(process)
@@ -89,6 +90,7 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
     def _reset(self, loader, first_iter=False):
         """The next epoch of persistent workers."""
         super()._reset(loader, first_iter)
+        self._passes += 1
         self._count()
         if self._rest is not None:
             self._rest = iter(self._here(self._sampler_iter))
@@ -214,9 +216,10 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
         if self._stop_when_lost:
             raise TrainingFailed(f"the Ray cluster is gone: {self._process.lost}; head_lost='stop' was asked for") from None
         self._process.say_once()
+        again = self._passes == 0 and self._dataset_kind == _DatasetKind.Iterable  # from the start, with the same seeds
         owed = (index for _, (_, index) in sorted(self._asked.items()))
-        rest = iter(self._here(itertools.chain(owed, self._sampler_iter)))
-        if self._dataset_kind == _DatasetKind.Iterable:  # from the start, with the same seeds
+        rest = iter(self._here(itertools.chain(owed, self._sampler_iter), again))
+        if self._dataset_kind == _DatasetKind.Iterable:
             for _ in range(self._num_yielded):
                 next(rest)
             self._rest = rest
@@ -229,17 +232,18 @@ class _RayDataLoaderIter(_BaseDataLoaderIter):
             yield arrived.pop(number) if number in arrived else next(rest)
         yield from rest
 
-    def _here(self, indices):
-        """torch's loader of these."""
+    def _here(self, indices, again=False):
+        """torch's loader of these; its seeds are `again` those of the cluster's workers, or new ones."""
         how = {
             "num_workers": self._num_workers, "collate_fn": self._collate_fn, "timeout": self._timeout,
             "worker_init_fn": self._worker_init_fn, "pin_memory": self._pin_memory, "generator": torch.Generator(),
             "multiprocessing_context": self._context, "prefetch_factor": self._prefetch,
         }  # fmt: skip
+        how["generator"].manual_seed(self._base_seed + 1 + self._passes)  # other draws than those that were made
         if self._dataset_kind == _DatasetKind.Iterable:
-            how["generator"].set_state(self._generator_state)
+            if again:
+                how["generator"].set_state(self._generator_state)
             return DataLoader(self._dataset, self._batch_size, drop_last=self._drop_last, **how)
-        how["generator"].manual_seed(self._base_seed + 1)  # other draws than those that were made
         how["num_workers"] = min(self._num_workers, len(os.sched_getaffinity(0)))
         if self._auto_collation:
             return DataLoader(self._dataset, batch_sampler=_Once(indices), **how)
@@ -260,8 +264,14 @@ def batches(data_set, sampler, workers=0, head_address="auto"):
     """datasets.loader.torch_batches over Ray: `data_set[epoch, ids]` gives a whole batch."""
     return DpexDataLoader(
         data_set, True, head_address, batch_size=None, sampler=WithEpoch(sampler), num_workers=workers or WORKERS,
-        persistent_workers=True, generator=torch.Generator(),
+        persistent_workers=True, generator=torch.Generator(), worker_init_fn=_keep_until_the_job_has_saved,
     )  # fmt: skip
+
+
+def _keep_until_the_job_has_saved(worker):
+    """Of processes on this machine, which get the job's signals, too; Ray's are no children of ours."""
+    if multiprocessing.parent_process():
+        leave_signals_to_the_parent(worker)
 
 
 def cifar_loader(data_set, sampler, device, augment, seed, workers):

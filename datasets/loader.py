@@ -145,7 +145,7 @@ def torch_batches(data_set, sampler, device, workers=0):
         batch_size=None,  # the sampler gives whole batches of ids
         num_workers=workers,
         persistent_workers=workers > 0,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=leave_signals_to_the_parent,
         generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
     )
     if workers:
@@ -173,7 +173,7 @@ def _end_workers(loader):
         iterator._shutdown_workers()
 
 
-def _leave_signals_to_the_parent(_worker):
+def leave_signals_to_the_parent(_worker):
     """A platform stops a job with a signal to every process; the loader must live until the job has saved."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

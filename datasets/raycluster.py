@@ -247,6 +247,7 @@ def _start_keeper(folder):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **PATIENT, **QUIET}
     for name in ("common", "datasets"):  # a copy: the files of whoever came first may go before the cluster does
+        shutil.rmtree(folder / name, ignore_errors=True)  # of a cluster that is gone
         shutil.copytree(os.path.join(repository(), name), folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     environ["PYTHONPATH"] = os.pathsep.join([str(folder), *(path for path in sys.path if path)])  # workers see what we see
     with open(folder / "log", "w") as log:

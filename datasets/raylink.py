@@ -64,6 +64,7 @@ class Porter:
         self.ended = True
         atexit.unregister(self._stop)
         with contextlib.suppress(OSError):
+            self._process.stdin.write("end\n")
             self._process.stdin.close()
         try:
             self._process.wait(STOP_SECONDS)
@@ -90,7 +91,7 @@ class Porter:
         if word != "ready":
             self._stop()
             raise UserError(rest or "Ray did not start; its reasons are above")
-        self._socket, self.address = rest.split(" ", 1)
+        self._socket, self.address = rest.rsplit(" ", 1)
 
     def gone(self):
         self.lost = self.lost or f"{getattr(self, 'address', 'it')} does not answer"

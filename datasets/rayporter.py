@@ -49,7 +49,7 @@ def main(head_address, leader):
 
 
 def wait_for_the_end(joined, left):
-    sys.stdin.read()
+    sys.stdin.readline()  # a word, or the end of the training process: others that it has started may hold our stdin open
     if not joined.is_set():
         os._exit(0)  # nobody waits for a cluster any more
     left.set()
@@ -103,16 +103,27 @@ class Pool:
                 verb, *words = self._connection.recv()
                 if verb == "close":
                     break
-                if verb == "data":
-                    self._receive(*words)
-                    continue
-                with self._changed:
-                    getattr(self, f"_{verb}")(*words)
-                    self._changed.notify_all()
+                self._obey(verb, words)
         except (EOFError, OSError, TypeError):  # the last where _deliver has closed the connection meanwhile
             pass
         finally:
             self._close()
+
+    def _obey(self, verb, words):
+        if verb == "data":
+            self._receive(*words)
+            return
+        with self._changed:
+            try:
+                getattr(self, f"_{verb}")(*words)
+            except Exception as error:
+                self._give_up(error)
+            self._changed.notify_all()
+
+    def _give_up(self, error):
+        """What nobody has foreseen ends the epoch with its name, and not with a reader that waits."""
+        self._tasks = {}
+        self._say("failed", self._epoch, f"{type(error).__name__}: {one_line(error)[:300]}")
 
     def _close(self):
         import ray
@@ -137,7 +148,7 @@ class Pool:
     def _begin(self, epoch, count, base_seed, replay, paths):
         """A new epoch, from the data set on. `replay`: an IterableDataset, whose batches follow from the seeds."""
         self._forget(epoch)
-        self._seeds, self._replay, self._paths = base_seed, replay, paths
+        self._seeds, self._replay, self._paths, self._passes = base_seed, replay, paths, 0
         slots, self._slots = self._slots or [Slot(number) for number in range(count)], []
         places = self._cluster.places([], count)
         for slot in slots:  # a node may have come or gone
@@ -153,11 +164,12 @@ class Pool:
             self._start(slot, base_seed + slot.number)
         self._slots = slots
 
-    def _start(self, slot, seed, skip=0):
-        slot.begun = slot.actor.begin.remote([self._parts], slot.number, seed, skip)
+    def _start(self, slot, seed, passes=0, skip=0):
+        slot.begun = slot.actor.begin.remote([self._parts], slot.number, seed, passes, skip)
 
     def _resume(self, epoch):
         self._forget(epoch)
+        self._passes += 1
         for slot in self._slots:
             slot.delivered = 0
             slot.actor.resume.remote()
@@ -197,6 +209,10 @@ class Pool:
                 for ref in ray.wait(list(numbers), num_returns=1, timeout=LISTEN_SECONDS)[0]:
                     self._carry(numbers[ref], ref)
         except (OSError, EOFError):  # nobody is there any more
+            self._close()
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                self._give_up(error)
             self._close()
 
     def _carry(self, number, ref):
@@ -252,7 +268,7 @@ class Pool:
         slot.actor = self._cluster.start_worker(slot.node, self._paths)
         seed = self._seeds + slot.number
         if self._replay:
-            self._start(slot, seed, skip=slot.delivered)
+            self._start(slot, seed, self._passes, slot.delivered)
         else:
             self._start(slot, seed + next(self._rebirths) * OTHER_SEEDS)
         for _, task in sorted(self._tasks.items()):

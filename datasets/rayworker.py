@@ -24,8 +24,8 @@ class Worker:
     def __init__(self):
         torch.set_num_threads(1)
 
-    def begin(self, header, buffers, worker_id, seed, skip):
-        """`skip`: batches of an IterableDataset that a worker which was lost has delivered."""
+    def begin(self, header, buffers, worker_id, seed, passes, skip):
+        """`passes` over an IterableDataset, and then `skip` batches: what a worker which was lost has delivered."""
         self._id, self._failed = worker_id, None
         try:
             # A copy of its own, to write into as torch's workers may: the one in the object store is the whole node's.
@@ -36,6 +36,11 @@ class Worker:
             if self._task["worker_init_fn"]:
                 self._task["worker_init_fn"](worker_id)
             self.resume()
+            for _ in range(passes):
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        self._fetcher.fetch(self._task["any_index"])
+                self.resume()
             for _ in range(skip):
                 self._fetcher.fetch(self._task["any_index"])
         except Exception:

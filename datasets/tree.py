@@ -120,7 +120,8 @@ def _read(path, folder, classes):
                 return None
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
-            if _changed(folder, left_out) != stored["changed"].tolist():  # a file may be repaired in its place
+            now = [_when(os.path.join(folder, name)) for name in _names(left_out)]
+            if now != stored["changed"].tolist():  # a file may be repaired in its place
                 return None
             arrays = {name: stored[name] for name in ("labels", "widths", "heights", "special")}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
@@ -130,13 +131,14 @@ def _read(path, folder, classes):
 
 def _write(path, folder, classes, held):
     files = [(number, name) for number, label in enumerate(classes) for name in images_below(folder, label)]
-    rows, left_out, began = [], collections.defaultdict(list), time.monotonic()
+    rows, left_out, changed, began = [], collections.defaultdict(list), {}, time.monotonic()
     told = began
     with ThreadPoolExecutor(THREADS) as pool:
-        verdicts = pool.map(lambda file: judge(os.path.join(folder, file[1])), files, chunksize=64)
-        for done, ((label, name), verdict) in enumerate(zip(files, verdicts), 1):
+        verdicts = pool.map(lambda file: _judged(os.path.join(folder, file[1])), files, chunksize=64)
+        for done, ((label, name), (when, verdict)) in enumerate(zip(files, verdicts), 1):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
+                changed[name] = when
             else:
                 rows.append((name, label, *verdict))
             now = time.monotonic()
@@ -151,7 +153,7 @@ def _write(path, folder, classes, held):
     names, labels, special, widths, heights = zip(*rows)
     stored = {
         "signature": _bytes(_signature(folder, classes)), "names": _bytes("\0".join(names)),
-        "left_out": _bytes(json.dumps(left_out)), "changed": np.array(_changed(folder, left_out), np.int64),
+        "left_out": _bytes(json.dumps(left_out)), "changed": np.array([changed[name] for name in _names(left_out)], np.int64),
         "labels": np.array(labels, np.int64),
         "special": np.array(special, bool), "widths": np.array(widths, np.int32), "heights": np.array(heights, np.int32),
     }  # fmt: skip
@@ -160,15 +162,20 @@ def _write(path, folder, classes, held):
     os.replace(f"{path}.unfinished", path)
 
 
-def _changed(folder, left_out):
-    """When each of the files left out changed last, 0 for what is no longer there."""
-    found = []
-    for name in (name for names in left_out.values() for name in names):
-        try:
-            found.append(os.stat(os.path.join(folder, name)).st_mtime_ns)
-        except OSError:
-            found.append(0)
-    return found
+def _names(left_out):
+    return [name for names in left_out.values() for name in names]
+
+
+def _judged(path):
+    """(when the file had changed last before it was judged, the verdict)"""
+    return _when(path), judge(path)
+
+
+def _when(path):
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _bytes(text):

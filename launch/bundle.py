@@ -47,6 +47,16 @@ def modules_of(job):
     return sorted(found)
 
 
+def _beside(job):
+    """The modules that a job imports out of its own folder, which only its author's machine has on Python's path."""
+    for node in ast.walk(ast.parse(job.read_text(), str(job))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for name in (name.split(".")[0] for name in names):
+            if (job.parent / f"{name}.py").is_file() or (job.parent / name / "__init__.py").is_file():
+                yield name
+
+
 def _imports(path):
     """Every dotted name that could be a module of ours."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -68,6 +78,10 @@ def bundle(job):
     text = _read(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line that begins with sys.path.insert(0, ...")
+    for name in _beside(job):
+        raise UserError(
+            f"{job.name} imports {name} from beside it: put that into common, datasets or the job, to go along with it"
+        )
     places = modules_of(job)
     sources = {place: _read(ROOT / place) for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())

@@ -156,8 +156,10 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
 
 def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("print('mine')\n")
+    (tmp_path / "with_settings.py").write_text("import mine\n" + (ROOT / "jobs" / "train.py").read_text())
     for words, message in (
         ([str(tmp_path / "mine.py")], "is no job: it lacks the line"),
+        ([str(tmp_path / "with_settings.py")], "with_settings.py imports mine from beside it"),
         ([str(tmp_path / "none.py")], "none.py: No such file or directory"),
         ([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "mine.py")], "exists and is no bundle"),
     ):

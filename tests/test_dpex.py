@@ -337,7 +337,9 @@ process = raylink.porter("local")._process
 assert process.poll() is None
 del made, keeper
 gc.collect()
-assert process.poll() is not None and raylink.porter("local")._process.pid != process.pid
+assert process.poll() is not None
+again = DpexDataLoader(Squares(), True, "local", num_workers=1)
+assert len(list(again)) == 23 and raylink.porter("local")._process.pid != process.pid
 """
 
 

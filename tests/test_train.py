@@ -173,7 +173,7 @@ def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
 
 
 def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp_path):
-    options = [*TINY, "--batch_size", 8, "--max_steps", 22]
+    options = [*TINY, "--batch_size", 8, "--max_steps", 22, "--enable_gpu", "false"]
     done = run_job("train", tmp_path, *options, "--profile", "true")
     said = [line.split("profile: ", 1)[1] for line in done.stdout.splitlines() if line.startswith("profile: ")]
     assert re.fullmatch(r"\d+% waiting for data, \d+% host, 0% device", said[1])
@@ -189,6 +189,12 @@ def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp
     run_job("train", tmp_path / "plain", *options)
     assert_same_bits(final_state(tmp_path), final_state(tmp_path / "plain"))
     assert not (tmp_path / "plain" / "out" / "trace.json.gz").exists()
+
+
+def test_a_profile_of_a_run_that_is_too_short_says_so(tmp_path):
+    """And the process ends well: a recorder that is still at work would take it down."""
+    done = run_job("train", tmp_path, *TINY, "--batch_size", 8, "--max_steps", 15, "--profile", "true", env={"NOT": "FORKED"})
+    assert "profile: the run ended after 15 steps, and a profile takes 20" in done.stdout and "done: " in done.stdout
 
 
 def test_max_hours_saves_and_exits_0(finished, tmp_path):
