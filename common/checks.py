@@ -16,7 +16,7 @@ from common.download import MIB
 from common.findings import bad, count, doubtful, duration, good, size
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
-GPU_IDLE_MIB, GPU_IDLE_PERCENT = 1024, 20
+GPU_IDLE_MIB = 1024  # a rank that has just started takes half of it
 NCCL_SHM = 32 * MIB  # of /dev/shm that NCCL may take for each rank
 PREFETCHED = 2  # batches that torch's loader keeps ready for each of its processes
 LEFT_OUT = 0.1  # share of the samples that may fill no batch
@@ -49,10 +49,10 @@ def check_gpus(enable_gpu, here, in_use):
     if here.local_world_size > gpus:
         return bad("gpus", f"{here.local_world_size} ranks on a node with {count(gpus, 'GPU')}", "lower --nproc_per_node")
     busy = [f"GPU {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
-            if used > GPU_IDLE_MIB or percent > GPU_IDLE_PERCENT]  # fmt: skip
+            if used > GPU_IDLE_MIB]  # fmt: skip
     if busy:
         return doubtful("gpus", "; ".join(busy), "end the other program (nvidia-smi shows it), or ask for another node")
-    return good("gpus", f"{gpus} of {torch.cuda.get_device_name()}, idle")
+    return good("gpus", f"torch sees {gpus}" + (", nobody else uses them" if in_use else ""))
 
 
 def cards():
@@ -117,7 +117,7 @@ def _means(wanted, name, variable):
 
 
 def check_clock(ahead, other):
-    """`ahead`: seconds by which this node's clock is before that of `other`."""
+    """`ahead`: by how many seconds this node's clock is ahead of that of `other`."""
     found = f"{abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} {other}"
     do = "set this node's clock (chrony, ntp), or ask for another node"
     if abs(ahead) > CLOCK_BAD:
@@ -128,30 +128,33 @@ def check_clock(ahead, other):
 
 
 def shared_memory(args, here):
-    """(bytes that the ranks of this node need in /dev/shm, for what)"""
+    """What the ranks of this node need in /dev/shm: (bytes for batches, of whom, bytes that NCCL may want beside them)"""
     ranks, gpus = here.local_world_size, args.enable_gpu is not False and torch.cuda.is_available()
-    need, users = (ranks * NCCL_SHM, [f"NCCL of {ranks} ranks"]) if gpus and ranks > 1 else (0, [])
+    nccl = ranks * NCCL_SHM if gpus and ranks > 1 else 0
     workers = devices.loader_workers(args)
     elsewhere = getattr(args, "data_backend", "").startswith(("dali", "dpex")) or args.job in ("train_dali", "train_dpex")
-    if workers and not elsewhere:
-        side = getattr(args, "image_size", None) or getattr(args, "crop", None)
-        if side is None:
-            side = (48 if args.custom_data else 224) if hasattr(args, "crop") else 32
-        samples = -(-args.total_batch // here.world_size) if getattr(args, "total_batch", None) else args.batch_size
-        pictures = 2 * samples if hasattr(args, "crop") else samples  # pairs
-        need += ranks * (PREFETCHED * workers + 1) * pictures * 3 * side * side
-        users.append(f"{count(ranks * workers, 'loader process', 'loader processes')} with batches of {samples}")
-    return need, " and ".join(users)
+    if not workers or elsewhere:
+        return 0, "", nccl
+    side = getattr(args, "image_size", None) or getattr(args, "crop", None)
+    if side is None:
+        side = (48 if args.custom_data else 224) if hasattr(args, "crop") else 32
+    samples = -(-args.total_batch // here.world_size) if getattr(args, "total_batch", None) else args.batch_size
+    pictures = 2 * samples if hasattr(args, "crop") else samples  # pairs
+    users = f"{count(ranks * workers, 'loader process', 'loader processes')} with batches of {samples}"
+    return ranks * (PREFETCHED * workers + 1) * pictures * 3 * side * side, users, nccl
 
 
-def check_shm(need, users, folder="/dev/shm"):
-    if not need:
+def check_shm(need, users, nccl, folder="/dev/shm"):
+    if not need and not nccl:
         return good("shm", "no loader process needs any")
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    found = f"{folder} has {size(free)} free" + (f", {users} need {size(need)}" if need else "")
+    do = "start the container with more (--shm-size, a memory volume at /dev/shm)"
     if need > free:
-        found = f"{folder} has {size(free)} free, {users} need {size(need)}: they would die of it, or hang"
-        return bad("shm", found, "start the container with more (--shm-size, a memory volume at /dev/shm), or lower --workers")
-    return good("shm", f"{folder} has {size(free)} free, {users} need {size(need)}")
+        return bad("shm", f"{found}: they would die of it, or hang", f"{do}, or lower --workers")
+    if need + nccl > free:
+        return doubtful("shm", f"{found}, NCCL may want {size(nccl)}", do)
+    return good("shm", found)
 
 
 # --- The job itself -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python -m launch doctor jobs/train_ddp.py -- --data_url ...      or --doctor true behind the job's own arguments
 
 Each node looks at itself (checks.py). Then the nodes meet as they would for the training, only that nobody waits long; the
-ranks begin the job, load its data, take a few steps whose result is thrown away, and end. The output folder stays as it is.
+ranks begin the job, load its data, take a few steps whose result is thrown away, and end. Nothing of a run is written.
 """
 
 import datetime

@@ -4,7 +4,7 @@
 
 Behind -- stand the job's own options. On several nodes start it on each, as the job itself; node 0 prints the table for all of
 them, and waits --doctor_seconds, an option of the job, for those that do not come. The job takes a few steps, whose result is
-thrown away; the output folder stays as it is. Exit code 0 when nothing is bad, else 1.
+thrown away; nothing of a run is written. Exit code 0 when nothing is bad, else 1.
 
 A platform whose console takes only a job does the same with --doctor true among the job's options.
 """

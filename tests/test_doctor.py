@@ -4,6 +4,7 @@ import http.server
 import os
 import re
 import shlex
+import shutil
 import socketserver
 import subprocess
 import sys
@@ -303,7 +304,6 @@ def test_gpus_that_are_missing_or_busy(monkeypatch):
     assert checks.check_gpus(None, here(env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), []).severity == BAD
     assert checks.check_gpus(False, here(env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), []).severity == GOOD
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     text = "0, GPU-aa, 4, 0\n1, GPU-bb, 70000, 99\n2, GPU-cc, 5, [N/A]\n"
     assert checks.parse_cards(text, None) == [(0, 4, 0), (1, 70000, 99), (2, 5, 0)]
     assert checks.parse_cards(text, "0,GPU-cc") == [(0, 4, 0), (2, 5, 0)]
@@ -334,6 +334,17 @@ def test_the_interface(env, severity, words):
 def test_a_batch_script_of_slurm_that_forgot_srun():
     found = checks.check_place(here(env={"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}))
     assert found.severity == DOUBTFUL and "start the job with srun" in found.do
+
+
+def test_shared_memory_for_nccl(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    assert (
+        checks.check_shm(0, "", 1, tmp_path).severity
+        == checks.check_shm(1, "a loader", free - 2**30, tmp_path).severity
+        == GOOD
+    )
+    assert checks.check_shm(1, "a loader", 2 * free, tmp_path).severity == DOUBTFUL
+    assert checks.check_shm(1, "a loader", 1, tmp_path / "none").severity == BAD
 
 
 def test_the_nearest_end():
