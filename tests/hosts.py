@@ -45,6 +45,9 @@ class Hosts:
         self.processes = []
         ip("link", "add", self.bridge, "type", "bridge")
         if outside:
+            left = subprocess.run(["ip", "-o", "addr", "show", "to", OUTSIDE], check=True, capture_output=True, text=True)
+            for line in left.stdout.splitlines():  # by a test that was killed: answers would go to its bridge
+                ip("link", "del", line.split()[1])
             ip("addr", "add", f"{OUTSIDE}/24", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
         for number, name in enumerate(self.names):
