@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from common import channel, devices, network, pulse, watch, world
+from common import channel, devices, malloc, network, pulse, watch, world
 from common.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 
@@ -123,6 +123,7 @@ class Parent:
             "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: here.platform,
             "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
             **network.interfaces(self._own_address()),
+            **malloc.tuned(os.environ),
         }  # fmt: skip
         shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(self._threads()))
         environments = {}

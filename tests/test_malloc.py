@@ -1,0 +1,81 @@
+"""The memory settings: glibc takes them, they spare the kernel work, whoever starts workers sets them, and the user's stand."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from common import malloc
+from tests.jobs import ROOT, environment
+
+FAULTS = """
+import resource
+for _ in range(20):
+    memory = bytearray(2**26)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+def linker():
+    return shutil.which("/lib64/ld-linux-x86-64.so.2")
+
+
+glibc = pytest.mark.skipif(linker() is None, reason="needs glibc's loader, /lib64/ld-linux-x86-64.so.2 (Linux on x86-64)")
+
+
+@glibc
+def test_glibc_takes_every_setting():
+    env = environment(GLIBC_TUNABLES=malloc.text())
+    lines = subprocess.run([linker(), "--list-tunables"], env=env, capture_output=True, text=True, check=True).stdout
+    taken = {line.split(":")[0]: int(line.split()[1], 0) for line in lines.splitlines() if line.startswith("glibc.malloc")}
+    assert {name: taken[name] for name in malloc.SETTINGS} == malloc.SETTINGS
+
+
+@glibc
+def test_memory_that_was_freed_is_used_again_without_the_kernel():
+    plain, tuned = (
+        int(subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True).stdout)
+        for env in (environment(), environment(GLIBC_TUNABLES=malloc.text()))
+    )
+    assert tuned < plain / 5
+
+
+def test_by_hand_it_is_what_launch_local_sets():
+    done = subprocess.run([sys.executable, "-m", "common.malloc"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert malloc.tuned({}) == {"GLIBC_TUNABLES": done.stdout.strip()}
+
+
+def test_what_the_user_has_set_stands():
+    assert malloc.tuned({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == {}
+
+
+def test_not_where_a_gpu_computes(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert malloc.tuned({}) == {}
+
+
+JOB = """
+import os, sys
+sys.path.insert(0, {root!r})
+from common import arguments, group, pulse
+parser = arguments.parser("A job.")
+group.add_options(parser)
+args = arguments.parse(parser)
+print("started with", os.environ.get("GLIBC_TUNABLES"), flush=True)
+group.start_workers(args)
+print("worker has", os.environ.get("GLIBC_TUNABLES"), flush=True)
+pulse.of_this_process().set("done", 0)
+"""
+
+
+def test_launch_local_and_the_parent_of_a_node_set_it_for_those_they_start(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text(JOB.format(root=str(ROOT)))
+    words = [sys.executable, "-m", "launch", "local", "--procs", "2", str(job)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.count(f"worker has {malloc.text()}") == 2 and f"started with {malloc.text()}" in done.stdout
+    alone = subprocess.run(
+        [sys.executable, str(job)], env=environment(NPROC_PER_NODE="2"), capture_output=True, text=True, check=True
+    )
+    assert "started with None" in alone.stdout and alone.stdout.count(f"worker has {malloc.text()}") == 2
