@@ -99,14 +99,31 @@ def add_label_smoothing(group):
     )
 
 
+def bare_parser(doc, data):
+    """What a program needs that trains in its own way: its device and seed, data and output, what platforms append."""
+    parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
+    _device_options(parser.add_argument_group("training"))
+    _data_options(parser.add_argument_group("data"), data)
+    parser.add_argument_group("output and restart").add_argument(
+        "--output_dir",
+        "--train_url",
+        help="folder or bucket (s3://, obs://, oss://) for what the job leaves; unset: output_dir/JOB",
+    )
+    _distributed_options(parser.add_argument_group("distributed (the platform sets these; you need not)"))
+    parser.add_argument_group("short runs, to try things out").add_argument(
+        "--max_samples", type=number(int, at_least=1), help="use only the first so many training and test images"
+    )
+    parser.set_defaults(doctor=False)
+    return parser
+
+
 def general_parser(doc, data, workers):
     """The options of every job; `data` says what --data_url has to hold. A job sets its own defaults with set_defaults."""
-    parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
-    _training_options(parser.add_argument_group("training"))
-    _data_options(parser.add_argument_group("data"), data, workers)
-    _output_options(parser.add_argument_group("output and restart"))
-    _distributed_options(parser.add_argument_group("distributed (the platform sets these; you need not)"))
-    _short_run_options(parser.add_argument_group("short runs, to try things out"))
+    parser = bare_parser(doc, data)
+    _training_options(group(parser, "training"))
+    _loader_options(group(parser, "data"), workers)
+    _restart_options(group(parser, "output"))
+    _short_run_options(group(parser, "short runs"))
     return parser
 
 
@@ -115,18 +132,21 @@ def group(parser, title):
     return next(group for group in parser._action_groups if group.title.startswith(title))
 
 
-def _training_options(group):
+def _device_options(group):
     group.add_argument("--enable_gpu", type=boolean, help="true: GPU or stop; false: CPU; unset: the GPU if there is one")
-    group.add_argument("--epochs", type=number(int, at_least=1), default=30, help="passes over the training images")
-    group.add_argument("--batch_size", type=number(int, at_least=1), default=128, help="samples a step, per device")
-    group.add_argument("--lr", type=number(float, above=0), default=0.1, help="learning rate (its peak, with one_cycle)")
-    group.add_argument("--weight_decay", type=number(float, at_least=0), default=5e-4, help="pull of the weights towards zero")
     group.add_argument(
         "--seed", type=number(int, at_least=0, below=2**31), default=0, help="of weights, order and augmentation"
     )
 
 
-def _data_options(group, data, workers):
+def _training_options(group):
+    group.add_argument("--epochs", type=number(int, at_least=1), default=30, help="passes over the training images")
+    group.add_argument("--batch_size", type=number(int, at_least=1), default=128, help="samples a step, per device")
+    group.add_argument("--lr", type=number(float, above=0), default=0.1, help="learning rate (its peak, with one_cycle)")
+    group.add_argument("--weight_decay", type=number(float, at_least=0), default=5e-4, help="pull of the weights towards zero")
+
+
+def _data_options(group, data):
     group.add_argument(
         "--custom_data",
         type=boolean,
@@ -134,6 +154,9 @@ def _data_options(group, data, workers):
         help="train on synthetic images instead; its accuracy means nothing",
     )
     group.add_argument("--data_url", help=data)
+
+
+def _loader_options(group, workers):
     group.add_argument(
         "--workers",
         type=number(int, at_least=0, below=257),
@@ -142,12 +165,7 @@ def _data_options(group, data, workers):
     )
 
 
-def _output_options(group):
-    group.add_argument(
-        "--output_dir",
-        "--train_url",
-        help="folder or bucket (s3://, obs://, oss://) for checkpoints, metrics and curves; unset: output_dir/JOB",
-    )
+def _restart_options(group):
     group.add_argument(
         "--resume",
         default="auto",
@@ -185,9 +203,6 @@ def _distributed_options(group):
 
 
 def _short_run_options(group):
-    group.add_argument(
-        "--max_samples", type=number(int, at_least=1), help="use only the first so many training and test images"
-    )
     group.add_argument(
         "--max_steps", type=number(int, at_least=1), help="stop after so many steps of the run, then evaluate and save"
     )

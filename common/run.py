@@ -24,7 +24,7 @@ import torch
 
 from common import checkpoint, group, opening, phases, pulse, restart, seeds, world
 from common.display import Display
-from common.errors import STOP_SIGNALS, TrainingFailed, UserError
+from common.errors import STOP_SIGNALS, TrainingFailed
 from common.ledger import Ledger
 from common.losses import Losses
 from common.saver import Saver
@@ -46,12 +46,8 @@ class Run:
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank, self.world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
         self.grouped = grouped
-        here = world.here(args)
-        if not grouped and (here.num_nodes > 1 or (here.level == "process" and here.world_size > 1)):
-            raise UserError(
-                f"{here.num_nodes} nodes with {here.world_size} processes in all were started ({here.platform}: {here.rule}), "
-                f"but {args.job}.py trains on one device: start train_ddp.py instead"
-            )
+        if not grouped:
+            world.require_one_device(args)
         self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0)
         self.say = self._display.say
         self._pulse = pulse.of_this_process()

@@ -50,6 +50,16 @@ def here(args):
     return resolve(args, os.environ, gpus, socket.gethostname())
 
 
+def require_one_device(args):
+    """In a job of one process: refuse to be one of several that train the same thing side by side."""
+    place = here(args)
+    if place.num_nodes > 1 or (place.level == "process" and place.world_size > 1):
+        raise UserError(
+            f"{place.num_nodes} nodes with {place.world_size} processes in all were started ({place.platform}: {place.rule}), "
+            f"but {args.job}.py trains on one device: start train_ddp.py instead"
+        )
+
+
 def resolve(args, environ, gpus, hostname):
     """`args` has init_method, rank, world_size, local_rank and, where the job has it, nproc_per_node."""
     given = platforms.Given(args, environ, gpus, hostname)

@@ -1,0 +1,157 @@
+"""The speedrun: its optimizer and pictures do what they say, every picture comes once a pass, and the job keeps its rules."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from jobs import speedrun
+from tests.jobs import ROOT, environment
+
+IMAGES = (
+    torch.arange(6 * 3 * 32 * 32)
+    .remainder(251)
+    .to(torch.uint8)
+    .view(6, 3, 32, 32)
+    .contiguous(memory_format=torch.channels_last)
+)
+IDS = torch.tensor([4, 0, 5])
+
+
+def raw(images):
+    """What was normalised, as pixels again."""
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1) * 255 for value in (speedrun.cifar10.MEAN, speedrun.cifar10.STD))
+    return images * std + mean
+
+
+# --- Pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_those_that_were_asked_for_mirrored_where_asked(monkeypatch):
+    monkeypatch.setattr(speedrun, "SHIFT", 0)
+    found = raw(speedrun.pictures(IMAGES, IDS, torch.tensor([False, True, False]), 32))
+    wanted = IMAGES[IDS].float()
+    wanted[1] = wanted[1].flip(-1)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
+
+
+def test_a_moved_picture_is_a_crop_of_the_one_that_is_reflected_at_its_edges():
+    torch.manual_seed(1)
+    found = raw(speedrun.pictures(IMAGES, torch.zeros(200, dtype=torch.int64), torch.zeros(200, dtype=torch.bool), 32))
+    padded = torch.nn.functional.pad(IMAGES[:1].float(), (2,) * 4, mode="reflect")
+    crops = padded.unfold(2, 32, 1).unfold(3, 32, 1).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+    nearest = (found[:, None] - crops[None]).abs().amax(dim=(2, 3, 4)).min(dim=1)
+    assert nearest.values.max() < 1e-3
+    assert set(nearest.indices.tolist()) == set(range(25))
+
+
+def test_a_smaller_picture_has_the_same_mean(monkeypatch):
+    monkeypatch.setattr(speedrun, "SHIFT", 0)
+    big, small = (speedrun.pictures(IMAGES, IDS, torch.zeros(3, dtype=torch.bool), size) for size in (32, 16))
+    assert small.shape == (3, 3, 16, 16)
+    torch.testing.assert_close(small.mean(dim=(2, 3)), big.mean(dim=(2, 3)), atol=0.05, rtol=0)
+
+
+def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(monkeypatch):
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (5, {16: 1, 32: 1}))
+    images = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8)
+    seen, pictures = [], speedrun.pictures
+    monkeypatch.setattr(speedrun, "pictures", lambda *given: (seen.append(given[1:]), pictures(*given))[1])
+    arguments = type("Arguments", (), {"net": "small", "target": 0.8})
+    speedrun.run(arguments, torch.device("cpu"), images, torch.randint(10, (60,)), seed=0)
+    assert [size for _, _, size in seen] == [16] * 12 + [32] * 12
+    ids, mirrored = (torch.cat([step[place] for step in seen]).view(2, 60) for place in (0, 1))
+    order = ids.argsort(dim=1)
+    assert ids.gather(1, order).tolist() == [list(range(60))] * 2
+    first, second = mirrored.gather(1, order)
+    assert torch.equal(first, ~second) and 0 < first.sum() < 60
+
+
+# --- The optimizer and the networks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 27), (2, 64, 576), (1, 40, 40)])
+def test_the_singular_values_of_what_is_made_orthogonal_are_about_one(shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    found = speedrun.orthogonal(matrices).float()
+    assert found.shape == matrices.shape
+    values = torch.linalg.svdvals(found)
+    assert values.max() < 1.3
+    if shape[1] != shape[2]:  # a square one has values near zero, which three steps do not lift
+        assert values.min() > 0.5
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(found.flatten(), (left @ right).flatten(), dim=0) > 0.9
+
+
+def test_muon_keeps_the_length_of_the_filters_and_lowers_the_loss():
+    torch.manual_seed(0)
+    filters = torch.nn.Parameter(torch.randn(8, 3, 3, 3))
+    wanted = torch.randn(8, 3, 3, 3)
+    muon, losses = speedrun.Muon([filters], momentum=0.6), []
+    for _ in range(30):
+        loss = -(filters / filters.norm() * wanted).sum()
+        losses.append(loss.item())
+        (filters.grad,) = torch.autograd.grad(loss, filters)
+        muon.step(0.1)
+    assert losses[-1] < losses[0] - 5
+    assert 0.7 < filters.norm() / 8**0.5 < 1.4
+
+
+def test_the_small_network_begins_with_independent_patches():
+    torch.manual_seed(0)
+    images = torch.randint(256, (500, 3, 8, 8)).float().cumsum(-1).cumsum(-2).remainder(256).to(torch.uint8)
+    model = speedrun.Small(images)
+    first = model[0](speedrun.normalised(images)) - model[0].bias.view(1, -1, 1, 1)
+    answers = first[:, :12].transpose(0, 1).flatten(1)
+    moments = answers @ answers.T / answers.shape[1]
+    assert (moments - torch.diag(moments.diagonal())).abs().max() < 0.05
+    torch.testing.assert_close(first[:, 12:], -first[:, :12], atol=1e-4, rtol=1e-4)
+
+
+# --- The job -----------------------------------------------------------------------------------------------------------
+
+
+def main(monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", ["speedrun.py", "--custom_data=true", "--net=small", *options])
+    speedrun.main()
+
+
+def test_it_learns_synthetic_images_and_keeps_its_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (25, {16: 2, 32: 1}))
+    main(monkeypatch, f"--output_dir={tmp_path}", "--runs=2", "--max_samples=500")
+    rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [0, 1]
+    assert all(row["accuracy"] > 0.5 and row["seconds"] > 0 for row in rows), rows
+    mean, said = (rows[0]["accuracy"] + rows[1]["accuracy"]) / 2, capsys.readouterr().out
+    assert f"accuracy: {mean:.2%} in the mean of 2" in said
+    assert f"80% {'reached' if mean >= 0.8 else 'missed'}" in said
+
+
+def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(speedrun, "run", lambda args, device, images, labels, seed: kept.update(images=images))
+    monkeypatch.setattr(speedrun, "accuracy", lambda model, images, labels: kept.update(tested=images) or 0.0)
+    monkeypatch.setattr(speedrun, "HELD_OUT", 100)
+    main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}")
+    trained, tested = ({picture.numpy().tobytes() for picture in kept[name]} for name in ("images", "tested"))
+    assert len(kept["images"]) == 4900 and len(kept["tested"]) == 100 and not trained & tested
+
+
+def test_the_same_seed_gives_the_same_network(monkeypatch):
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, {32: 1}))
+    images, labels = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,))
+    arguments = type("Arguments", (), {"net": "small", "target": 0.8})
+    one, same, other = (speedrun.run(arguments, torch.device("cpu"), images, labels, seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["0.bias"], other["0.bias"])
+
+
+def test_several_processes_are_refused(tmp_path):
+    words = [sys.executable, str(ROOT / "jobs" / "speedrun.py"), "--custom_data", "true", "--rank", "0", "--world_size", "2"]
+    done = subprocess.run(
+        [*words, "--init_method", "tcp://127.0.0.1:1"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "speedrun.py trains on one device: start train_ddp.py instead" in done.stderr
