@@ -10,7 +10,7 @@ $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 
 .PHONY: run test lint chaos bench
 run: $(VENV)/ready
-	GLIBC_TUNABLES=$$($(BIN)/python -m common.malloc) $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run --resume never --overwrite true
+	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run --resume never --overwrite true
 
 test: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -113,7 +113,6 @@ def bare_parser(doc, data):
     parser.add_argument_group("short runs, to try things out").add_argument(
         "--max_samples", type=number(int, at_least=1), help="use only the first so many training and test images"
     )
-    parser.set_defaults(doctor=False)
     return parser
 
 

@@ -92,7 +92,7 @@ def our_loader(images, labels, batch_size):
     return cifar10.loader(data, EpochSampler(len(data), batch_size, seed=0), CPU, augment=True)
 
 
-def training_step(loader, channels_last=True, fused=True, looks_at_loss=False):
+def training_step(loader, channels_last=True, fused=True, looks_at_loss=False, half=False):
     """A call that trains on the next batch, in our form or in another."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model, loss_fn = resnet18().to(memory_format=layout), nn.CrossEntropyLoss()
@@ -101,7 +101,8 @@ def training_step(loader, channels_last=True, fused=True, looks_at_loss=False):
 
     def step():
         images, labels = next(batches)
-        loss = loss_fn(model(images), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = loss_fn(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -162,9 +163,8 @@ STEPS = """
 import statistics, sys, torch
 from tests.benchmarks import base
 torch.set_num_threads(1)
-step = base.training_step(base.our_loader(*base.synthetic.cifar_like(512, "train"), 128))
-with torch.autocast("cpu", torch.bfloat16, enabled="{dtype}" == "bfloat16"):
-    print(statistics.median(base.interleaved({{"steps": step}}, rounds=4, seconds=1)["steps"]))
+step = base.training_step(base.our_loader(*base.synthetic.cifar_like(512, "train"), 128), half="{dtype}" == "bfloat16")
+print(statistics.median(base.interleaved({{"steps": step}}, rounds=4, seconds=1)["steps"]))
 """
 
 

@@ -4,6 +4,7 @@
 
 In every round each network of speedrun.py is trained once as a whole job, with another seed, and the sample's recipe (Adam 0.01, 128
 images a step, float32, no augmentation) goes on for its share of the seconds that ResNet-18 took: at the end it has had as many as one run.
+Ours are started with the memory settings of common/malloc.py, the sample's recipe as users start it: without.
 """
 
 import argparse
