@@ -164,7 +164,7 @@ import statistics, sys, torch
 from tests.benchmarks import base
 torch.set_num_threads(1)
 step = base.training_step(base.our_loader(*base.synthetic.cifar_like(512, "train"), 128), half="{dtype}" == "bfloat16")
-print(statistics.median(base.interleaved({{"steps": step}}, rounds=4, seconds=1)["steps"]))
+print(statistics.median(base.interleaved({{"steps": step}}, rounds=2, seconds=1)["steps"]))
 """
 
 
