@@ -69,6 +69,7 @@ def draw(rows, path, caption):
         axes.plot([row["low"], row["high"]], [place, place], color="#333333", linewidth=1)
         axes.text(max(row["high"], 1) * 1.03, place, f"{row['ratio']:.2f}", va="center", fontsize=7)
     axes.set_yticks(range(len(rows)), [f"{row['what']}, beside {row['peer']}" for row in rows], fontsize=7)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.set_xscale("log")
     ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20) if 0.4 < tick <= 1.3 * max(row["high"] for row in rows)]
     axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks], fontsize=7)
