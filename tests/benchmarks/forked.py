@@ -1,6 +1,7 @@
 """Loaders measured one process each: CPU time and time on the clock for an image, forms taking turns, ratios pair by pair."""
 
 import os
+import shlex
 import statistics
 import time
 import traceback
@@ -58,7 +59,7 @@ def table(found, what, claims, data="", sizes=None):
         if form in found and peer in found:
             place = ["CPU", "clock"].index(by)
             ratios = [theirs[place] / mine[place] for mine, theirs in zip(found[form], found[peer])]
-            rows.keep(f"{what}: {form}", peer, ratios, f"{data}--forms '{form}' '{peer}'")
+            rows.keep(f"{what}: {form}", peer, ratios, f"{data}--forms {shlex.join([form, peer])}")
     base = next(iter(found.values()))
     lines = [
         f"| {what} | images/s of CPU time | CPU ms an image | against the first, CPU | on the clock |"
