@@ -179,7 +179,7 @@ def pictures(images, ids, mirrored, size):
     rows, columns = along + shifts[0], torch.where(mirrored[:, None], last - along, along) + shifts[1]
     rows, columns = (last - (last - places.abs()).abs() for places in (rows, columns))  # beyond the edge: what lies before it
     found = images.permute(0, 2, 3, 1)[ids[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).float()
-    if size <= last:
+    if size < images.shape[-1]:
         found = functional.interpolate(found, size=size, mode="bilinear", antialias=True)
     return normalised(found)
 

@@ -183,6 +183,23 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
     assert not torch.equal(one["0.bias"], other["0.bias"])
 
 
+@pytest.mark.usefixtures("reachable")
+def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch):
+    there = []
+
+    def run(args, device, images, labels, seed):
+        there.append(
+            [item["Key"] for item in store.client().list_objects_v2(Bucket="data", Prefix="speed/").get("Contents", [])]
+        )
+
+    monkeypatch.setattr(speedrun, "run", run)
+    monkeypatch.setattr(speedrun, "accuracy", lambda model, images, labels: 0.5)
+    main(monkeypatch, "--output_dir=s3://data/speed", "--runs=2")
+    assert there == [[], ["speed/runs.jsonl"]]
+    lines = store.client().get_object(Bucket="data", Key="speed/runs.jsonl")["Body"].read().splitlines()
+    assert [json.loads(line)["seed"] for line in lines] == [0, 1]
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
