@@ -50,7 +50,7 @@ def test_memory_that_was_freed_is_used_again_without_the_kernel():
         int(subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True).stdout)
         for env in (environment(), environment(GLIBC_TUNABLES=malloc.text()))
     )
-    assert tuned < plain / 20
+    assert tuned < min(100, plain / 20)  # without the threshold or the trimming it is more than 1,000
 
 
 def test_by_hand_it_is_what_launch_local_sets(on_a_cpu):
