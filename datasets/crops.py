@@ -19,7 +19,7 @@ def random_windows(ids, widths, heights, seed, epoch, area=AREA):
     missing = np.arange(len(ids))
     for attempt in range(ATTEMPTS):
         wide, high = widths[missing], heights[missing]
-        draws = [uniform(ids[missing], seed, epoch, 4 * attempt + number) for number in range(4)]
+        draws = uniform(ids[missing], seed, epoch, range(4 * attempt, 4 * attempt + 4))
         pixels = wide * high * (area[0] + draws[0] * (area[1] - area[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
         width, height = np.rint(np.sqrt(pixels * ratio)).astype(np.int64), np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
@@ -29,7 +29,7 @@ def random_windows(ids, widths, heights, seed, epoch, area=AREA):
         missing = missing[~fits]
         if not len(missing):  # most fit at once, and each attempt costs a batch as much as decoding a picture
             break
-    return windows, uniform(ids, seed, epoch, 4 * ATTEMPTS) < 0.5
+    return windows, uniform(ids, seed, epoch, [4 * ATTEMPTS])[0] < 0.5
 
 
 def scaled(window, whole, stored):
@@ -54,12 +54,12 @@ def _largest_in_the_middle(widths, heights):
     return np.stack([(heights - height) // 2, (widths - width) // 2, height, width], axis=1)
 
 
-def uniform(ids, seed, epoch, draw):
-    """Numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
-    counter = np.asarray(ids).astype(np.uint64)
-    for word in (seed, epoch, draw):
-        counter = _mix(counter ^ _mix(np.uint64((int(word) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)))
-    return (counter >> np.uint64(11)) / float(1 << 53)
+def uniform(ids, seed, epoch, draws):
+    """A row for each of the draws, of numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
+    words = np.array([seed, epoch, *draws], dtype=object) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019
+    seed, epoch, *draws = _mix((words % 2**64).astype(np.uint64))[:, None]
+    counter = _mix(_mix(np.asarray(ids).astype(np.uint64) ^ seed) ^ epoch)
+    return (_mix(counter ^ np.array(draws)) >> np.uint64(11)) / float(1 << 53)
 
 
 def _mix(bits):

@@ -85,7 +85,7 @@ class Pairs:
         sizes = np.maximum(np.rint(np.stack([heights, widths], axis=1) * scale[:, None]).astype(np.int64), crop)
         if not self.train:
             return sizes, (sizes - crop) // 2, np.zeros((len(ids), 2), bool)
-        draws = np.stack([uniform(ids, self.seed, epoch, draw) for draw in range(4)], axis=1)
+        draws = uniform(ids, self.seed, epoch, range(4)).T
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
     def _pair(self, number, epoch):
