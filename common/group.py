@@ -1,4 +1,4 @@
-"""Who is with me: what a job with several processes does besides training. Used by the marked blocks of the DDP jobs.
+"""Who is with me: what a job with several processes does besides training. Used by every job that runs on several.
 
 group.add_options(parser)
 group.start_workers(args)       # below this line there are world_size equal processes
@@ -101,6 +101,11 @@ def join(args, device):
         examination.joined(device)
 
 
+def finished():
+    """This rank has done what it had to do, and no Run says so: its parent would take the end of the process for a failure."""
+    pulse.of_this_process().set("done", 0)
+
+
 def store():
     """(the keys and values that all ranks share, rank, world size); the keys are None where there is one process."""
     if not distributed.is_available() or not distributed.is_initialized():
@@ -110,7 +115,8 @@ def store():
 
 def _die_with_the_parent():
     """An orphan would train on into the folder of the next start, and hold its GPU and its port."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(os.environ[pulse.PARENT]):  # it was gone before we asked
         os._exit(1)
     faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[pulse.FILES]}.stack", "w"))  # noqa: SIM115

@@ -255,6 +255,7 @@ class Run:
             self.say(line)
             self._attempt.done()
             self._display.close()
+            self._show("done")
             sys.exit(0)
 
     def _samples_left(self):

@@ -145,7 +145,8 @@ def options():
                           "better accuracy")  # fmt: skip
 
     short = arguments.group(parser, "short runs")
-    short.add_argument("--evaluate", type=boolean, default=False, help="evaluate --weights or the checkpoint of --resume, only")
+    short.add_argument("--evaluate", type=boolean, default=False, help="only evaluate: --weights, the checkpoint of "
+                       "--resume, or the newest in the output folder; what is found is in evaluation.json there")  # fmt: skip
     short.add_argument("--training_only", type=boolean, default=False, help="no evaluation")
     short.add_argument("--prof", type=number(int, at_least=1), help="warm up for 10 steps, measure so many: images a second, "
                        "and where the time went; saves nothing")  # fmt: skip
@@ -224,6 +225,7 @@ def evaluate_alone(args, network, loader, autocast):
         print(" ".join(f"{name}={value:.4f}" for name, value in {**metrics, **latency}.items()), f"of {row['weights']}")
         os.makedirs(args.output_dir, exist_ok=True)
         checkpoint.write_atomically(os.path.join(args.output_dir, "evaluation.json"), json.dumps(row).encode())
+    group.finished()
 
 
 @torch.no_grad()

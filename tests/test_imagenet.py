@@ -114,7 +114,7 @@ def test_evaluation_alone_gives_the_numbers_of_the_training(trained, photographs
     assert f"accuracy={row['accuracy']:.4f}" in done.stdout
     weights = trained[0] / "out" / "epoch_3.pth"
     (tmp_path / "other").mkdir()
-    run_job("train_imagenet", tmp_path / "other", *options, "--weights", weights)
+    run_job("train_imagenet", tmp_path / "other", *options, "--weights", weights, "--nproc_per_node", 2)
     again = json.loads((tmp_path / "other" / "out" / "evaluation.json").read_text())
     assert again["accuracy"] == row["accuracy"] and again["loss"] == pytest.approx(
         row["loss"], rel=1e-6
@@ -134,7 +134,8 @@ def test_weights_for_other_classes_are_taken_but_for_the_last_layer(trained, tmp
 
 
 def test_a_profile_measures_and_saves_nothing(tmp_path):
-    done = run_job("train_imagenet", tmp_path, *SMALL, "--data_backend", "syntetic", "--max_samples", 200, "--prof", 3)
+    options = [*SMALL, "--data_backend", "syntetic", "--max_samples", 400, "--prof", 3, "--nproc_per_node", 2]
+    done = run_job("train_imagenet", tmp_path, *options)
     assert re.search(
         r"Training speed was \d+\.\d images/s over 3 steps: \d+% waiting for data, 0% transfer, \d+% compute", done.stdout
     )
