@@ -150,6 +150,10 @@ def learning_rate(args, progress):
 def evaluate(model, loader, num_classes):
     """counts[true class, predicted class] over the test samples, each counted once."""
     model.eval()
+    ### DDP: on a CPU each rank has running statistics of its own; the checkpoint has rank 0's ###
+    for buffer in model.buffers():
+        torch.distributed.broadcast(buffer, 0)
+    ### end DDP ###
     counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
     for images, labels in loader:
         counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
