@@ -1,5 +1,8 @@
 """Which device this process computes on, said once in the log, and refused with a remedy where it cannot be had."""
 
+import contextlib
+import glob
+import math
 import os
 
 import torch
@@ -23,13 +26,19 @@ def choose(args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing in this process looks for one again
     if args.enable_gpu is False or not usable:
         return torch.device("cpu")
-    if here.local_rank >= torch.cuda.device_count():
+    number = 0 if shown_its_own(here) else here.local_rank
+    if number >= torch.cuda.device_count():
         raise UserError(
-            f"local rank {here.local_rank} has no GPU: this node has {torch.cuda.device_count()}; start fewer processes"
+            f"local rank {here.local_rank} has no GPU: this process sees {torch.cuda.device_count()}; start fewer processes"
         )
-    device = torch.device("cuda", here.local_rank)
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+def shown_its_own(here):
+    """Whether each process sees one GPU alone, its own: srun --gpus-per-task=1, or a wrapper of mpirun's."""
+    return torch.cuda.device_count() == 1 and here.level == "process" and here.platform in ("slurm", "openmpi")
 
 
 def half_precision(args, device):
@@ -49,8 +58,23 @@ def loader_workers(args):
 
 
 def cores():
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """That this process may use; a container may have many before its eyes and the time of few."""
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(seen, quota() or seen)
+
+
+def quota(root="/sys/fs/cgroup"):
+    """Of how many cores this container may use the time (docker --cpus, a limit of Kubernetes'), or None."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # the second two of an old kernel
+        with contextlib.suppress(OSError, ValueError):
+            microseconds, period = (int(word) for name in names for word in _words(os.path.join(root, name)))
+            return max(1, math.ceil(microseconds / period)) if microseconds > 0 else None
+    return None
+
+
+def _words(path):
+    with open(path) as file:
+        return file.read().split()
 
 
 def describe(device):
@@ -64,9 +88,14 @@ def diagnosis():
     loaded = driver()
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build; install one for CUDA"
+    remedy = "choose a GPU flavor or start the container with its GPUs"
     if loaded is None:
-        remedy = "choose a GPU flavor or start the container with its GPUs"
         return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} but no NVIDIA driver is loaded; {remedy}"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not hidden.strip("-1 "):
+        return f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides every GPU; unset it, or ask the scheduler for a GPU"
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        return f"this machine has an NVIDIA driver, {loaded}, but no GPU was given to this process; {remedy}"
     remedy = "update the driver, or install a torch built for an older CUDA"
     return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {loaded}; {remedy}"
 
