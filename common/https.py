@@ -32,9 +32,11 @@ def download(url, path, sha256=None, tell=lambda text, progress: None):
             _download(url, part, sha256 is None, tell)
             break
         except urllib.error.HTTPError as error:
-            if error.code == 416:  # the part is as long as the file or longer
+            if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{had}":
                 break
-            if error.code < 500 and error.code != 429:
+            if error.code == 416:  # the part is longer than the file: of another one, that was at this address before
+                os.unlink(part)
+            elif error.code < 500 and error.code != 429:
                 raise UserError(f"{url} answered {error.code} {one_line(error.reason)}; fetch it by hand to {path}") from None
             reason = error
         except (OSError, http.client.HTTPException) as error:

@@ -6,8 +6,10 @@ process group, and while data are copied no collective is open: who waits looks 
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
+import tempfile
 import threading
 import time
 
@@ -47,7 +49,7 @@ def once_per_node(path, work):
     """Have `work(lease)` done by one process of this node; those who came meanwhile share its end, good or bad."""
     began = time.monotonic()
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    file = _lockable(path)
     lease = Lease(file)
     try:
         said = _wait(file, path, began)
@@ -65,6 +67,20 @@ def once_per_node(path, work):
     finally:
         lease.ended()
         os.close(file)
+
+
+def _lockable(path):
+    """The file whose lock is the lease: beside the path, or, on a store that knows no locks, among this machine's own."""
+    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if _take(file):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        return file
+    except OSError:
+        os.close(file)
+        name = hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:16]
+        own = os.path.join(tempfile.gettempdir(), f"anyrank-{os.getuid()}-{name}.lock")
+        return os.open(own, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _wait(file, path, began):
@@ -128,7 +144,7 @@ class Board:
 
     def __init__(self, store, what, rank):
         self._store, self._what, self._rank = store, what, rank
-        self._ready, self._over = False, threading.Event()
+        self._over = threading.Event()
         self._beater = threading.Thread(target=self._beat, name=f"beat while waiting for {what}", daemon=True)
         self._beater.start()
 

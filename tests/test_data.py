@@ -236,7 +236,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         server.asked.append(asked)
         begin = int(asked.split("=")[1].rstrip("-")) if asked and server.ranges else 0
         if begin >= len(server.body):
-            self.send_error(416)
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(server.body)}")
+            self.end_headers()
             return
         rest = server.body[begin:]
         self.send_response(206 if begin else 200)
@@ -281,6 +283,20 @@ def test_a_later_start_fetches_only_the_rest(serve, tmp_path):
     (tmp_path / "file.part").write_bytes(BODY[:9_000_000])
     https.download(server.url, str(tmp_path / "file"), DIGEST)
     assert server.asked == ["bytes=9000000-"] and (tmp_path / "file").read_bytes() == BODY
+
+
+def test_what_was_begun_of_another_longer_file_is_not_taken_for_this_one(serve, tmp_path):
+    server = serve(BODY)
+    (tmp_path / "file.part").write_bytes(b"of another" * len(BODY))
+    https.download(server.url, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_bytes() == BODY and server.asked[1] is None
+
+
+def test_a_whole_part_needs_only_its_name(serve, tmp_path):
+    server = serve(BODY)
+    (tmp_path / "file.part").write_bytes(BODY)
+    https.download(server.url, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_bytes() == BODY and len(server.asked) == 1
 
 
 @pytest.mark.parametrize("have", [b"", BODY[:1000], BODY + b"more"])

@@ -1,9 +1,12 @@
 """Data come once per node, and nobody goes on before all have theirs."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -39,6 +42,29 @@ def start_fetchers(count, folder, **env):
         )
         for _ in range(count)
     ]
+
+
+def test_on_a_store_that_knows_no_locks_the_lease_is_a_file_of_this_machine(monkeypatch, tmp_path):
+    """Lustre and NFS may be mounted so; the folder here is made to answer as they do."""
+    (own := tmp_path / "own").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    flock, done = fcntl.flock, []
+
+    def refusing(file, how):
+        if os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path / "data")):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", refusing)
+
+    def work(_lease):
+        (path,) = own.iterdir()
+        with open(path) as other, pytest.raises(BlockingIOError):
+            flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        done.append(1)
+
+    lease.once_per_node(str(tmp_path / "data" / "set"), work)
+    assert done == [1]
 
 
 @pytest.mark.parametrize("kills", [0, 2])

@@ -13,7 +13,8 @@ def main(bucket, prefix, folder, addressing):
     import boto3
     from botocore.config import Config
 
-    client = boto3.client("s3", config=Config(s3={"addressing_style": addressing}))
+    region = os.environ.get("AWS_REGION")  # boto3 itself reads another variable
+    client = boto3.client("s3", region_name=region, config=Config(s3={"addressing_style": addressing}))
     count = 0
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
         for item in page.get("Contents", []):
