@@ -85,7 +85,7 @@ class Pairs:
         sizes = np.maximum(np.rint(np.stack([heights, widths], axis=1) * scale[:, None]).astype(np.int64), crop)
         if not self.train:
             return sizes, (sizes - crop) // 2, np.zeros((len(ids), 2), bool)
-        draws = uniform(ids, self.seed, epoch, range(4)).T
+        draws = np.ascontiguousarray(uniform(ids, self.seed, epoch, range(4)).T)  # DALI takes no other
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
     def _pair(self, number, epoch):
@@ -177,7 +177,7 @@ class PairLoader(DeviceLoader):
 
 def loader(pairs, sampler, device, workers=0, backend="pytorch"):
     if backend == "pytorch":
-        batches = torch_batches(pairs, sampler, device, workers)
+        batches = torch_batches(pairs, sampler, workers)
     else:
         from datasets.pairs_dali import PairBatches
 

@@ -8,6 +8,8 @@ import shutil
 import tarfile
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side, and threads that wait spin
+
 import pytest
 
 from tests.jobs import ROOT, TINY, run_job

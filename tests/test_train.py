@@ -265,7 +265,10 @@ def test_another_run_in_the_same_folder_is_refused(again, options, words):
 
 def test_overwrite_deletes_that_run_and_nothing_else(finished, again):
     (again / "out" / "notes.txt").write_text("mine")
+    for name in ("trace.json.gz", "checkpoints/000000000768.pt.unfinished", "checkpoints/.attempt"):
+        (again / "out" / name).write_bytes(b"")
     run_job("train", again, *TINY, "--resume", "never", "--overwrite", "true")
+    assert not (again / "out" / "trace.json.gz").exists() and len(list((again / "out" / "checkpoints").glob("[0-9]*"))) == 4
     assert (again / "out" / "notes.txt").read_text() == "mine"
     assert len(list((again / "out" / "tensorboard").iterdir())) == 1
     assert_same_bits(final_state(again), final_state(finished[0]))
@@ -353,8 +356,11 @@ SMALLER = {
 LEAVES = {"speedrun": "runs.jsonl"}  # the others leave checkpoints/*
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-@pytest.mark.parametrize("job", sorted(path.stem for path in (ROOT / "jobs").glob("*.py")))
+JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py"))
+GROUPS = ["train", "train_ddp", "train_imagenet", "train_restore"]  # to torchrun the others are what the first two are
+
+
+@pytest.mark.parametrize("job, launcher", [*((job, "python") for job in JOBS), *((job, "torchrun") for job in GROUPS)])
 def test_every_job_from_an_unrelated_folder_beside_an_installed_package_called_datasets(tmp_path, job, launcher):
     """The decoy is on the module search path, as an installed Hugging Face `datasets` would be."""
     decoy = tmp_path / "site" / "datasets"
