@@ -24,7 +24,7 @@ class DaliBatches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
 
     def __init__(self, data_set, sampler, device, workers=0, decode_on_gpu=False):
-        _need_dali()
+        _need_dali(device if decode_on_gpu else None)
         self.sampler, self.device = sampler, device
         self._data, self._on_gpu = data_set, decode_on_gpu
         self._threads = workers or devices.cores()
@@ -41,10 +41,10 @@ class DaliBatches:
         pipeline = None
         for number, ids in enumerate(batches):
             if ours[number]:
+                if pipeline is None:
+                    rest = [batch for batch, fits in zip(batches[number:], ours[number:]) if fits]
+                    pipeline = self._pipeline(rest, epoch)
                 try:
-                    if pipeline is None:
-                        rest = [batch for batch, fits in zip(batches[number:], ours[number:]) if fits]
-                        pipeline = self._pipeline(rest, epoch)
                     yield *self._batch(pipeline.run(), ids), ids
                     continue
                 except (RuntimeError, OSError) as error:  # the second is of a file that is read here
@@ -228,7 +228,10 @@ def give_memory_back():
         trim(0)
 
 
-def _need_dali():
+def _need_dali(gpu=None):
+    """`gpu`: the device, where one has to decode."""
+    if gpu is not None and gpu.type != "cuda":
+        raise UserError("--data_backend dali-gpu decodes on a GPU, and this process has none: take dali-cpu")
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:

@@ -48,6 +48,8 @@ class DeviceLoader:
         return self._clock.read()
 
     def _moved(self):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with the first GPU, and would hold memory there
         epoch, batches = self.sampler.epoch, iter(self._batches)
         while True:
             with self._clock.stream():
@@ -72,6 +74,7 @@ class Clock:
     def __init__(self, device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._seconds, self._events, self.end = 0.0, [], None
+        self._reading = threading.Lock()  # the thread that loads and the one that trains both look at the events
 
     def stream(self):
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
@@ -98,9 +101,10 @@ class Clock:
         return event
 
     def _fold(self):
-        while self._events and self._events[0][1].query():
-            began, end = self._events.pop(0)
-            self._seconds += began.elapsed_time(end) / 1000
+        with self._reading:
+            while self._events and self._events[0][1].query():
+                began, end = self._events.pop(0)
+                self._seconds += began.elapsed_time(end) / 1000
 
     def read(self):
         self._fold()
@@ -137,7 +141,7 @@ def ahead(items, depth):
         items.close()
 
 
-def torch_batches(data_set, sampler, device, workers=0):
+def torch_batches(data_set, sampler, workers=0):
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
     loader = torch.utils.data.DataLoader(
         data_set,
