@@ -4,7 +4,7 @@ import importlib
 import sys
 
 VERBS = {
-    "blocks": "show what a feature changes, take it out again, put two together",
+    "blocks": "show what a feature changes, take it out again, put two together, follow a change of train.py",
     "doctor": "look for what ruins runs before a job starts, on every node",
     "bundle": "a job as one file, or as a folder, for a training console",
     "pack": "photographs as large files, for a bucket or a slow disk",
@@ -19,7 +19,13 @@ def main():
         lines = [f"    {name:8} {what}" for name, what in VERBS.items()]
         print(__doc__ + "\n" + "\n".join(lines))
         return 0 if sys.argv[1:] in ([], ["-h"], ["--help"]) else 2
-    return importlib.import_module(f"launch.{sys.argv[1]}").main(sys.argv[2:])
+    try:
+        code = importlib.import_module(f"launch.{sys.argv[1]}").main(sys.argv[2:])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
+        sys.stderr.close()
+        return 1
 
 
 if __name__ == "__main__":

@@ -143,7 +143,12 @@ def main(argv):
         "--platform", choices=PLATFORMS, default="modelarts", help="whose arguments or environment (default: modelarts)"
     )
     parser.add_argument(
-        "--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help="kill a node, in the first start"
+        "--kill",
+        type=kill_spec,
+        action="append",
+        default=[],
+        metavar="NODE@SECONDS",
+        help="kill a node, in the first start; may be given again",
     )
     parser.add_argument("--restarts", type=int, default=0, help="start the job again so often after it has failed (default: 0)")
     options = parser.parse_args(argv)
@@ -155,7 +160,7 @@ def main(argv):
     for number in range(options.restarts + 1):
         codes = attempt(options, options.kill if number == 0 else [])
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
-        if not any(codes) or all(code in (130, 143) for code in codes):
+        if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake, the same in every start
             break
         if number < options.restarts:
             print(f"restart {number + 1} of {options.restarts}, as the platform would", flush=True)

@@ -101,6 +101,21 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platfor
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
+def test_a_mistake_is_not_started_again(tmp_path):
+    words = ["--restarts", "3", str(ROOT / "jobs" / "train_ddp.py"), "--", "--ephocs", "3"]
+    script = [sys.executable, "-m", "launch", "local", *words]
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout.count("did you mean --epochs?") == 1, done.stdout + done.stderr
+
+
+def test_who_reads_only_the_first_lines_sees_no_traceback():
+    words = ["submit", "jobs/train.py", "--platform", "kubeflow", "--image", "i", "--code_url", "/mnt/c", "--volumes", "v:/mnt"]
+    script = [sys.executable, "-m", "launch", *words, "--dry_run", "true"]
+    process = subprocess.Popen(script, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 1
+
+
 @pytest.mark.parametrize("path", [blocks.job_of(tag) for tag in ("DP", "DDP", "AMP")], ids=lambda path: path.name)
 def test_the_commands_of_the_how_to_start_block_run(path, two_ranks, tmp_path):
     """Those of DDP, one of them torchrun's and one the old launcher's, all end with the bits of the same two ranks."""
