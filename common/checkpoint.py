@@ -23,8 +23,8 @@ TEMPORARY = ".unfinished"
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/\d{12}\.(pt|json)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|examples/epoch_\d+\.png|"
-    r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
+    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|"
+    r"trace\.json\.gz|examples/epoch_\d+\.png|tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 
 

@@ -12,7 +12,7 @@ import time
 import torch
 
 from common import devices, network, phases
-from common.download import MIB
+from common.etag import MIB
 from common.findings import bad, count, doubtful, duration, good, size
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
@@ -43,10 +43,10 @@ def check_gpus(enable_gpu, here, in_use):
         return bad("gpus", f"torch sees none: {why}", f"{do}; or --enable_gpu false trains on the CPU")
     if not gpus:
         return good("gpus", f"there is none: the CPU computes, with {count(devices.cores(), 'core')}")
-    if gpus < here.gpus_promised:
+    if gpus < here.gpus_promised and not devices.shown_its_own(here):
         found = f"torch sees {gpus}, {here.platform} says that this node has {here.gpus_promised}"
         return bad("gpus", found, "look at CUDA_VISIBLE_DEVICES and nvidia-smi; a GPU may be broken: ask for another node")
-    if here.local_world_size > gpus:
+    if here.local_world_size > gpus and not devices.shown_its_own(here):
         return bad("gpus", f"{here.local_world_size} ranks on a node with {count(gpus, 'GPU')}", "lower --nproc_per_node")
     busy = [f"GPU {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
             if used > GPU_IDLE_MIB]  # fmt: skip
@@ -132,7 +132,8 @@ def shared_memory(args, here):
     ranks, gpus = here.local_world_size, args.enable_gpu is not False and torch.cuda.is_available()
     nccl = ranks * NCCL_SHM if gpus and ranks > 1 else 0
     workers = devices.loader_workers(args)
-    elsewhere = getattr(args, "data_backend", "").startswith(("dali", "dpex")) or args.job in ("train_dali", "train_dpex")
+    words = {*args.job.split("_"), *getattr(args, "data_backend", "").split("-")}  # a job is named after its blocks
+    elsewhere = words & {"dali", "dpex"}
     if not workers or elsewhere:
         return 0, "", nccl
     side = getattr(args, "image_size", None) or getattr(args, "crop", None)

@@ -96,7 +96,7 @@ def remedies(args, ranks_here):
     backend, cores = getattr(args, "data_backend", None), max(1, devices.cores() // ranks_here)
     if args.workers < cores:
         yield f"--workers {cores} (this node has so many cores for each rank; now {args.workers})"
-    if backend and backend != "packed":
+    if hasattr(args, "image_size") and not backend.startswith("packed"):
         yield "photographs packed into few large files (python -m launch pack, then --data_backend packed)"
     if backend and not backend.startswith("dali"):
         yield "--data_backend dali-gpu where there is a GPU"

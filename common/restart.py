@@ -1,7 +1,6 @@
 """Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
 
 import fcntl
-import glob
 import hashlib
 import io
 import os
@@ -188,17 +187,13 @@ def make_folders(args):
 
 def _delete_run(args):
     """Remove what a run of ours left in the folders, and nothing else."""
-    patterns = [
-        (args.checkpoint_dir, ["????????????.json", "????????????.pt", "*" + checkpoint.TEMPORARY, ".attempt"]),
-        (args.output_dir, ["epoch_*.pth", "metrics.jsonl", "curves.png", "report.txt", "evaluation.json"]),
-        (os.path.join(args.output_dir, "examples"), ["epoch_*.png"]),
-        (args.tensorboard_dir, ["events.out.tfevents.*"]),
-        (os.path.join(args.output_dir, "ledger"), ["rank_*.jsonl"]),
-    ]
-    for folder, names in patterns:
-        for name in names:
-            for path in glob.glob(os.path.join(glob.escape(folder), name)):
-                os.unlink(path)
+    folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
+    folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
+    for place, folder in folders.items():
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            whole = name[: -len(checkpoint.TEMPORARY)] if name.endswith(checkpoint.TEMPORARY) else name
+            if checkpoint.LEFT_BY_A_RUN.fullmatch(place + whole):
+                os.unlink(os.path.join(folder, name))
 
 
 def lock(folder):

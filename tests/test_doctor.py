@@ -347,6 +347,14 @@ def test_shared_memory_for_nccl(tmp_path):
     assert checks.check_shm(1, "a loader", 1, tmp_path / "none").severity == BAD
 
 
+@pytest.mark.parametrize("job, backend, some", [("train", None, True), ("train_dali", None, False), ("train_ddp_dali", None, False),
+                                                ("train_imagenet", "packed", True), ("train_imagenet", "dali-cpu", False)])  # fmt: skip
+def test_shared_memory_for_loader_processes_where_there_are_any(job, backend, some):
+    args = arguments.parse(arguments.parser(""), ["--workers", "2", "--enable_gpu", "false"], {})
+    vars(args).update(job=job, **({"data_backend": backend, "image_size": 64} if backend else {}))
+    assert (checks.shared_memory(args, here())[0] > 0) == some
+
+
 def test_the_nearest_end():
     args = arguments.parse(arguments.parser(""), ["--max_hours", "2"], {})
     assert checks.time_limit(args, {}) == (7200, "--max_hours 2")

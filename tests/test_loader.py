@@ -9,11 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from common import phases
+from common import arguments, devices, phases
 from datasets import imagenet, kspeed, packed, tree
 from datasets.facade import Dataset, resident_bytes
-from datasets.loader import DeviceLoader, ahead
+from datasets.loader import Clock, DeviceLoader, ahead
 from datasets.sampler import EpochSampler
+from jobs import train_imagenet, train_restore
 from launch import pack
 from tests.memcached import Memcached
 
@@ -116,22 +117,55 @@ def test_a_profile_leaves_the_warm_up_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "backend, workers, waiting, ranks, words",
+    "job, options, waiting, words, others",
     [
-        ("pytorch", 0, 0.6, 1, ["waited for data 60%", "--workers", "launch pack", "dali-gpu"]),
-        ("packed", 256, 0.3, 1, ["waited for data 30%", "dali-gpu"]),
-        ("pytorch", 0, 0.2, 1, None),
-        ("synthetic", 0, 0.9, 1, None),
-        (None, 0, 0.9, 1, None),
+        (train_imagenet, ["--workers", "0"], 0.6, ["waited for data 60%", "--workers", "launch pack", "dali-gpu"], []),
+        (train_imagenet, ["--data_backend", "packed", "--workers", "256"], 0.3, ["waited for data 30%", "dali-gpu"], ["pack,"]),
+        (train_imagenet, ["--data_backend", "packed-remote"], 0.3, ["dali-gpu"], ["pack,"]),
+        (train_restore, [], 0.6, ["dali-gpu"], ["pack,"]),
+        (train_imagenet, [], 0.2, None, []),
+        (train_imagenet, ["--data_backend", "synthetic"], 0.9, None, []),
     ],
 )
-def test_advice_is_given_where_the_loader_holds_the_network_up(backend, workers, waiting, ranks, words):
-    from types import SimpleNamespace
-
-    args = SimpleNamespace(workers=workers, **({"data_backend": backend} if backend else {}))
-    line = phases.advice(args, waiting, ranks)
+def test_advice_is_given_where_the_loader_holds_the_network_up(job, options, waiting, words, others):
+    """And none that this job would refuse."""
+    args = arguments.parse(job.options(), options, {})
+    args.workers = devices.loader_workers(args)
+    line = phases.advice(args, waiting, ranks_here=1)
     assert (line is None) == (words is None)
-    assert all(word in line for word in words or [])
+    assert all(word in line for word in words or []) and not any(word in line for word in others)
+
+
+def test_no_advice_where_there_is_no_other_loader():
+    assert phases.advice(arguments.parse(arguments.parser(""), [], {}), 0.9, ranks_here=1) is None
+
+
+def test_two_threads_may_read_the_clock():
+    """The one that loads and the one that trains; without a lock both would take the same event out of the list."""
+    clock, both, failed = Clock(CPU), threading.Barrier(2), []
+
+    class Event:
+        def query(self):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # for the other thread, which a lock keeps out
+            return True
+
+        def elapsed_time(self, _end):
+            return 1000
+
+    def read():
+        try:
+            clock.read()
+        except IndexError as error:
+            failed.append(error)
+
+    clock._events.append((Event(), Event()))
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 # --- The facade, and memory ----------------------------------------------------------------------------------------------
