@@ -109,12 +109,12 @@ class Display:
         write_atomically(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
 
     def curves(self, history):
-        """curves.png: loss and every other metric of the epochs so far, one panel each."""
+        """curves.png: the loss and what was measured behind each epoch, one panel each."""
         if not self.active or not history:
             return
         from matplotlib.figure import Figure
 
-        names = ["train_loss"] + [name for name in history[-1] if name in ("accuracy", "psnr", "ssim", "lr")]
+        names = ["train_loss"] + [name for name in history[-1] if name in ("accuracy", "psnr", "ssim")]
         figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
             axes.plot([row["epoch"] for row in history], [row.get(name) for row in history], marker="o", markersize=3)

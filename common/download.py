@@ -17,6 +17,7 @@ from tqdm import tqdm
 from common import etag, fast
 from common.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience
 from common.errors import TrainingFailed, UserError, one_line
+from common.etag import MIB
 from common.fetched import INDEX, Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
@@ -25,7 +26,6 @@ AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; objec
 LINE_SECONDS = 10
 DAMAGED = 8  # deliveries of one object with wrong bytes until the store is no longer believed
 SPARE = 64 << 20  # bytes that stay free on the disk
-MIB = 1 << 20
 
 
 def fetch(url, folder, tell=lambda text, progress: None, say=print):

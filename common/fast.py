@@ -1,4 +1,4 @@
-"""Small objects through obstore where it is installed: it needs a fifth of boto3's time for one."""
+"""Small objects through obstore where it is installed: it needs a fraction of boto3's time for one."""
 
 import datetime
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from common.download import MIB
 from common.errors import TrainingFailed, UserError, one_line
+from common.etag import MIB
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
 ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "network", "shm", "disk", "output", "data", "job",

@@ -5,6 +5,7 @@ import os
 
 from common import bucket, checkpoint, download, storage
 from common.errors import UserError
+from common.paths import local_folder
 
 
 def bring_newest(args, say, only_look=False):
@@ -86,7 +87,7 @@ def local_checkpoint(path, say):
         return path
     if not path.endswith(".pt"):
         return storage.fetch(path, say=say)
-    place, folder = bucket.Bucket(os.path.dirname(path), say), storage.local_folder(os.path.dirname(path), "input_dir")
+    place, folder = bucket.Bucket(os.path.dirname(path), say), local_folder(os.path.dirname(path), "input_dir")
     names = [os.path.basename(path), os.path.basename(path)[: -len("pt")] + "json"]
     items = {place.relative(item.key): item for item in place.items(place.below())}
     for name in names:

@@ -13,24 +13,24 @@ from common.errors import UserError, one_line
 from common.paths import is_address, local_folder
 
 
-def fetch(url, folder=None, say=print, sha256=None):
+def fetch(url, folder=None, say=print):
     """The folder to read. Once per node, whatever the number of processes that ask; the others wait and share its end."""
     if not is_address(url):
         return url
     folder = folder or local_folder(url, "input_dir")
     try:
-        _fetch_once(url, folder, say, sha256)
+        _fetch_once(url, folder, say)
     except OSError as error:
         raise UserError(f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}") from None
     return folder
 
 
-def _fetch_once(url, folder, say, sha256):
+def _fetch_once(url, folder, say):
     if bucket.is_address(url):
         lease.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
     else:
         path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or "download")
-        lease.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, sha256, held.tell))
+        lease.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
 
 
 def publish(path, url, say=print):

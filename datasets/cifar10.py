@@ -92,4 +92,4 @@ def _read(folder, names):
 
 def loader(data_set, sampler, device, augment=False, seed=0, workers=0):
     crop_and_flip = functools.partial(augmentation.crop_and_flip, seed=seed) if augment else None
-    return DeviceLoader(torch_batches(data_set, sampler, device, workers), sampler, device, MEAN, STD, crop_and_flip)
+    return DeviceLoader(torch_batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)

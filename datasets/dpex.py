@@ -260,10 +260,10 @@ class _Once:
         return iter(self._indices)
 
 
-def batches(data_set, sampler, workers=0, head_address="auto"):
+def batches(data_set, sampler, workers=0):
     """datasets.loader.torch_batches over Ray: `data_set[epoch, ids]` gives a whole batch."""
     return DpexDataLoader(
-        data_set, True, head_address, batch_size=None, sampler=WithEpoch(sampler), num_workers=workers or WORKERS,
+        data_set, True, "auto", batch_size=None, sampler=WithEpoch(sampler), num_workers=workers or WORKERS,
         persistent_workers=True, generator=torch.Generator(), worker_init_fn=_keep_until_the_job_has_saved,
     )  # fmt: skip
 

@@ -175,7 +175,7 @@ def loader(data_set, sampler, device, workers=0, backend="pytorch", mean=MEAN, s
     elif backend == "dpex":
         batches = dpex.batches(data_set, sampler, workers)
     else:
-        batches = torch_batches(data_set, sampler, device, workers)
+        batches = torch_batches(data_set, sampler, workers)
     return DeviceLoader(batches, sampler, device, mean, std, **how)
 
 

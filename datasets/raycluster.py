@@ -25,6 +25,7 @@ from pathlib import Path
 from common.errors import UserError
 
 START_SECONDS = 120
+REACH_SECONDS = 2.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray's switch for a node that is nobody's but this machine's
 PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -98,16 +99,16 @@ def _need_token():
         )
 
 
-def reachable(address, seconds=2.0):
+def reachable(address):
     """Whether anyone listens there: host:port, or the path of a socket."""
     try:
         if "/" in address:
             with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(seconds)
+                probe.settimeout(REACH_SECONDS)
                 probe.connect(address)
         else:
             host, port = address.rsplit(":", 1)
-            socket.create_connection((host, int(port)), timeout=seconds).close()
+            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True

@@ -82,8 +82,8 @@ class Slot:
 
 
 class Task:
-    def __init__(self, slot, index, ref=None):
-        self.slot, self.index, self.ref, self.actor = slot, index, ref, None
+    def __init__(self, slot, index):
+        self.slot, self.index, self.ref, self.actor = slot, index, None, None
 
 
 class Pool:
@@ -191,9 +191,6 @@ class Pool:
 
     def _forget(self, epoch):
         self._tasks, self._epoch = {}, epoch  # not cancelled: behind a cancelled task an actor may stand still
-
-    def _drop(self, number):
-        self._tasks.pop(number, None)
 
     def _deliver(self):
         """Every batch that is ready goes over; a batch that was lost is asked for again."""

@@ -89,7 +89,7 @@ def batches(files, train=True, epoch=0, consumed=0, workers=0):
     sampler = EpochSampler(len(files), 4, seed=5) if train else InOrder(len(files), 4)
     if train:
         sampler.start_at(epoch, consumed)
-    return list(torch_batches(imagenet.Photos(files, SIZE, train, seed=3), sampler, torch.device("cpu"), workers))
+    return list(torch_batches(imagenet.Photos(files, SIZE, train, seed=3), sampler, workers))
 
 
 def joined(some):

@@ -72,12 +72,12 @@ def torchvision_uint8():
 
 def ours(source=files):
     data, sampler = sampled(source())
-    return torch_batches(data, sampler, CPU)
+    return torch_batches(data, sampler)
 
 
 def ours_float():
     data, sampler = sampled(files())
-    return DeviceLoader(torch_batches(data, sampler, CPU), sampler, CPU, imagenet.MEAN, imagenet.STD)
+    return DeviceLoader(torch_batches(data, sampler), sampler, CPU, imagenet.MEAN, imagenet.STD)
 
 
 def ours_without_antialias():
