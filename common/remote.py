@@ -1,11 +1,14 @@
-"""A run whose output folder is in a bucket: bring its newest checkpoint to this machine's disk, or delete it."""
+"""A run whose output folder is in a bucket: bring what the next start needs to this machine's disk, or delete it."""
 
 import json
 import os
+import re
 
 from common import bucket, checkpoint, download, storage
 from common.errors import UserError
 from common.paths import local_folder
+
+GROWS = re.compile(r"runs\.jsonl|ledger/rank_\d+\.jsonl")
 
 
 def bring_newest(args, say, only_look=False):
@@ -96,6 +99,15 @@ def local_checkpoint(path, say):
     os.makedirs(folder, exist_ok=True)
     download.fetch_items(place, {name: items[name] for name in names}, folder)
     return os.path.join(folder, names[0])
+
+
+def bring_what_grows(args, say=print):
+    """The files that every start adds lines to, where the disk lacks them: the next upload would replace those of earlier ones."""
+    place = bucket.Bucket(args.output_url, say)
+    items = {place.relative(item.key): item for item in place.items(place.below())}
+    lacking = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
+    if lacking:
+        download.fetch_items(place, {name: items[name] for name in lacking}, args.output_dir)
 
 
 def delete(args, say):

@@ -59,6 +59,8 @@ def choose(args, ours, say):
     afresh = args.resume == "never" and not restarted
     in_bucket = bool(args.output_url) and remote.bring_newest(args, say, only_look=afresh)
     has_run = bool(checkpoint.numbers(folder)) or in_bucket
+    if in_bucket and args.ledger and not afresh:
+        remote.bring_what_grows(args, say)
     if has_run and restarted:  # the same command again: whatever it asked for was done the first time
         found = checkpoint.newest(folder, say)
         _refuse_another_run(found[1]["identity"], ours, found[2])

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from common import arguments, devices, storage, world
+from common import arguments, devices, remote, storage, world
 from common.errors import UserError, run_job
 from common.resnet import resnet18
 from datasets import cifar10
@@ -111,6 +111,8 @@ def keep(args, device, row):
     """A line of runs.jsonl, in the bucket too if there is one, before the next run begins."""
     about = {"net": args.net, "target": args.target, "held_out": args.held_out, "device": devices.describe(device)}
     os.makedirs(args.output_dir, exist_ok=True)
+    if args.output_url:
+        remote.bring_what_grows(args)
     with open(os.path.join(args.output_dir, "runs.jsonl"), "a") as file:
         file.write(json.dumps({**row, **about, "torch": str(torch.__version__)}) + "\n")
     if args.output_url:

@@ -113,7 +113,7 @@ def test_who_reads_only_the_first_lines_sees_no_traceback():
     script = [sys.executable, "-m", "launch", *words, "--dry_run", "true"]
     process = subprocess.Popen(script, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait() == 1
+    assert process.stderr.read() == "" and process.wait() != 0
 
 
 @pytest.mark.parametrize("path", [blocks.job_of(tag) for tag in ("DP", "DDP", "AMP")], ids=lambda path: path.name)

@@ -184,7 +184,7 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
 
 
 @pytest.mark.usefixtures("reachable")
-def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch):
+def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tmp_path):
     there = []
 
     def run(args, device, images, labels, seed):
@@ -198,6 +198,11 @@ def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch):
     assert there == [[], ["speed/runs.jsonl"]]
     lines = store.client().get_object(Bucket="data", Key="speed/runs.jsonl")["Body"].read().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == [0, 1]
+    (tmp_path / "another machine").mkdir()
+    monkeypatch.chdir(tmp_path / "another machine")
+    main(monkeypatch, "--output_dir=s3://data/speed", "--seed=7")
+    lines = store.client().get_object(Bucket="data", Key="speed/runs.jsonl")["Body"].read().splitlines()
+    assert [json.loads(line)["seed"] for line in lines] == [0, 1, 7]
 
 
 @pytest.mark.parametrize(
