@@ -9,9 +9,11 @@ mistyped option of ours is refused with the right name, and the rest is reported
 """
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
+import re
 import sys
 
 from common import paths
@@ -66,7 +68,12 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
     """The job's own docstring, and a default behind every option that has one."""
 
     def _get_help_string(self, action):
+        if action.type is boolean and action.default is not None:
+            return f"{action.help} (default: {str(action.default).lower()})"
         return action.help if action.default is None else super()._get_help_string(action)
+
+    def _get_default_metavar_for_optional(self, action):
+        return "true|false" if action.type is boolean else super()._get_default_metavar_for_optional(action)
 
 
 CIFAR = (
@@ -77,17 +84,30 @@ CIFAR = (
 
 def parser(doc):
     """The options that every CIFAR job shares, described by the job's docstring."""
-    parser = general_parser(doc, data=CIFAR, workers=0)
+    parser = general_parser(doc + _how_to_start(sys.argv[0]), data=CIFAR, workers=0)
     training = group(parser, "training")
     training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
     schedules = ["one_cycle", "constant"]
-    training.add_argument("--schedule", choices=schedules, default="one_cycle", help="learning rate over the run")
+    training.add_argument(
+        "--schedule",
+        choices=schedules,
+        default="one_cycle",
+        help="learning rate; one_cycle: up to --lr in the first fifth of the run, then down to zero",
+    )
     add_label_smoothing(training)
     training.add_argument("--augment", type=boolean, default=True, help="random crop and flip of the training images")
     group(parser, "short runs").add_argument(
         "--width", type=number(int, at_least=1, below=1025), default=64, help="channels of the network's first stage"
     )
     return parser
+
+
+def _how_to_start(job):
+    """What the blocks of a feature job say below its docstring, which is the base's: its --help has it too."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(job, encoding="utf-8") as file:
+        found = re.findall(r"^### \w+: how to start it, and when ###\n((?:#.*\n)+?)### end", file.read(), re.MULTILINE)
+        return "".join("\n" + re.sub(r"^# ?", "", text, flags=re.MULTILINE) for text in found)
+    return ""
 
 
 def add_label_smoothing(group):
@@ -110,8 +130,8 @@ def bare_parser(doc, data):
         help="folder or bucket (s3://, obs://, oss://) for what the job leaves; unset: output_dir/JOB",
     )
     _distributed_options(parser.add_argument_group("distributed (the platform sets these; you need not)"))
-    parser.add_argument_group("short runs, to try things out").add_argument(
-        "--max_samples", type=number(int, at_least=1), help="use only the first so many training and test images"
+    parser.add_argument_group("short runs, and looking before or while it runs").add_argument(
+        "--max_samples", type=number(int, at_least=1), help="use only so many of the training and of the test images"
     )
     return parser
 
@@ -124,6 +144,12 @@ def general_parser(doc, data, workers):
     _restart_options(group(parser, "output"))
     _short_run_options(group(parser, "short runs"))
     return parser
+
+
+def explain(parser, **texts):
+    """Other help for options that mean something else in this job."""
+    for action in parser._actions:
+        action.help = texts.get(action.dest, action.help)
 
 
 def group(parser, title):
@@ -141,7 +167,7 @@ def _device_options(group):
 def _training_options(group):
     group.add_argument("--epochs", type=number(int, at_least=1), default=30, help="passes over the training images")
     group.add_argument("--batch_size", type=number(int, at_least=1), default=128, help="samples a step, per device")
-    group.add_argument("--lr", type=number(float, above=0), default=0.1, help="learning rate (its peak, with one_cycle)")
+    group.add_argument("--lr", type=number(float, above=0), default=0.1, help="learning rate, at its highest")
     group.add_argument("--weight_decay", type=number(float, at_least=0), default=5e-4, help="pull of the weights towards zero")
 
 
@@ -150,7 +176,7 @@ def _data_options(group, data):
         "--custom_data",
         type=boolean,
         default=False,
-        help="train on synthetic images instead; its accuracy means nothing",
+        help="train on synthetic images instead; what it reaches means nothing",
     )
     group.add_argument("--data_url", help=data)
 
@@ -160,7 +186,8 @@ def _loader_options(group, workers):
         "--workers",
         type=number(int, at_least=0, below=257),
         default=workers,
-        help="loader processes; 0 loads in the job's own" + ("; unset: one for each core" if workers is None else ""),
+        help="loader processes of each rank; 0 loads in the rank's own"
+        + ("; unset: this node's cores, shared by its ranks" if workers is None else ""),
     )
 
 
@@ -174,7 +201,7 @@ def _restart_options(group):
         "--overwrite",
         type=boolean,
         default=False,
-        help="with --resume never: delete the run that is in the output folder",
+        help="with --resume never: delete the run that is in the output folder; with --resume PATH: its later checkpoints",
     )
     group.add_argument("--save_steps", type=number(int, at_least=1), help="also save a checkpoint every so many steps")
     group.add_argument(

@@ -102,7 +102,7 @@ def local_checkpoint(path, say):
 
 
 def bring_what_grows(args, say=print):
-    """The files that every start adds lines to, where the disk lacks them: the next upload would replace those of earlier ones."""
+    """The files that every start adds lines to, where the disk lacks them: the next upload would replace what is there."""
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
     lacking = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}

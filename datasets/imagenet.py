@@ -32,10 +32,11 @@ def add_options(parser):
         choices=[*BACKENDS, *NO_INPUT],
         default="pytorch",
         help="where the pictures come from and who decodes them; all give the same ones in the same order. pytorch: files, "
-        "nvImageCodec on the CPU; dali-cpu (or dali), dali-gpu: files, DALI; packed: the large files of launch pack; "
+        "nvImageCodec on the CPU; dali-cpu (or dali), dali-gpu: files, DALI with --workers threads (0: one for each core); "
+        "packed: the large files of launch pack; "
         "packed-remote: those, read from the bucket as they are needed instead of fetched before; "
         "kspeed, dali-kspeed: files, through a cache in memcached that jobs and nodes share; "
-        "dpex: files, by --workers processes of each rank all over the Ray cluster of RAY_ADDRESS; "
+        "dpex: files, by --workers processes of each rank (2 where that is 0) all over the Ray cluster of RAY_ADDRESS; "
         "synthetic (or syntetic): one batch of noise that stays on the device, to measure everything else",
     )
     data.add_argument(

@@ -33,7 +33,7 @@ from datasets.sampler import EpochSampler, InOrder
 def main():
     parser = arguments.parser(__doc__)
     ### AMP: which half precision ###
-    parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16 where the hardware has it")
+    parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16, or float16 on a GPU without it")
     ### end AMP ###
 
     args = arguments.parse(parser)

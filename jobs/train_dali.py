@@ -10,6 +10,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 ### DALI: how to start it, and when ###
 # NVIDIA's library makes the batches, on a GPU the cropping and flipping, too: the same pictures as in the base, bit for bit.
 # Images as small as CIFAR's gain nothing by it; for photographs see train_imagenet.py --data_backend dali-cpu or dali-gpu.
+# --workers are DALI's threads, at least one.
 #
 #     python jobs/train_dali.py --custom_data true
 ### end DALI ###

@@ -48,7 +48,7 @@ def main():
     group.add_options(parser)
     ### end DDP ###
     ### AMP: which half precision ###
-    parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16 where the hardware has it")
+    parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16, or float16 on a GPU without it")
     ### end AMP ###
 
     args = arguments.parse(parser)

@@ -10,6 +10,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 ### DP: how to start it, and when ###
 # One process drives all GPUs of one machine: it scatters each batch over them and gathers the results. One line of change,
 # but the first GPU does more work, the weights are copied in every step, and it ends at the machine. Prefer train_ddp.py.
+# --batch_size is that of all GPUs together.
 #
 #     python jobs/train_dp.py --custom_data true
 ### end DP ###

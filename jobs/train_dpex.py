@@ -11,6 +11,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 # Worker processes on the machines of a Ray cluster make the batches: the same ones in the same order, also when some are lost.
 # It is for preprocessing that the processors beside the GPUs cannot keep up with; CIFAR's is not, see train_imagenet.py
 # --data_backend dpex. Without RAY_ADDRESS or a cluster that this machine has joined, it starts one of its own.
+# --workers are those processes, for each rank; 0 means two.
 #
 #     python jobs/train_dpex.py --custom_data true --workers 2
 ### end DPEX ###

@@ -117,6 +117,7 @@ def main():
 def options():
     parser = arguments.general_parser(__doc__, data=imagenet.DATA, workers=None)
     parser.set_defaults(epochs=90, batch_size=256, lr=0.1, weight_decay=5e-5)
+    arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of 256; it grows with that")
     imagenet.add_options(parser)
     group.add_options(parser)
 

@@ -1,6 +1,6 @@
 """Learn sharp pictures from blurry ones, of pairs {train,test}/{blurry,sharp}/SUB/IMAGE.
 
-    python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own: no data needed, a minute on a CPU
+    python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own: no data needed, half a minute on a CPU
     python jobs/train_restore.py --data_url /data/deblur --resize 0      crops of the pictures as they are
     torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu
 
@@ -90,6 +90,7 @@ def main():
 def options():
     parser = arguments.general_parser(__doc__, data=pairs.DATA, workers=None)
     parser.set_defaults(epochs=100, batch_size=8, lr=1e-3, weight_decay=0.0)
+    arguments.explain(parser, lr="learning rate at its highest, after a tenth of the run; the same for any number of ranks")
     pairs.add_options(parser)
     group.add_options(parser)
     training = arguments.group(parser, "training")

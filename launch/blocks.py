@@ -218,7 +218,7 @@ def main(argv):
     for verb, what in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
         verbs.add_parser(verb, help=what).add_argument("job")
     verbs.add_parser("compose", help="a job with several features").add_argument(
-        "tags", nargs="+", type=str.upper, metavar="TAG"
+        "tags", nargs="+", type=str.upper, metavar="TAG", help=f"of {', '.join(ORDER)}"
     )
     verbs.add_parser("rebase", help="put every job's blocks into a changed base")
     for name in ("revert", "compose"):

@@ -6,7 +6,7 @@
     python -m launch kspeed display                     the servers; with a folder, how much of it is there
     python -m launch kspeed remove imagenet             its images are deleted, and nobody else's
 
-The servers are plain memcached, with room for the data: `memcached -m 65536 -I 8m -l 10.0.0.7`, and with `-Y FILE` (a line
+The servers are plain memcached, with room: `memcached -m 200000 -I 16m -U 0 -l 10.0.0.7`, and with `-Y FILE` (a line
 user:password) for a login; the password is taken from KSPEED_PASSWORD. A job finds what was put there by the name of the
 folder and of the one around it, and by each file's size and time of change, so give the folder that the job reads.
 """

@@ -23,13 +23,14 @@ import time
 
 from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
-from launch.submit.request import Request, describe, mistakes, stage
+from launch.submit.request import REMOTE, Request, describe, mistakes, stage
 
 # The platforms, and the file of this folder that knows each.
 PLATFORMS = {
     "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubeflow": "kubernetes",
     "volcano": "kubernetes", "slurm": "slurm", "local": "local",
 }  # fmt: skip
+YES_OR_NO = "true|false"
 FOLLOW_SECONDS = 5  # between two looks at a job
 FAILED_LOOKS = 10  # so many in a row are forgiven: a job runs for days, and networks stumble
 
@@ -42,18 +43,37 @@ def parser():
         allow_abbrev=False,
     )
     made.add_argument("job", nargs="?", help="the job's file; its own options stand after --")
-    made.add_argument("--platform", choices=PLATFORMS, required=True)
+    made.add_argument(
+        "--platform", choices=PLATFORMS, required=True, help="where the job is to run; local: here, as it would there"
+    )
     for field in dataclasses.fields(Request):
         if not field.metadata:
             continue
         kind, default = field.metadata["kind"], field.default
-        how = {"type": boolean} if isinstance(default, bool) else {"action": "append"} if default == () else {"type": kind}
+        how = {"action": "append"} if default == () else {"type": kind}
+        if isinstance(default, bool):
+            how = {"type": boolean, "metavar": YES_OR_NO}
         shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"
-        made.add_argument(f"--{field.name}", help=field.metadata["help"] + shown, **how)
-    made.add_argument("--dry_run", type=boolean, help="show the request and send nothing; unset: where there is no credential")
-    made.add_argument("--follow", type=boolean, default=False, help="print state and log until the end (default: false)")
+        made.add_argument(f"--{field.name}", help=field.metadata["help"] + shown + whose(field.metadata), **how)
+    made.add_argument(
+        "--dry_run",
+        type=boolean,
+        metavar=YES_OR_NO,
+        help="show the request and send nothing; unset: where there is no credential",
+    )
+    made.add_argument(
+        "--follow", type=boolean, metavar=YES_OR_NO, default=False, help="print state and log until the end (default: false)"
+    )
     made.add_argument("--stop", metavar="JOB_ID", help="stop this job")
     return made
+
+
+def whose(about):
+    """Which platforms know an option, and which cannot do without."""
+    used, needed = (", ".join(about[name]) for name in ("used_by", "needed_by"))
+    known = f"only {used}" if about["used_by"] != REMOTE else ""
+    words = [*([known] if known and used != needed else []), *([f"needed by {needed}"] if needed else [])]
+    return f" [{'; '.join(words)}]" if words else ""
 
 
 def main(argv):

@@ -41,7 +41,7 @@ class Request:
     )
     code_url: str = option("where this code is put, or on a cluster the folder that has it", needed_by=(*CLOUDS, *CLUSTERS))
     image: str = option("container image", used_by=(*CLOUDS, *CLUSTERS), needed_by=("pai-dlc", "sagemaker", *CLUSTERS))
-    engine: str = option("the platform's own PyTorch image, such as pytorch_2.1.0-cuda_11.8-...", used_by=("modelarts",))
+    engine: str = option("the name of one of the platform's own images, with torch 2.6 or later", used_by=("modelarts",))
     flavor: str = option("kind of machine", used_by=CLOUDS, needed_by=("modelarts", "sagemaker"))
     pool: str = option("dedicated pool, quota, queue or partition", used_by=("modelarts", "pai-dlc", "volcano", "slurm"))
     region: str = option("such as cn-north-4", used_by=(*CLOUDS, *CLUSTERS))
