@@ -55,16 +55,17 @@ def complete(optimizer):
 def choose(args, ours, say):
     """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
     folder = args.checkpoint_dir
-    restarted = world.here(args).restart_count
-    afresh = args.resume == "never" and not restarted
+    here = world.here(args)
+    afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and remote.bring_newest(args, say, only_look=afresh)
     has_run = bool(checkpoint.numbers(folder)) or in_bucket
     if in_bucket and args.ledger and not afresh:
         remote.bring_what_grows(args, say)
-    if has_run and restarted:  # the same command again: whatever it asked for was done the first time
+    if has_run and here.restart_count:  # the same command again: whatever it asked for was done the first time
         found = checkpoint.newest(folder, say)
-        _refuse_another_run(found[1]["identity"], ours, found[2])
-        return found
+        if args.resume != "never" or found[1].get("job", "") == here.job_id:  # else the first time ended before it came here
+            _refuse_another_run(found[1]["identity"], ours, found[2])
+            return found
     if args.resume == "never":
         if has_run and not args.overwrite:
             raise UserError(

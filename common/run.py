@@ -293,6 +293,7 @@ class Run:
             "global_batch": self.sampler.global_batch,
             "world_size": self.world_size,
             "run": self._id,
+            "job": world.here(self.args).job_id,
             "identity": self._identity,
             "arguments": self.arguments,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},

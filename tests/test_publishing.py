@@ -98,6 +98,9 @@ def test_a_restart_on_an_empty_disk_goes_on_also_with_resume_never(store, tmp_pa
     run_here(tmp_path / "first", url, *fresh)
     done = run_here(tmp_path / "second", url, *fresh, "--epochs", 3, MA_SCHEDULE_CNT="2")
     assert "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
+    # Another job, whose first start ended before it could delete anything.
+    done = run_here(tmp_path / "other", url, *fresh, MA_SCHEDULE_CNT="2", MA_VJ_NAME="another-job")
+    assert "going on from" not in done.stdout and "epoch=1/2 " in done.stdout, done.stdout + done.stderr
 
 
 def test_what_the_disk_has_beyond_the_bucket_is_kept_and_another_run_refused(store, tmp_path):
