@@ -1,6 +1,6 @@
 """Learn sharp pictures from blurry ones, of pairs {train,test}/{blurry,sharp}/SUB/IMAGE.
 
-    python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own: no data needed, half a minute on a CPU
+    python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own, no data needed: half a minute
     python jobs/train_restore.py --data_url /data/deblur --resize 0      crops of the pictures as they are
     torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu
 

@@ -31,6 +31,7 @@ DDP_FAILS = [
     "samples came twice",  # shard
     "the tensors differ",  # wrap
     "no learning rate",  # learning rate
+    "another network was evaluated",  # broadcast
     "half of the test images",  # all_reduce
 ]
 STARTING = 3  # the first of them make two ranks of the job; the others are left out of two that a platform has started
@@ -43,6 +44,8 @@ def ddp_complaint(done, folder, reference):
     ledger = subprocess.run([*CHECK, str(folder / "out")], capture_output=True, text=True)
     if ledger.returncode:
         return ledger.stdout
+    if "another network was evaluated" in done.stdout:
+        return "another network was evaluated"
     if "learning rate 0.2" not in done.stdout:
         return "no learning rate"
     if "256.0" not in (folder / "out" / "report.txt").read_text():
@@ -54,17 +57,40 @@ def ddp_complaint(done, folder, reference):
     return None
 
 
+# The variant runs with a logbook that looks whether both ranks have evaluated the same network.
+WATCH_BUFFERS = """
+import os, runpy, sys, torch
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(os.path.dirname(sys.argv[0])))
+from common.run import Run
+end = Run.end_epoch
+def end_epoch(self, **metrics):
+    mean = self.model.state_dict()["conv1.1.running_mean"]
+    both = [torch.empty_like(mean) for _ in range(2)]
+    torch.distributed.all_gather(both, mean)
+    if not torch.equal(*both):
+        print("another network was evaluated by rank 1")
+    end(self, **metrics)
+Run.end_epoch = end_epoch
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_two(job, folder):
+    (folder / "watch.py").write_text(WATCH_BUFFERS)
+    return fork_ranks(folder / "watch.py", folder, job, *TWO)
+
+
 @pytest.mark.parametrize("number", range(len(DDP_FAILS)))
 def test_every_ddp_block_is_needed(number, two_ranks, tmp_path):
     job = without_block(blocks.job_of("DDP"), number, tmp_path)
-    done = run_variant(job, tmp_path, *TWO, "--nproc_per_node", 2) if number < STARTING else fork_ranks(job, tmp_path, *TWO)
+    done = run_variant(job, tmp_path, *TWO, "--nproc_per_node", 2) if number < STARTING else run_two(job, tmp_path)
     complaint = ddp_complaint(done, tmp_path, two_ranks[0])
     assert complaint and re.search(DDP_FAILS[number], complaint), complaint
 
 
-def test_the_intact_ddp_job_has_none_of_these_faults_and_no_other_block(two_ranks):
-    done = subprocess.CompletedProcess([], 0, two_ranks[1], "")
-    assert ddp_complaint(done, *[two_ranks[0]] * 2) is None
+def test_the_intact_ddp_job_has_none_of_these_faults_and_no_other_block(two_ranks, tmp_path):
+    assert ddp_complaint(run_two(blocks.job_of("DDP"), tmp_path), tmp_path, two_ranks[0]) is None
     assert len([block for block in blocks.read(blocks.job_of("DDP"))[1] if block.code]) == len(DDP_FAILS)
 
 
