@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from common import devices, network, phases
+from common import cores, devices, network, phases
 from common.etag import MIB
 from common.findings import bad, count, doubtful, duration, good, size
 
@@ -37,12 +37,12 @@ def check_gpus(enable_gpu, here, in_use):
     """`in_use`: what cards() says."""
     gpus = torch.cuda.device_count()
     if enable_gpu is False:
-        return good("gpus", f"--enable_gpu false: the CPU computes, with {count(devices.cores(), 'core')}")
+        return good("gpus", f"--enable_gpu false: the CPU computes, with {count(cores.count(), 'core')}")
     if not gpus and (enable_gpu or here.gpus_promised):
         why, _, do = devices.diagnosis().partition("; ")
         return bad("gpus", f"torch sees none: {why}", f"{do}; or --enable_gpu false trains on the CPU")
     if not gpus:
-        return good("gpus", f"there is none: the CPU computes, with {count(devices.cores(), 'core')}")
+        return good("gpus", f"there is none: the CPU computes, with {count(cores.count(), 'core')}")
     if gpus < here.gpus_promised and not devices.shown_its_own(here):
         found = f"torch sees {gpus}, {here.platform} says that this node has {here.gpus_promised}"
         return bad("gpus", found, "look at CUDA_VISIBLE_DEVICES and nvidia-smi; a GPU may be broken: ask for another node")

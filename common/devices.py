@@ -1,13 +1,11 @@
 """Which device this process computes on, said once in the log, and refused with a remedy where it cannot be had."""
 
-import contextlib
 import glob
-import math
 import os
 
 import torch
 
-from common import world
+from common import cores, world
 from common.errors import UserError
 
 
@@ -54,27 +52,7 @@ def loader_workers(args):
     """--workers, or this node's cores divided among its ranks."""
     if args.workers is not None:
         return args.workers
-    return max(1, cores() // world.here(args).local_world_size)
-
-
-def cores():
-    """That this process may use; a container may have many before its eyes and the time of few."""
-    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(seen, quota() or seen)
-
-
-def quota(root="/sys/fs/cgroup"):
-    """Of how many cores this container may use the time (docker --cpus, a limit of Kubernetes'), or None."""
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # the second two of an old kernel
-        with contextlib.suppress(OSError, ValueError):
-            microseconds, period = (int(word) for name in names for word in _words(os.path.join(root, name)))
-            return max(1, math.ceil(microseconds / period)) if microseconds > 0 else None
-    return None
-
-
-def _words(path):
-    with open(path) as file:
-        return file.read().split()
+    return max(1, cores.count() // world.here(args).local_world_size)
 
 
 def describe(device):

@@ -6,6 +6,7 @@ launch local, the parent of a node), never by a job itself, and what a user has 
     GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
 """
 
+import glob
 import platform
 
 VARIABLE = "GLIBC_TUNABLES"
@@ -20,10 +21,8 @@ SETTINGS = {
 
 
 def tuned(environ):
-    """What to add to the environment of processes that train here; nothing where a GPU computes, which it does not help."""
-    import torch  # not to be waited for by who only wants the text
-
-    return {} if VARIABLE in environ or torch.cuda.is_available() else {VARIABLE: text()}
+    """What to add to the environment of processes that train here; nothing where there is a GPU, which it does not help."""
+    return {} if VARIABLE in environ or glob.glob("/dev/nvidia[0-9]*") else {VARIABLE: text()}
 
 
 def text():

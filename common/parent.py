@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from common import channel, devices, malloc, network, pulse, watch, world
+from common import channel, cores, malloc, network, pulse, watch, world
 from common.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 
@@ -152,7 +152,7 @@ class Parent:
             worker.process = started.subprocess_handlers[index].proc
 
     def _threads(self):
-        return max(1, devices.cores() // self.here.local_world_size)
+        return max(1, cores.count() // self.here.local_world_size)
 
     def _own_address(self):
         if self.hub:

@@ -6,7 +6,7 @@ there the three may add up to more than everything; what they lack is saving and
 
 import time
 
-from common import devices
+from common import cores
 
 LINE_SECONDS = 5
 PHASES = ("waiting_for_data", "transfer", "compute")
@@ -93,9 +93,9 @@ def advice(args, waiting, ranks_here):
 
 def remedies(args, ranks_here):
     """What could make this job's loader faster."""
-    backend, cores = getattr(args, "data_backend", None), max(1, devices.cores() // ranks_here)
-    if args.workers < cores:
-        yield f"--workers {cores} (this node has so many cores for each rank; now {args.workers})"
+    backend, mine = getattr(args, "data_backend", None), max(1, cores.count() // ranks_here)
+    if args.workers < mine:
+        yield f"--workers {mine} (this node has so many cores for each rank; now {args.workers})"
     if hasattr(args, "image_size") and not backend.startswith("packed"):
         yield "photographs packed into few large files (python -m launch pack, then --data_backend packed)"
     if backend and not backend.startswith("dali"):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from common import devices
+from common import cores
 from common.errors import UserError, one_line
 from datasets import cifar10, photos
 from datasets.augment import PADDING, crops_and_flips
@@ -27,7 +27,7 @@ class DaliBatches:
         _need_dali(device if decode_on_gpu else None)
         self.sampler, self.device = sampler, device
         self._data, self._on_gpu = data_set, decode_on_gpu
-        self._threads = workers or devices.cores()
+        self._threads = workers or cores.count()
 
     def __iter__(self):
         try:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 
-from common import devices, malloc
+from common import cores, malloc
 from common.network import free_port
 
 HOST = "127.0.0.1"
@@ -75,8 +75,8 @@ def start(options, node, port):
     injected, env = PLATFORMS[options.platform](node, options.nodes, port)
     if options.procs:
         env["NPROC_PER_NODE"] = str(options.procs)
-    cores = devices.cores() // (options.nodes * (options.procs or 1))  # all nodes share this machine's
-    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores))
+    mine = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share this machine's
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, mine))
     env.update(malloc.tuned(os.environ))
     command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(

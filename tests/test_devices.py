@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from common import devices, world
+from common import cores, devices, world
 from common.errors import UserError
 from datasets.dali import DaliBatches
 from tests.test_world import MPI, SRUN, TORCHRUN
@@ -39,7 +39,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "files, cores",
+    "files, allowed",
     [
         ({"cpu.max": "400000 100000\n"}, 4),
         ({"cpu.max": "150000 100000\n"}, 2),
@@ -49,14 +49,14 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         ({}, None),
     ],
 )
-def test_a_container_may_have_fewer_cores_than_it_sees(files, cores, tmp_path, monkeypatch):
+def test_a_container_may_have_fewer_cores_than_it_sees(files, allowed, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert devices.quota(tmp_path) == cores
-    seen = devices.cores()
-    monkeypatch.setattr(devices, "quota", lambda: cores)
-    assert devices.cores() == min(seen, cores or seen)
+    assert cores.quota(tmp_path) == allowed
+    seen = cores.count()
+    monkeypatch.setattr(cores, "quota", lambda: allowed)
+    assert cores.count() == min(seen, allowed or seen)
 
 
 @pytest.mark.parametrize(
