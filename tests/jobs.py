@@ -31,14 +31,13 @@ def command(job, *options):
 def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
     """Run jobs/JOB.py in `folder` with the output in folder/out; returns the finished process, its exit code asserted.
 
-    One that has to end well is forked from a process that has done the imports; what has a launcher, an environment of its
-    own or another exit code is started from nothing.
+    It is forked from a process that has done the imports; with a launcher, which may be Python alone, it is started from nothing.
     """
     script = command(job, *options, "--output_dir", folder / "out")
-    if not (env or check or launcher):
-        return run_forked(script[1:], folder, timeout=timeout)
+    if not launcher:
+        return run_forked(script[1:], folder, env, check, timeout)
     done = subprocess.run(
-        [*launcher, *script[bool(launcher) :]],
+        [*launcher, *script[1:]],
         cwd=folder,
         env=environment(**(env or {})),
         capture_output=True,
@@ -76,10 +75,10 @@ def forked(words, folder, *environments, timeout=240):
     return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts)]
 
 
-def run_forked(words, folder, env=None, timeout=240):
-    """The same once, to its good end."""
+def run_forked(words, folder, env=None, check=0, timeout=240):
+    """The same once, its exit code asserted."""
     (done,) = forked(words, folder, env or {}, timeout=timeout)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 

@@ -28,7 +28,7 @@ def become(words, folder, env, seconds, output):
         os.close(file)
     signal.alarm(seconds)  # a job that hangs dies of SIGALRM
     sys.argv = words
-    sys.path[0] = os.path.dirname(words[0])
+    sys.path[:1] = [os.path.dirname(words[0]), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     runpy.run_path(words[0], run_name="__main__")
 
 

@@ -95,9 +95,9 @@ def test_help_states_every_option_in_a_group_with_its_true_default():
             continue
         assert action.option_strings[0] in text and action.help
         if action.default is not None:
-            assert (
-                f"(default: {defaults[action.dest] if action.dest in ('lr', 'epochs', 'seed') else action.default})"
-                in " ".join(text.split())
+            default = str(action.default).lower() if isinstance(action.default, bool) else action.default
+            assert f"(default: {defaults[action.dest] if action.dest in ('lr', 'epochs', 'seed') else default})" in " ".join(
+                text.split()
             )
     for group in ("training:", "data:", "distributed", "output and restart:"):
         assert group in text

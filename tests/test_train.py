@@ -192,7 +192,9 @@ def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp
 
 def test_a_profile_of_a_run_that_is_too_short_says_so(tmp_path):
     """And the process ends well: a recorder that is still at work would take it down."""
-    done = run_job("train", tmp_path, *TINY, "--batch_size", 8, "--max_steps", 15, "--profile", "true", env={"NOT": "FORKED"})
+    done = run_job(
+        "train", tmp_path, *TINY, "--batch_size", 8, "--max_steps", 15, "--profile", "true", launcher=[sys.executable]
+    )
     assert "profile: the run ended after 15 steps, and a profile takes 20" in done.stdout and "done: " in done.stdout
 
 
@@ -324,9 +326,8 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
-    script = command("train", *TINY, "--output_dir", tmp_path / "out", *options)
-    done = subprocess.run(script, cwd=tmp_path, env=environment(**env), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    done = run_job("train", tmp_path, *TINY, *options, env=env, check=2)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
 
 
@@ -366,7 +367,7 @@ def test_every_job_from_an_unrelated_folder_beside_an_installed_package_called_d
     decoy = tmp_path / "site" / "datasets"
     decoy.mkdir(parents=True)
     (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
-    words = [sys.executable] if launcher == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [] if launcher == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
     done = run_job(job, tmp_path, *TINY, *SMALLER.get(job, []), "--max_steps", 1, env=env, launcher=words)
     assert "done: " in done.stdout
