@@ -15,7 +15,19 @@ from common import arguments, opening
 from common.resnet import resnet18
 from common.run import Run
 from datasets.sampler import EpochSampler
-from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
+from tests.jobs import (
+    ROOT,
+    TINY,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    run_forked,
+    run_job,
+    saved,
+    start,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -326,7 +338,7 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
-    done = run_job("train", tmp_path, *TINY, *options, env=env, check=2)
+    done = run_forked(command("train", *TINY, "--output_dir", tmp_path / "out", *options)[1:], tmp_path, env, check=2)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
 
