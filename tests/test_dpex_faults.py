@@ -11,7 +11,8 @@ import torch
 
 from common.errors import TrainingFailed
 from datasets.dpex import DpexDataLoader
-from tests.jobs import TINY, assert_same_bits, command, environment, final_state, run_job
+from tests.jobs import assert_same_bits, command, environment, final_state
+from tests.ranks import TWO
 from tests.rayhosts import RayHosts
 from tests.test_dpex import Squares, Stream
 
@@ -161,7 +162,7 @@ def test_the_head_is_lost(loader, hosts):
 # --- Jobs ------------------------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_with_one_cluster_killed_and_resumed_end_with_the_bits_of_local_loading(tmp_path):
+def test_two_ranks_with_one_cluster_killed_and_resumed_end_with_the_bits_of_local_loading(two_ranks, tmp_path):
     """The composition of DDP and DPEX, started by hand as two processes would be by torchrun."""
     from launch import blocks
     from tests.jobs import ROOT
@@ -171,11 +172,7 @@ def test_two_ranks_with_one_cluster_killed_and_resumed_end_with_the_bits_of_loca
     for name in ("common", "datasets"):
         (tmp_path / name).symlink_to(ROOT / name)
     (jobs / "train_ddp_dpex.py").write_text("\n".join(blocks.compose(["DDP", "DPEX"])))
-    options = [*TINY, "--epochs", "3", "--save_steps", "1", "--nproc_per_node", "2"]
-    (tmp_path / "local").mkdir()
-    run_job("train_ddp", tmp_path / "local", *options)
-
-    words = command("train_ddp", *options, "--output_dir", tmp_path / "out")
+    words = command("train_ddp", *TWO, "--save_steps", 1, "--nproc_per_node", 2, "--output_dir", tmp_path / "out")
     words[1] = str(jobs / "train_ddp_dpex.py")
     killed = subprocess.Popen(
         words, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -188,4 +185,4 @@ def test_two_ranks_with_one_cluster_killed_and_resumed_end_with_the_bits_of_loca
     killed.wait()
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "going on from" in done.stdout, done.stdout + done.stderr
-    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "local"))
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
