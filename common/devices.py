@@ -70,7 +70,7 @@ def diagnosis():
     if loaded is None:
         return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} but no NVIDIA driver is loaded; {remedy}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not hidden.strip("-1 "):
+    if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides every GPU; unset it, or ask the scheduler for a GPU"
     if not glob.glob("/dev/nvidia[0-9]*"):
         return f"this machine has an NVIDIA driver, {loaded}, but no GPU was given to this process; {remedy}"

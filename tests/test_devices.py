@@ -66,13 +66,13 @@ def test_a_container_may_have_fewer_cores_than_it_sees(files, allowed, tmp_path,
         ("550.1", "", "CUDA_VISIBLE_DEVICES is '', which hides every GPU"),
         ("550.1", "-1", "CUDA_VISIBLE_DEVICES is '-1', which hides every GPU"),
         ("550.1", None, "no GPU was given to this process; choose a GPU flavor or start the container with its GPUs"),
-        ("550.1", "0", "update the driver"),
+        ("550.1", "1", "update the driver"),
     ],
 )
 def test_why_torch_sees_no_gpu(driver, visible, words, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(devices, "driver", lambda: driver)
-    monkeypatch.setattr(devices.glob, "glob", lambda _: ["/dev/nvidia0"] if visible == "0" else [])
+    monkeypatch.setattr(devices.glob, "glob", lambda _: ["/dev/nvidia0"] if visible == "1" else [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
