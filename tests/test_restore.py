@@ -257,11 +257,11 @@ def finished(tmp_path_factory):
     return folder, run_job("train_restore", folder, *SMALL, "--ledger", "true").stdout
 
 
-def test_half_of_the_readmes_epochs_gain_a_db_over_the_blurry_pictures(tmp_path):
-    done = run_job("train_restore", tmp_path, "--custom_data", "true", "--epochs", 6, "--lr", 4e-3, "--workers", 0)
+def test_a_minute_on_a_cpu_gains_two_db_over_the_blurry_pictures(tmp_path):
+    done = run_job("train_restore", tmp_path, "--custom_data", "true", "--epochs", 12, "--workers", 0)
     untouched = float(re.search(r"the blurry pictures themselves: psnr=(\S+)", done.stdout)[1])
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["psnr"] > untouched + 1 and rows[-1]["ssim"] > rows[0]["ssim"]
+    assert rows[-1]["psnr"] > untouched + 2 and rows[-1]["ssim"] > rows[0]["ssim"]
 
 
 def test_a_run_leaves_examples_and_says_where_the_time_went(finished):
