@@ -55,8 +55,8 @@ def test_what_the_local_platform_injects_is_what_the_resolver_understands(platfo
         assert nodes == 1 or (here.master_addr, here.master_port) == (local.HOST, 6666)
 
 
-def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path):
-    """By its environment; one that does it by arguments starts the two nodes of test_bundle.py."""
+@pytest.mark.parametrize("platform", ["modelarts", "pai-dlc"])
+def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platform):
     script = [
         sys.executable,
         "-m",
@@ -65,7 +65,7 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path):
         "--nodes",
         "2",
         "--platform",
-        "pai-dlc",
+        platform,
         str(ROOT / "jobs" / "train_ddp.py"),
         "--",
         *TWO,

@@ -369,11 +369,8 @@ SMALLER = {
 LEAVES = {"speedrun": "runs.jsonl"}  # the others leave checkpoints/*
 
 
-JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py"))
-GROUPS = ["train", "train_ddp", "train_imagenet", "train_restore"]  # to torchrun the others are what the first two are
-
-
-@pytest.mark.parametrize("job, launcher", [*((job, "python") for job in JOBS), *((job, "torchrun") for job in GROUPS)])
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+@pytest.mark.parametrize("job", sorted(path.stem for path in (ROOT / "jobs").glob("*.py")))
 def test_every_job_from_an_unrelated_folder_beside_an_installed_package_called_datasets(tmp_path, job, launcher):
     """The decoy is on the module search path, as an installed Hugging Face `datasets` would be."""
     decoy = tmp_path / "site" / "datasets"

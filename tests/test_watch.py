@@ -83,6 +83,6 @@ def test_an_endless_transform_is_found_with_its_stack(tmp_path):
 
 
 def test_a_long_save_or_evaluation_is_no_alarm(tmp_path):
-    done = run_patched(tmp_path, "slow save and evaluation", "--epochs", 1)
+    done = run_patched(tmp_path, "slow save and evaluation", "--epochs", 1, "--save_steps", 2)
     assert "a save took five seconds" in done.stdout and "an evaluation took five seconds" in done.stdout
     assert done.returncode == 0 and "error" not in done.stderr, done.stderr
