@@ -1,7 +1,7 @@
 """What was asked of a job: its options, their groups and defaults, and what to do with options nobody knows.
 
-    parser = arguments.parser(__doc__)      # a job may add options of its own here: parser.add_argument(...)
-    args = arguments.parse(parser)
+    parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
+    args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read
 
 Consoles pass every value as a string, as `--x v` or `--x=v`, know no bare flags, and append options that no job declared.
 So booleans are spelled out (`--custom_data true`), what platforms are known to append is tolerated, what looks like a
@@ -9,15 +9,17 @@ mistyped option of ours is refused with the right name, and the rest is reported
 """
 
 import argparse
-import contextlib
+import dataclasses
 import difflib
 import math
 import os
-import re
 import sys
+from collections.abc import Mapping
+from typing import Any, Callable, Optional
 
-from common import paths
-from common.errors import one_line
+from common import moments, world
+from common.errors import UserError, one_line
+from common.world import folders
 
 # Options that platforms are known to append and that no job needs: accepted without a word.
 PLATFORM_OPTIONS = {
@@ -26,7 +28,7 @@ PLATFORM_OPTIONS = {
 }  # fmt: skip
 
 
-def boolean(text):
+def boolean(text: str) -> bool:
     """Consoles send 'true', 'True', '1'; anything else is a mistake worth a message."""
     value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.strip().lower())
     if value is None:
@@ -34,7 +36,9 @@ def boolean(text):
     return value
 
 
-def number(kind, at_least=None, above=None, below=None):
+def number(
+    kind: type, at_least: Optional[float] = None, above: Optional[float] = None, below: Optional[float] = None
+) -> Callable:
     """A type for argparse: a finite `kind` (int or float) inside the stated bounds."""
 
     def parse(text):
@@ -59,7 +63,23 @@ def number(kind, at_least=None, above=None, below=None):
     return parse
 
 
-class _Parser(argparse.ArgumentParser):
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What a job will read, as far as its arguments tell: for those who look before anything is opened."""
+
+    address: Optional[str] = None  # of data that do not lie in a folder
+    fetched: bool = True  # whether they are copied to this machine before the training
+    synthetic: bool = False
+    shared_bytes: int = 0  # of a batch of one rank, where loader processes hand it over in shared memory
+    samples: int = 0  # in that batch
+    remedies: tuple = ()  # in words, what could make the loader faster
+
+
+class Parser(argparse.ArgumentParser):
+    """`reads(args)` says what the job will read: it belongs to the data set, and a loader that works otherwise replaces it."""
+
+    reads: Callable = staticmethod(lambda args: Input())
+
     def error(self, message):
         self.exit(2, f"error: {message}; --help lists every option\n")
 
@@ -76,40 +96,6 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return "true|false" if action.type is boolean else super()._get_default_metavar_for_optional(action)
 
 
-CIFAR = (
-    "folder or bucket (s3://, obs://, oss://) with cifar-10-batches-py or cifar-10-python.tar.gz, or the archive's "
-    "https:// address; unset: downloaded to input_dir"
-)
-
-
-def parser(doc):
-    """The options that every CIFAR job shares, described by the job's docstring."""
-    parser = general_parser(doc + _how_to_start(sys.argv[0]), data=CIFAR, workers=0)
-    training = group(parser, "training")
-    training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
-    schedules = ["one_cycle", "constant"]
-    training.add_argument(
-        "--schedule",
-        choices=schedules,
-        default="one_cycle",
-        help="learning rate; one_cycle: up to --lr in the first fifth of the run, then down to zero",
-    )
-    add_label_smoothing(training)
-    training.add_argument("--augment", type=boolean, default=True, help="random crop and flip of the training images")
-    group(parser, "short runs").add_argument(
-        "--width", type=number(int, at_least=1, below=1025), default=64, help="channels of the network's first stage"
-    )
-    return parser
-
-
-def _how_to_start(job):
-    """What the blocks of a feature job say below its docstring, which is the base's: its --help has it too."""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(job, encoding="utf-8") as file:
-        found = re.findall(r"^### \w+: how to start it, and when ###\n((?:#.*\n)+?)### end", file.read(), re.MULTILINE)
-        return "".join("\n" + re.sub(r"^# ?", "", text, flags=re.MULTILINE) for text in found)
-    return ""
-
-
 def add_label_smoothing(group):
     group.add_argument(
         "--label_smoothing",
@@ -119,9 +105,10 @@ def add_label_smoothing(group):
     )
 
 
-def bare_parser(doc, data):
+def bare_parser(doc: str, data: str) -> Parser:
     """What a program needs that trains in its own way: its device and seed, data and output, what platforms append."""
-    parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
+    parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
+    parser.set_defaults(doctor=False, evaluate=False, nproc_per_node=None, trial=False)  # what only some jobs have options for
     _device_options(parser.add_argument_group("training"))
     _data_options(parser.add_argument_group("data"), data)
     parser.add_argument_group("output and restart").add_argument(
@@ -136,7 +123,7 @@ def bare_parser(doc, data):
     return parser
 
 
-def general_parser(doc, data, workers):
+def general_parser(doc: str, data: str, workers: Optional[int]) -> Parser:
     """The options of every job; `data` says what --data_url has to hold. A job sets its own defaults with set_defaults."""
     parser = bare_parser(doc, data)
     _training_options(group(parser, "training"))
@@ -146,13 +133,13 @@ def general_parser(doc, data, workers):
     return parser
 
 
-def explain(parser, **texts):
+def explain(parser: Parser, **texts: str) -> None:
     """Other help for options that mean something else in this job."""
     for action in parser._actions:
         action.help = texts.get(action.dest, action.help)
 
 
-def group(parser, title):
+def group(parser: Parser, title: str):
     """The group of options whose title begins so."""
     return next(group for group in parser._action_groups if group.title.startswith(title))
 
@@ -247,17 +234,25 @@ def _short_run_options(group):
     )
 
 
-def parse(parser, argv=None, environ=None):
-    """The parsed arguments, with the data and output folders found as the platform gives them. Exits with 2 on a mistake."""
-    environ = os.environ if environ is None else environ
+def parse(parser: Parser, argv: Optional[list] = None, environ: Mapping = os.environ) -> argparse.Namespace:
+    """The arguments, with the folders and the place of this process as the platform gives them. Exits with 2 on a mistake."""
     args, unknown = parser.parse_known_args(argv)
     _judge_unknown(parser, unknown)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     try:
-        vars(args).update(paths.resolve(args, environ))
-    except ValueError as error:
+        vars(args).update(folders.resolve(args, environ))
+    except UserError as error:
         parser.error(one_line(error))
+    moments.announce("arguments", args)
+    args.world = world.here(args, environ)
+    args.input = parser.reads(args)
+    moments.announce("world", args)
     return args
+
+
+def plain(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given or defaulted, as it can be written down."""
+    return {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))}
 
 
 def _judge_unknown(parser, unknown):

@@ -1,21 +1,20 @@
 """Which device this process computes on, said once in the log, and refused with a remedy where it cannot be had."""
 
+import argparse
 import glob
 import os
+from typing import Optional
 
 import torch
 
-from common import cores, world
+from common import cores
 from common.errors import UserError
+from common.world import World
 
 
-def choose(args):
+def choose(args: argparse.Namespace) -> torch.device:
     """The GPU of this process's local rank, or the CPU. --enable_gpu decides; unset, the GPU if there is one."""
-    if args.doctor:
-        from common import doctor
-
-        doctor.begin(args)  # before the first thing goes wrong
-    here = world.here(args)
+    here = args.world
     usable = args.enable_gpu is not False and torch.cuda.is_available() and torch.cuda.device_count() > 0
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
         wanted = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
@@ -34,12 +33,12 @@ def choose(args):
     return device
 
 
-def shown_its_own(here):
+def shown_its_own(here: World) -> bool:
     """Whether each process sees one GPU alone, its own: srun --gpus-per-task=1, or a wrapper of mpirun's."""
     return torch.cuda.device_count() == 1 and here.level == "process" and here.platform in ("slurm", "openmpi")
 
 
-def half_precision(args, device):
+def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
     """--amp_dtype, or bfloat16 where the hardware computes in it and float16 elsewhere (V100, T4, P100)."""
     if args.amp_dtype:
         return getattr(torch, args.amp_dtype)
@@ -48,20 +47,28 @@ def half_precision(args, device):
     return torch.bfloat16
 
 
-def loader_workers(args):
+def loader_workers(args: argparse.Namespace) -> int:
     """--workers, or this node's cores divided among its ranks."""
-    if args.workers is not None:
-        return args.workers
-    return max(1, cores.count() // world.here(args).local_world_size)
+    return cores_of_a_rank(args) if args.workers is None else args.workers
 
 
-def describe(device):
+def cores_of_a_rank(args: argparse.Namespace) -> int:
+    return max(1, cores.count() // args.world.local_world_size)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until it has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def diagnosis():
+def diagnosis() -> str:
     """torch's build and the driver, and which of the two to change."""
     loaded = driver()
     if torch.version.cuda is None:
@@ -78,7 +85,7 @@ def diagnosis():
     return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {loaded}; {remedy}"
 
 
-def driver():
+def driver() -> Optional[str]:
     """The version of the NVIDIA driver that the kernel has loaded, or None."""
     try:
         with open("/sys/module/nvidia/version") as file:

@@ -6,11 +6,14 @@ import os
 import numpy as np
 import torch
 
-from common import https, lease, storage
+from common import arguments, moments, storage
 from common.errors import UserError
-from datasets import augment as augmentation
-from datasets import hostile, synthetic
-from datasets.loader import DeviceLoader, torch_batches
+from common.processes.barrier import on_every_rank
+from common.storage import https
+from common.storage.once import once_per_node
+from common.world.folders import is_address
+from datasets import crops, synthetic, untrusted
+from datasets.loader import DeviceLoader, more_workers, torch_batches
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -20,6 +23,37 @@ SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 TRAIN_FILES, TEST_FILES = [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]
 MAX_UNPACKED = 256 * 2**20
+DATA = (
+    "folder or bucket (s3://, obs://, oss://) with cifar-10-batches-py or cifar-10-python.tar.gz, or the archive's "
+    "https:// address; unset: downloaded to input_dir"
+)
+
+
+def parser(doc: str) -> arguments.Parser:
+    """The options that every CIFAR job shares, described by the job's docstring."""
+    made = arguments.general_parser(doc, data=DATA, workers=0)
+    training = arguments.group(made, "training")
+    training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
+    training.add_argument("--schedule", choices=["one_cycle", "constant"], default="one_cycle", help="learning rate; "
+                          "one_cycle: up to --lr in the first fifth of the run, then down to zero")  # fmt: skip
+    arguments.add_label_smoothing(training)
+    training.add_argument("--augment", type=arguments.boolean, default=True, help="random crop and flip of the training images")
+    width = arguments.number(int, at_least=1, below=1025)
+    arguments.group(made, "short runs").add_argument("--width", type=width, default=64, help="channels of the network's first "
+                                                     "stage")  # fmt: skip
+    made.reads = reads
+    return made
+
+
+def reads(args, shared: bool = True) -> arguments.Input:
+    """`shared`: whether --workers are processes of torch's loader, which hand their batches over in shared memory."""
+    return arguments.Input(
+        address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
+        synthetic=args.custom_data,
+        shared_bytes=args.batch_size * 3 * 32 * 32 if shared and args.workers else 0,
+        samples=args.batch_size,
+        remedies=tuple(more_workers(args)),
+    )
 
 
 class ImageArrays:
@@ -45,7 +79,8 @@ def load(args):
         train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
         classes = [f"pattern {number}" for number in range(10)]
     else:
-        folder = lease.on_every_rank("data", lambda: _find(args))
+        moments.announce("data", args)
+        folder = on_every_rank("data", lambda: _find(args))
         train, test = _read(folder, TRAIN_FILES), _read(folder, TEST_FILES)
         classes = CLASSES
     return ImageArrays(*train, classes, args.max_samples), ImageArrays(*test, classes, args.max_samples)
@@ -70,7 +105,7 @@ def _find(args):
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = os.path.join(args.output_dir, "input_dir")
     folder = os.path.join(root, FOLDER)
-    lease.once_per_node(folder, lambda held: _prepare(archive, folder, held))
+    once_per_node(folder, lambda held: _prepare(archive, folder, held))
     return folder
 
 
@@ -79,17 +114,17 @@ def _prepare(archive, folder, held):
         return
     if not os.path.exists(archive):
         https.download(URL, archive, SHA256, held.tell)
-    hostile.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
+    untrusted.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
 
 
 def _read(folder, names):
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
         raise UserError(f"{folder} lacks {', '.join(missing)}: fetch the data set again")
-    images, labels = zip(*(hostile.read_batch(os.path.join(folder, name)) for name in names))
+    images, labels = zip(*(untrusted.read_batch(os.path.join(folder, name)) for name in names))
     return np.concatenate(images), np.concatenate(labels)
 
 
 def loader(data_set, sampler, device, augment=False, seed=0, workers=0):
-    crop_and_flip = functools.partial(augmentation.crop_and_flip, seed=seed) if augment else None
+    crop_and_flip = functools.partial(crops.crop_and_flip, seed=seed) if augment else None
     return DeviceLoader(torch_batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)

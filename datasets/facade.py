@@ -16,8 +16,9 @@ import os
 
 import torch
 
-from datasets import imagenet, tree
-from datasets.dali import give_memory_back
+from datasets import imagenet
+from datasets.dali.batches import give_memory_back
+from datasets.photos import tree
 from datasets.sampler import EpochSampler, InOrder
 
 GROWTH = 1.25  # resident memory, against the first epoch's, from which reset() gives memory back

@@ -9,11 +9,14 @@ import os
 import numpy as np
 import torch
 
-from common import arguments, lease, storage
+from common import arguments, devices, moments, storage
 from common.errors import TrainingFailed, UserError, one_line
-from datasets import crops, dpex, kspeed, packed, photos, tree
-from datasets.dali import DaliBatches
-from datasets.loader import DeviceLoader, torch_batches
+from common.processes.barrier import on_every_rank
+from common.world.folders import is_address
+from datasets import crops, dpex, kspeed
+from datasets.dali.batches import DaliBatches
+from datasets.loader import DeviceLoader, more_workers, torch_batches
+from datasets.photos import decode, packed, tree
 
 BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
 NO_INPUT = ["synthetic", "syntetic"]  # the second is how Alibaba's document spells it
@@ -44,6 +47,31 @@ def add_options(parser):
     )
     data.add_argument("--kspeed_user", help="their user, where they want one; the password is the variable KSPEED_PASSWORD")
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="pixels of a side")
+    parser.reads = reads
+
+
+def reads(args):
+    """What the arguments say of the data; see arguments.Input."""
+    here, backend = args.world, args.data_backend
+    samples = -(-args.total_batch // here.world_size) if args.total_batch else args.batch_size
+    own_processes = not backend.startswith("dali") and backend not in ("dpex", *NO_INPUT) and devices.loader_workers(args)
+    synthetic = args.custom_data or backend in NO_INPUT
+    return arguments.Input(
+        address=args.data_url if is_address(args.data_url) and not synthetic else None,
+        fetched=backend != "packed-remote",
+        synthetic=synthetic,
+        shared_bytes=samples * 3 * args.image_size**2 if own_processes else 0,
+        samples=samples,
+        remedies=() if backend in NO_INPUT else tuple(remedies(args)),
+    )
+
+
+def remedies(args):
+    yield from more_workers(args)
+    if not args.data_backend.startswith("packed"):
+        yield "photographs packed into few large files (python -m launch pack, then --data_backend packed)"
+    if not args.data_backend.startswith("dali"):
+        yield "--data_backend dali-gpu where there is a GPU"
 
 
 class Photos:
@@ -52,7 +80,7 @@ class Photos:
     def __init__(self, files, size, train, seed, area=crops.AREA, short=None):
         """`area`: how much of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
-        self.area, self.short = area, short or photos.short_side(size)
+        self.area, self.short = area, short or decode.short_side(size)
         self.classes = files.classes
         self._told = set()
 
@@ -81,7 +109,7 @@ class Photos:
                 (window,), (flip,) = self.windows(np.array([used]), epoch)
             try:
                 return used, self._decode(used, window, flip)
-            except (photos.Undecodable, OSError) as error:
+            except (decode.Undecodable, OSError) as error:
                 self._tell(used, error)
         first = one_line(self.tree.path(number))
         raise TrainingFailed(f"{SUBSTITUTES} images in a row cannot be decoded, from {first}: fetch the data set again")
@@ -89,11 +117,11 @@ class Photos:
     def _decode(self, number, window, flip):
         whole, stored = self.tree.whole(number), self.tree.stored(number)
         if not min(stored):
-            raise photos.Undecodable("it was damaged when it was packed")
+            raise decode.Undecodable("it was damaged when it was packed")
         content, special = self.tree.content(number), self.tree.special[number]
         if self.train:
-            return photos.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
-        return photos.test_picture(content, special, self.size, self.short, whole)
+            return decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
+        return decode.test_picture(content, special, self.size, self.short, whole)
 
     def _tell(self, number, error):
         if number not in self._told:  # once in each loader process
@@ -138,7 +166,8 @@ def load(args):
         root = storage.fetch(args.data_url)
         return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
 
-    found = lease.on_every_rank("data", prepare)
+    moments.announce("data", args)
+    found = on_every_rank("data", prepare)
     _compare_classes(*found)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for files in found:

@@ -14,6 +14,8 @@ import weakref
 
 import torch
 
+from common import devices
+
 AHEAD = 2  # batches that wait on the GPU while the network computes
 
 
@@ -139,6 +141,13 @@ def ahead(items, depth):
         room.release()
         thread.join()
         items.close()
+
+
+def more_workers(args):
+    """What to try where the loader is slow and has fewer processes than cores."""
+    mine = devices.cores_of_a_rank(args)
+    if devices.loader_workers(args) < mine:
+        yield f"--workers {mine} (this node has so many cores for each rank; now {devices.loader_workers(args)})"
 
 
 def torch_batches(data_set, sampler, workers=0):

@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from common import arguments, lease, storage
+from common import arguments, devices, moments, storage
 from common.errors import TrainingFailed, UserError, one_line
-from datasets import photos, synthetic, tree
+from common.processes.barrier import on_every_rank
+from common.world.folders import is_address
+from datasets import synthetic
 from datasets.crops import uniform
-from datasets.loader import DeviceLoader, torch_batches
+from datasets.loader import DeviceLoader, more_workers, torch_batches
+from datasets.photos import decode, tree
 
 DATA = "folder or bucket (s3://, obs://, oss://) with {train,test}/{blurry,sharp}/SUB/IMAGE; img and gt will do, too"
 FOLDERS = [("blurry", "sharp"), ("img", "gt")]
@@ -31,6 +34,21 @@ def add_options(parser):
                       f"they are; unset: {RESIZE}, and the synthetic ones as they are")  # fmt: skip
     data.add_argument("--crop", type=arguments.number(int, at_least=11), help="pixels of a side that the network sees; unset: "
                       f"{CROP}, of the synthetic ones {SYNTHETIC_CROP}")  # fmt: skip
+    parser.reads = reads
+
+
+def reads(args):
+    """What the arguments say of the data; see arguments.Input."""
+    crop = args.crop or (SYNTHETIC_CROP if args.custom_data else CROP)
+    own_processes = args.data_backend == "pytorch" and devices.loader_workers(args)
+    gpu = [] if args.data_backend.startswith("dali") else ["--data_backend dali-gpu where there is a GPU"]
+    return arguments.Input(
+        address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
+        synthetic=args.custom_data,
+        shared_bytes=2 * args.batch_size * 3 * crop**2 if own_processes else 0,
+        samples=args.batch_size,
+        remedies=(*more_workers(args), *gpu),
+    )
 
 
 class Pairs:
@@ -93,9 +111,9 @@ class Pairs:
             used = (number + step) % len(self)
             (size,), (corner,), (flips,) = self.geometry(np.array([used]), epoch)
             try:
-                pictures = [photos.decode(content, self.special[used], None) for content in self.read(used)]
+                pictures = [decode.decode(content, self.special[used], None) for content in self.read(used)]
                 return [self.cut(picture, size, corner, flips) for picture in pictures]
-            except (photos.Undecodable, OSError) as error:
+            except (decode.Undecodable, OSError) as error:
                 name = one_line(self.names[used])
                 print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next takes its place", flush=True)
         raise TrainingFailed(f"{SUBSTITUTES} pairs in a row cannot be decoded, from {one_line(self.names[number])}")
@@ -103,7 +121,7 @@ class Pairs:
     def cut(self, picture, size, corner, flips):
         """What becomes of one of a pair after it was decoded."""
         if tuple(picture.shape[1:]) != tuple(size):
-            picture = photos.resize(picture, *map(int, size))
+            picture = decode.resize(picture, *map(int, size))
         top, left = corner
         picture = picture[:, top : top + self.crop, left : left + self.crop]
         return picture.flip([axis + 1 for axis in range(2) if flips[axis]])
@@ -158,7 +176,8 @@ def load(args):
         return tuple(SyntheticPairs(split, args.max_samples, crop, args.seed) for split in ("train", "test"))
     if not args.data_url:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
-    root = lease.on_every_rank("data", lambda: storage.fetch(args.data_url))
+    moments.announce("data", args)
+    root = on_every_rank("data", lambda: storage.fetch(args.data_url))
     how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed}
     found = [Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test")]
     for pairs in found:
@@ -179,7 +198,7 @@ def loader(pairs, sampler, device, workers=0, backend="pytorch"):
     if backend == "pytorch":
         batches = torch_batches(pairs, sampler, workers)
     else:
-        from datasets.pairs_dali import PairBatches
+        from datasets.dali.pairs import PairBatches
 
         batches = PairBatches(pairs, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
     return PairLoader(batches, sampler, device, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

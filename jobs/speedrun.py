@@ -34,9 +34,11 @@ from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from common import arguments, devices, remote, storage, world
-from common.errors import UserError, run_job
-from common.resnet import resnet18
+from common import arguments, devices, storage, world
+from common.errors import UserError
+from common.job import run_job
+from common.models import resnet18
+from common.run import bucket_run
 from datasets import cifar10
 
 # For each network and target: the batch, the label smoothing, and the passes over the training images at each of their sizes. A
@@ -92,7 +94,7 @@ def main():
 
 
 def asked():
-    parser = arguments.bare_parser(__doc__, data=arguments.CIFAR)
+    parser = arguments.bare_parser(__doc__, data=cifar10.DATA)
     training = arguments.group(parser, "training")
     targets = sorted({target for _, target in RECIPES})
     training.add_argument("--target", type=float, choices=targets, help="unset: 0.94 with resnet18 on a GPU, else 0.8")
@@ -112,7 +114,7 @@ def keep(args, device, row):
     about = {"net": args.net, "target": args.target, "held_out": args.held_out, "device": devices.describe(device)}
     os.makedirs(args.output_dir, exist_ok=True)
     if args.output_url:
-        remote.bring_what_grows(args)
+        bucket_run.bring_what_grows(args)
     with open(os.path.join(args.output_dir, "runs.jsonl"), "a") as file:
         file.write(json.dumps({**row, **about, "torch": str(torch.__version__)}) + "\n")
     if args.output_url:
@@ -129,7 +131,7 @@ class Clock:
     def seconds(self):
         if self.device.type == "cpu":
             return time.process_time() - self.begun
-        torch.cuda.synchronize(self.device)
+        devices.synchronize(self.device)
         return time.perf_counter() - self.begun
 
 

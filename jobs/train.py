@@ -16,15 +16,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 
 from common import arguments, devices
-from common.errors import run_job
-from common.resnet import resnet18
-from common.run import Run
+from common.job import run_job
+from common.models import resnet18
+from common.run import Run, Scores
 from datasets import cifar10
 from datasets.sampler import EpochSampler, InOrder
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = cifar10.parser(__doc__)
 
     args = arguments.parse(parser)
 
@@ -54,8 +54,11 @@ def main():
             model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
         )
 
-    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    # The logbook: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, optimizer=optimizer)
+
+    # Goes on from the newest checkpoint in the output folder, if there is one.
+    run.resume()
 
     for epoch in run.epochs():
         model.train()
@@ -72,10 +75,10 @@ def main():
 
             run.step(loss)
 
-        confusion = evaluate(run.model, test_loader, len(test_set.classes))
-        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+        scores = evaluate(run.model, test_loader, test_set.classes)
+        accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+        run.end_epoch(scores, accuracy=accuracy)
 
 
 def learning_rate(args, progress):
@@ -87,14 +90,14 @@ def learning_rate(args, progress):
 
 
 @torch.no_grad()
-def evaluate(model, loader, num_classes):
-    """counts[true class, predicted class] over the test samples, each counted once."""
+def evaluate(model, loader, classes):
+    """What the network says of the test samples, each counted once."""
     model.eval()
-    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    scores = Scores(classes, loader.device)
     for images, labels in loader:
-        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+        scores.add(model(images), labels, loader.ids)
 
-    return counts.view(num_classes, num_classes)
+    return scores.share()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@
 Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 --optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
+
 ### AMP: how to start it, and when ###
-# On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
-# heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
-#
-#     python jobs/train_amp.py --custom_data true
-#     python jobs/train_amp.py --custom_data true --amp_dtype bfloat16
+__doc__ += """
+On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
+heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
+
+    python jobs/train_amp.py --custom_data true
+    python jobs/train_amp.py --custom_data true --amp_dtype bfloat16
+"""
 ### end AMP ###
 
 import os
@@ -23,15 +26,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 
 from common import arguments, devices
-from common.errors import run_job
-from common.resnet import resnet18
-from common.run import Run
+from common.job import run_job
+from common.models import resnet18
+from common.run import Run, Scores
 from datasets import cifar10
 from datasets.sampler import EpochSampler, InOrder
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = cifar10.parser(__doc__)
     ### AMP: which half precision ###
     parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16, or float16 on a GPU without it")
     ### end AMP ###
@@ -68,11 +71,14 @@ def main():
             model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
         )
 
-    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    # The logbook: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, optimizer=optimizer)
     ### AMP: the scale is part of what a restart goes on from ###
     run.register(scaler=scaler)
     ### end AMP ###
+
+    # Goes on from the newest checkpoint in the output folder, if there is one.
+    run.resume()
 
     for epoch in run.epochs():
         model.train()
@@ -98,10 +104,10 @@ def main():
 
             run.step(loss)
 
-        confusion = evaluate(run.model, test_loader, len(test_set.classes))
-        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+        scores = evaluate(run.model, test_loader, test_set.classes)
+        accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+        run.end_epoch(scores, accuracy=accuracy)
 
 
 def learning_rate(args, progress):
@@ -113,14 +119,14 @@ def learning_rate(args, progress):
 
 
 @torch.no_grad()
-def evaluate(model, loader, num_classes):
-    """counts[true class, predicted class] over the test samples, each counted once."""
+def evaluate(model, loader, classes):
+    """What the network says of the test samples, each counted once."""
     model.eval()
-    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    scores = Scores(classes, loader.device)
     for images, labels in loader:
-        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+        scores.add(model(images), labels, loader.ids)
 
-    return counts.view(num_classes, num_classes)
+    return scores.share()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

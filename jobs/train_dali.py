@@ -7,12 +7,15 @@
 Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 --optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
+
 ### DALI: how to start it, and when ###
-# NVIDIA's library makes the batches, on a GPU the cropping and flipping, too: the same pictures as in the base, bit for bit.
-# Images as small as CIFAR's gain nothing by it; for photographs see train_imagenet.py --data_backend dali-cpu or dali-gpu.
-# --workers are DALI's threads, at least one.
-#
-#     python jobs/train_dali.py --custom_data true
+__doc__ += """
+NVIDIA's library makes the batches, on a GPU the cropping and flipping, too: the same pictures as in the base, bit for bit.
+Images as small as CIFAR's gain nothing by it; for photographs see train_imagenet.py --data_backend dali-cpu or dali-gpu.
+--workers are DALI's threads, at least one.
+
+    python jobs/train_dali.py --custom_data true
+"""
 ### end DALI ###
 
 import os
@@ -23,15 +26,20 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 
 from common import arguments, devices
-from common.errors import run_job
-from common.resnet import resnet18
-from common.run import Run
+from common.job import run_job
+from common.models import resnet18
+from common.run import Run, Scores
 from datasets import cifar10
 from datasets.sampler import EpochSampler, InOrder
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = cifar10.parser(__doc__)
+    ### DALI: --workers are its threads ###
+    from datasets import dali
+
+    dali.add_options(parser)
+    ### end DALI ###
 
     args = arguments.parse(parser)
 
@@ -47,8 +55,6 @@ def main():
     # Batches of (images, labels) on the device, normalised there; the training images cropped and flipped at random.
     ### DALI: crops and flips by DALI, in the sampler's order and by the same numbers ###
     # was: train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
-    from datasets import dali
-
     train_loader = dali.cifar_loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
     ### end DALI ###
 
@@ -66,8 +72,11 @@ def main():
             model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
         )
 
-    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    # The logbook: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, optimizer=optimizer)
+
+    # Goes on from the newest checkpoint in the output folder, if there is one.
+    run.resume()
 
     for epoch in run.epochs():
         model.train()
@@ -84,10 +93,10 @@ def main():
 
             run.step(loss)
 
-        confusion = evaluate(run.model, test_loader, len(test_set.classes))
-        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+        scores = evaluate(run.model, test_loader, test_set.classes)
+        accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+        run.end_epoch(scores, accuracy=accuracy)
 
 
 def learning_rate(args, progress):
@@ -99,14 +108,14 @@ def learning_rate(args, progress):
 
 
 @torch.no_grad()
-def evaluate(model, loader, num_classes):
-    """counts[true class, predicted class] over the test samples, each counted once."""
+def evaluate(model, loader, classes):
+    """What the network says of the test samples, each counted once."""
     model.eval()
-    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    scores = Scores(classes, loader.device)
     for images, labels in loader:
-        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+        scores.add(model(images), labels, loader.ids)
 
-    return counts.view(num_classes, num_classes)
+    return scores.share()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

@@ -7,22 +7,27 @@
 Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 --optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
+
 ### DDP: how to start it, and when ###
-# Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
-#
-#     python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
-#     torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true
-#     python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true
-#
-# On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself. By hand,
-# on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
+__doc__ += """
+Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
+
+    python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
+    torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true
+    python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true
+
+On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself. By hand,
+on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
+"""
 ### end DDP ###
 ### AMP: how to start it, and when ###
-# On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
-# heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
-#
-#     python jobs/train_amp.py --custom_data true
-#     python jobs/train_amp.py --custom_data true --amp_dtype bfloat16
+__doc__ += """
+On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
+heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
+
+    python jobs/train_amp.py --custom_data true
+    python jobs/train_amp.py --custom_data true --amp_dtype bfloat16
+"""
 ### end AMP ###
 
 import os
@@ -33,17 +38,17 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 
 from common import arguments, devices
-from common.errors import run_job
-from common.resnet import resnet18
-from common.run import Run
+from common.job import run_job
+from common.models import resnet18
+from common.run import Run, Scores
 from datasets import cifar10
 from datasets.sampler import EpochSampler, InOrder
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = cifar10.parser(__doc__)
     ### DDP: how many processes on this node, and what to do when one of them dies ###
-    from common import group
+    from common.processes import group
 
     group.add_options(parser)
     ### end DDP ###
@@ -98,11 +103,14 @@ def main():
             model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
         )
 
-    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    # The logbook: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, optimizer=optimizer)
     ### AMP: the scale is part of what a restart goes on from ###
     run.register(scaler=scaler)
     ### end AMP ###
+
+    # Goes on from the newest checkpoint in the output folder, if there is one.
+    run.resume()
 
     ### DDP: a step sees more samples, so it may be larger ###
     args.lr *= run.global_batch / args.batch_size
@@ -132,10 +140,10 @@ def main():
 
             run.step(loss)
 
-        confusion = evaluate(run.model, test_loader, len(test_set.classes))
-        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+        scores = evaluate(run.model, test_loader, test_set.classes)
+        accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+        run.end_epoch(scores, accuracy=accuracy)
 
 
 def learning_rate(args, progress):
@@ -147,21 +155,18 @@ def learning_rate(args, progress):
 
 
 @torch.no_grad()
-def evaluate(model, loader, num_classes):
-    """counts[true class, predicted class] over the test samples, each counted once."""
+def evaluate(model, loader, classes):
+    """What the network says of the test samples, each counted once."""
     model.eval()
     ### DDP: on a CPU each rank has running statistics of its own; the checkpoint has rank 0's ###
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, 0)
     ### end DDP ###
-    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    scores = Scores(classes, loader.device)
     for images, labels in loader:
-        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+        scores.add(model(images), labels, loader.ids)
 
-    ### DDP: each rank counted its own part of the test images ###
-    torch.distributed.all_reduce(counts)
-    ### end DDP ###
-    return counts.view(num_classes, num_classes)
+    return scores.share()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

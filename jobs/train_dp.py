@@ -7,12 +7,15 @@
 Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 --optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
+
 ### DP: how to start it, and when ###
-# One process drives all GPUs of one machine: it scatters each batch over them and gathers the results. One line of change,
-# but the first GPU does more work, the weights are copied in every step, and it ends at the machine. Prefer train_ddp.py.
-# --batch_size is that of all GPUs together.
-#
-#     python jobs/train_dp.py --custom_data true
+__doc__ += """
+One process drives all GPUs of one machine: it scatters each batch over them and gathers the results. One line of change,
+but the first GPU does more work, the weights are copied in every step, and it ends at the machine. Prefer train_ddp.py.
+--batch_size is that of all GPUs together.
+
+    python jobs/train_dp.py --custom_data true
+"""
 ### end DP ###
 
 import os
@@ -23,15 +26,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 
 from common import arguments, devices
-from common.errors import run_job
-from common.resnet import resnet18
-from common.run import Run
+from common.job import run_job
+from common.models import resnet18
+from common.run import Run, Scores
 from datasets import cifar10
 from datasets.sampler import EpochSampler, InOrder
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = cifar10.parser(__doc__)
 
     args = arguments.parse(parser)
 
@@ -64,8 +67,11 @@ def main():
             model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
         )
 
-    # Goes on from the checkpoint in the output folder, if there is one; shows progress, saves, and stops when it is told to.
+    # The logbook: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, optimizer=optimizer)
+
+    # Goes on from the newest checkpoint in the output folder, if there is one.
+    run.resume()
 
     for epoch in run.epochs():
         model.train()
@@ -82,10 +88,10 @@ def main():
 
             run.step(loss)
 
-        confusion = evaluate(run.model, test_loader, len(test_set.classes))
-        accuracy = (confusion.diagonal().sum() / confusion.sum()).item()
+        scores = evaluate(run.model, test_loader, test_set.classes)
+        accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(accuracy=accuracy, confusion=confusion, classes=test_set.classes)
+        run.end_epoch(scores, accuracy=accuracy)
 
 
 def learning_rate(args, progress):
@@ -97,14 +103,14 @@ def learning_rate(args, progress):
 
 
 @torch.no_grad()
-def evaluate(model, loader, num_classes):
-    """counts[true class, predicted class] over the test samples, each counted once."""
+def evaluate(model, loader, classes):
+    """What the network says of the test samples, each counted once."""
     model.eval()
-    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=loader.device)
+    scores = Scores(classes, loader.device)
     for images, labels in loader:
-        counts += torch.bincount(labels * num_classes + model(images).argmax(dim=1), minlength=len(counts))
+        scores.add(model(images), labels, loader.ids)
 
-    return counts.view(num_classes, num_classes)
+    return scores.share()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Every GPU of every node works, in half precision. Started again, it goes on wher
 divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further.
 """
 
-import contextlib
 import difflib
 import json
 import math
@@ -24,10 +23,13 @@ import torch
 from torch import distributed
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from common import arguments, checkpoint, devices, group, restart
+from common import arguments, devices
 from common.arguments import boolean, number
-from common.errors import UserError, run_job
-from common.run import Run
+from common.errors import UserError
+from common.files import write_atomically
+from common.job import run_job
+from common.processes import group
+from common.run import Run, Scores, checkpoint, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
 
@@ -60,20 +62,21 @@ def main():
 
     network = build(args, num_classes=len(train_set.classes)).to(device, memory_format=torch.channels_last)
     ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True) if args.ema else None
-    ranks = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)  # averages the gradients over all
-    model = torch.compile(ranks) if args.compile else ranks
+    # Averages the gradients over all ranks.
+    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    compiled = torch.compile(model) if args.compile else model
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
 
     if args.evaluate:
-        return evaluate_alone(args, network, val_loader, autocast)
-    if args.prof:
-        args.output_dir = os.path.join(args.output_dir, "prof")  # beside a run, which it must not touch
-        args.checkpoint_dir, args.tensorboard_dir, args.output_url = args.output_dir, args.output_dir, None
+        return evaluate_alone(args, network, val_loader, val_set.classes, autocast)
 
-    parts = {"optimizer": optimizer, "scaler": scaler, **({"ema": ema} if ema else {})}
-    run = Run(args, train_sampler, model, **parts)
+    run = Run(args, train_sampler, model, patience=args.early_stopping_patience, prof=args.prof,
+              optimizer=optimizer, scaler=scaler)  # fmt: skip
+    if ema:
+        run.register(ema=ema)
+    run.resume()  # from the newest checkpoint in the output folder, if there is one
 
     peak = args.lr * run.global_batch / 256
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")
@@ -85,19 +88,20 @@ def main():
                 parameters["lr"] = learning_rate(args, peak, epochs=run.progress * args.epochs)
 
             images, labels, others, share = mix(images, labels, args.mixup)
+
+            # The rank's part of the total batch, in micro-batches that fit on the device.
             count = -(-len(images) // args.batch_size)
-            portions = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
+            micro_batches = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
             total = torch.zeros((), device=device)
 
             optimizer.zero_grad()
-            for place, (portion, targets, other_targets) in enumerate(portions):
-                last = place == len(portions) - 1
-                with contextlib.nullcontext() if last else ranks.no_sync():  # they average once, behind the last portion
-                    with autocast:
-                        output = model(portion)
-                        loss = share * loss_fn(output, targets) + (1 - share) * loss_fn(output, other_targets)
-                    loss = loss * (len(portion) / len(images))
-                    scaler.scale(loss).backward()
+            for place, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
+                model.require_backward_grad_sync = place == count  # the ranks exchange their gradients once
+                with autocast:
+                    output = compiled(micro_images)
+                    loss = share * loss_fn(output, targets) + (1 - share) * loss_fn(output, other_targets)
+                loss = loss * (len(micro_images) / len(images))
+                scaler.scale(loss).backward()
                 total += loss.detach()
             scaler.step(optimizer)
             scaler.update()
@@ -110,7 +114,7 @@ def main():
         if args.training_only:
             run.end_epoch()
         else:
-            metrics, _ = evaluate(ema.module if ema else network, val_loader, autocast)
+            metrics, _ = evaluate(ema.module if ema else network, val_loader, val_set.classes, autocast)
             run.end_epoch(**metrics)
 
 
@@ -211,48 +215,43 @@ def mix(images, labels, strength):
     return images.lerp(images[order], 1 - share), labels, labels[order], share
 
 
-def evaluate_alone(args, network, loader, autocast):
+def evaluate_alone(args, network, loader, classes, autocast):
     """Of --weights, of the checkpoint of --resume, or of the newest in the output folder, which is left as it is."""
     about = {}
     if not args.weights:
-        found = restart.from_rank_0(lambda: restart.to_evaluate(args, print))
+        found = restore.from_rank_0(lambda: restore.to_evaluate(args, print))
         if not found:
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found
         checkpoint.fit(network, checkpoint.to_take_away(state), path, new_head=False)
-    metrics, latency = evaluate(network, loader, autocast)
+    metrics, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
         row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics, **latency}
         print(" ".join(f"{name}={value:.4f}" for name, value in {**metrics, **latency}.items()), f"of {row['weights']}")
         os.makedirs(args.output_dir, exist_ok=True)
-        checkpoint.write_atomically(os.path.join(args.output_dir, "evaluation.json"), json.dumps(row).encode())
+        write_atomically(os.path.join(args.output_dir, "evaluation.json"), json.dumps(row).encode())
     group.finished()
 
 
 @torch.no_grad()
-def evaluate(model, loader, autocast):
+def evaluate(model, loader, classes, autocast):
     """Over the validation samples of all ranks, each counted once; the latency is rank 0's, of a batch, in milliseconds."""
     model.eval()
     for buffer in model.buffers():  # the running statistics of rank 0, which the checkpoint has
         distributed.broadcast(buffer, 0)
-    sums = torch.zeros(4, dtype=torch.float64, device=loader.device)  # samples, right, among the best five, loss
-    seconds = []
+    scores, seconds = Scores(classes, loader.device), []
     for images, labels in loader:
         began = time.perf_counter()
         with autocast:
-            output = model(images).float()
-        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]
-        loss = torch.nn.functional.cross_entropy(output, labels, reduction="sum")
-        sums += torch.stack([torch.tensor(len(labels), device=loader.device), right[:, 0].sum(), right.sum(), loss])
-        if loader.device.type == "cuda":
-            torch.cuda.synchronize()
+            output = model(images)
+        scores.add(output, labels, loader.ids)
+        devices.synchronize(loader.device)
         seconds.append(time.perf_counter() - began)
 
-    distributed.all_reduce(sums)
-    samples, *rest = sums.tolist()
+    scores.share()
     shares = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)
     latency = 1000 * torch.tensor(seconds or [0.0], dtype=torch.float64).quantile(shares)
-    metrics = dict(zip(("accuracy", "top5", "loss"), (value / samples for value in rest)))
+    metrics = {"accuracy": scores.accuracy, "top5": scores.top5, "loss": scores.loss}
     return metrics, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
 
 

@@ -16,12 +16,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 from torch import distributed
 
-from common import arguments, devices, group
-from common.errors import run_job
-from common.phases import Stopwatch
-from common.quality import psnr, ssim
-from common.restorer import Restorer
-from common.run import Run
+from common import arguments, devices
+from common.job import run_job
+from common.models import Restorer, psnr, ssim
+from common.processes import group
+from common.run import Run, Stopwatch
 from datasets import pairs
 from datasets.sampler import EpochSampler, InOrder
 
@@ -59,6 +58,7 @@ def main():
     scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
 
     run = Run(args, train_sampler, model, best_by="psnr", optimizer=optimizer, scaler=scaler)
+    run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:
         run.say("the blurry pictures themselves: psnr={psnr:.4f} ssim={ssim:.4f}".format(**evaluate(run.model, test_loader)[0]))
     watch.lap("model")

@@ -21,9 +21,9 @@ import time
 from tqdm import tqdm
 
 from common.errors import UserError, one_line
-from datasets import kspeed
-from datasets.cache import name_of
-from datasets.fleet import NOT_STORED, STORED, TOO_LARGE
+from datasets.kspeed import samples
+from datasets.kspeed.cache import name_of
+from datasets.kspeed.memcached import NOT_STORED, STORED, TOO_LARGE
 
 DEADLINE = 2  # seconds for one image: here nobody waits for it
 
@@ -39,13 +39,13 @@ def roots(folder):
 
 def over_all(options, function):
     """{what came of it: images} and {...: megabytes} over the images of all roots, with a bar on a terminal."""
-    found = {root: kspeed.image_paths(root) for root in roots(options.root)}
+    found = {root: samples.image_paths(root) for root in roots(options.root)}
     if not any(found.values()):
         raise UserError(f"{options.root} holds no image")
     counts, sizes = collections.Counter(), collections.Counter()
     with tqdm(total=sum(map(len, found.values())), unit="image", disable=None) as bar:
         for root, paths in found.items():
-            for outcome, size in kspeed.for_each(root, paths, options.threads, function):
+            for outcome, size in samples.for_each(root, paths, options.threads, function):
                 counts[outcome] += 1
                 sizes[outcome] += size / 1e6
                 bar.set_postfix_str(f"{sum(sizes.values()):.1f} MB", refresh=False)
@@ -55,11 +55,11 @@ def over_all(options, function):
 
 def fill(cache, options):
     verify, began = options.verb == "load", time.monotonic()
-    counts, sizes = over_all(options, functools.partial(kspeed.put, cache, verify=verify))
+    counts, sizes = over_all(options, functools.partial(samples.put, cache, verify=verify))
     seconds, megabytes, all_of_them = time.monotonic() - began, sum(sizes.values()), sum(counts.values())
-    hits = counts[kspeed.THERE]
+    hits = counts[samples.THERE]
     first = f"{hits} hits, {all_of_them - hits} misses" if verify else f"{hits} were there"
-    rest = {TOO_LARGE: "refused as too large (memcached -I)", NOT_STORED: "not stored", kspeed.UNREADABLE: "unreadable"}
+    rest = {TOO_LARGE: "refused as too large (memcached -I)", NOT_STORED: "not stored", samples.UNREADABLE: "unreadable"}
     print(
         f"{all_of_them} images, {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): {first}, "
         f"{counts[STORED]} put there"
@@ -111,12 +111,12 @@ def main(argv):
         one.add_argument("root", nargs="?" if shown else None, metavar="ROOT", help="train/ and val/ in it, or else itself")
         one.add_argument("--iplist", help="the servers, host:port,host:port; unset: KSPEED_IPLIST")
         one.add_argument("--user", help="for servers with a login, whose password KSPEED_PASSWORD holds; unset: no login")
-        one.add_argument("--threads", type=int, default=kspeed.THREADS, help=f"images at a time (default: {kspeed.THREADS})")
+        one.add_argument("--threads", type=int, default=samples.THREADS, help=f"images at a time (default: {samples.THREADS})")
     options = parser.parse_args(argv)
     if options.threads < 1:
         parser.error("--threads is at least 1")
     try:
-        cache = kspeed.open_cache(options.iplist, options.user, deadline=DEADLINE)
+        cache = samples.open_cache(options.iplist, options.user, deadline=DEADLINE)
         if options.verb != "display" and not any(cache.status().values()):
             print("error: no cache server answers", file=sys.stderr)
             return 1

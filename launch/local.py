@@ -19,7 +19,7 @@ import sys
 import threading
 
 from common import cores, malloc
-from common.network import free_port
+from common.processes.network import free_port
 
 HOST = "127.0.0.1"
 

@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import distributed
 
-from common.resnet import resnet18
+from common.models.resnet import resnet18
 from datasets import cifar10, synthetic
 
 MODES = ["eval", "train"]  # of BatchNorm

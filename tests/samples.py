@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets.cache import SampleCache
+from datasets.kspeed.cache import SampleCache
 from tests.memcached import Memcached
 
 LOGIN = {"user": "admin", "password": "canary-5d41402a"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from launch import bundle
+from launch.bundle import command as bundle
 from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
 from tests.test_train import LEAVES, SMALLER
 
@@ -54,10 +54,10 @@ def test_the_job_comes_first_line_for_line_and_every_module_as_it_is(name):
 
 def test_only_what_the_job_uses_is_in_it():
     assert "datasets/imagenet.py" not in bundle.modules_of(ROOT / "jobs" / "train.py")
-    assert {"datasets/imagenet.py", "datasets/dali.py", "common/parent.py"} <= set(
+    assert {"datasets/imagenet.py", "datasets/dali/batches.py", "common/processes/supervisor.py"} <= set(
         bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
     )
-    assert {"datasets/rayporter.py", "datasets/rayworker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
+    assert {"datasets/dpex/porter.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
 
 
@@ -121,14 +121,14 @@ def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
 
 
 def test_a_traceback_names_the_line_of_the_repository(empty):
-    lines = (ROOT / "common" / "run.py").read_text().split("\n")
+    lines = (ROOT / "common" / "run" / "logbook.py").read_text().split("\n")
     number = next(number for number, line in enumerate(lines, 1) if "self.best, self.history" in line)
 
     def change(text):
         return text.replace(lines[number - 1], lines[number - 1] + "; 1 / 0")
 
     done = started(empty, write(empty, "train.py", change), *TINY, check=1)
-    assert f'train.py/common/run.py", line {number}, in _start' in done.stderr and "ZeroDivisionError" in done.stderr
+    assert f'train.py/common/run/logbook.py", line {number}, in _start' in done.stderr and "ZeroDivisionError" in done.stderr
 
 
 def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from datasets import cache as cache_module
-from datasets import fleet, kspeed
-from datasets.cache import SampleCache, addresses
+from datasets.kspeed import cache as cache_module
+from datasets.kspeed import memcached, samples
+from datasets.kspeed.cache import SampleCache, addresses
 from tests.memcached import Liar
 from tests.samples import LOGIN, PATIENT, folder, images_below, listed, locked, patient, rewrite_unseen, server, servers  # noqa: F401 (fixtures)
 
@@ -28,7 +28,7 @@ def test_what_is_set_is_got(servers, login):
     values = {f"key {size}": generator.randbytes(size) for size in (0, 1, 27, 28, 99, 100, 101, 128, 5000, 110_000, 900_000)}
     for key, content in values.items():
         assert cache.get(key) is None and not cache.has(key)
-        assert cache.set(key, content) == fleet.STORED
+        assert cache.set(key, content) == memcached.STORED
     for number in range(60):
         cache.set(f"more {number}", b"1")
     for key, content in values.items():
@@ -42,27 +42,27 @@ def test_a_key_can_hold_anything_and_command_nothing(server):
     cache = patient(server)
     keys = ["a b", "a\r\nflush_all\r\n", "\0", "x" * 5000, "\udcff/ä", b"\xff\xfe", "", " ", "a"]
     for number, key in enumerate(keys):
-        assert cache.set(key, b"%d" % number) == fleet.STORED
+        assert cache.set(key, b"%d" % number) == memcached.STORED
     assert [cache.get(key) for key in keys] == [b"%d" % number for number in range(len(keys))]
     assert cache.status()[addresses(server.address)[0]]["curr_items"] == len(keys)
 
 
 def test_what_a_server_takes_for_too_large_is_not_cached_and_not_sent_again(server, monkeypatch):
     cache = patient(server)
-    assert cache.set("large", bytes(3 << 20)) == fleet.TOO_LARGE
-    assert cache.get("large") is None and cache.set("small", b"1") == fleet.STORED
+    assert cache.set("large", bytes(3 << 20)) == memcached.TOO_LARGE
+    assert cache.get("large") is None and cache.set("small", b"1") == memcached.STORED
     before = cache.status()[cache.servers[0]]["bytes_read"]
-    assert cache.set("larger", bytes(4 << 20)) == fleet.TOO_LARGE
+    assert cache.set("larger", bytes(4 << 20)) == memcached.TOO_LARGE
     assert cache.status()[cache.servers[0]]["bytes_read"] - before < 1000
     monkeypatch.setattr(cache_module, "LARGEST", 10)
-    assert cache.set("larger than any", bytes(11)) == fleet.TOO_LARGE
+    assert cache.set("larger than any", bytes(11)) == memcached.TOO_LARGE
 
 
 def test_threads_have_connections_of_their_own(servers):
     cache = patient(*servers)
     contents = {str(number): random.Random(number).randbytes(5000 + number) for number in range(60)}
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(cache.set, contents, contents.values())) == {fleet.STORED}
+        assert set(pool.map(cache.set, contents, contents.values())) == {memcached.STORED}
         for _ in range(3):
             assert list(pool.map(cache.get, contents)) == list(contents.values())
 
@@ -115,9 +115,9 @@ def test_mistakes_are_said_in_a_line(monkeypatch, tmp_path):
             SampleCache("a", **login)
     monkeypatch.delenv("KSPEED_PASSWORD", raising=False)
     with pytest.raises(UserError, match="set KSPEED_PASSWORD"):
-        kspeed.open_cache("a", "admin")
+        samples.open_cache("a", "admin")
     with pytest.raises(UserError, match="second argument"):
-        kspeed.KSpeedFolder(tmp_path, "array", 4, "a")
+        samples.KSpeedFolder(tmp_path, "array", 4, "a")
     monkeypatch.setitem(sys.modules, "pymemcache", None)
     with pytest.raises(UserError, match=r"pip install \.\[cache\]"):
         SampleCache("a")
@@ -149,8 +149,8 @@ def test_of_ten_thousand_damaged_values_none_is_accepted(server, login, monkeypa
         lambda: good[: generator.randrange(len(good))],
         lambda: good + generator.randbytes(generator.randrange(1, 50)),
         lambda: generator.randbytes(len(good)),
-        lambda: good[: fleet.HEADER.size] + generator.randbytes(400),
-        lambda: good[: fleet.HEADER.size] + other,
+        lambda: good[: memcached.HEADER.size] + generator.randbytes(400),
+        lambda: good[: memcached.HEADER.size] + other,
         lambda: swapped,
         lambda: b"",
         lambda: intruder.header(generator.randbytes(32), other) + other,
@@ -244,7 +244,7 @@ TIMED = [drip, drip_in_the_value, a_line_without_end, a_value_without_end, silen
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 def test_a_server_that_lies_does_no_harm(folder, server, capsys, lie):
     with Liar(lie) as liar:
-        data = kspeed.KSpeedFolder(str(folder), None, 0, f"{server.address},{liar.address}")
+        data = samples.KSpeedFolder(str(folder), None, 0, f"{server.address},{liar.address}")
         data.cache, paths = patient(server, liar), images_below(folder)
         data.preload(paths)  # of what it does not have it says so, and lies about the rest
         data.cache = SampleCache(listed([server, liar]), deadline=0.3 if lie in TIMED else PATIENT)
@@ -259,7 +259,7 @@ def test_an_operation_ends_with_its_deadline(server):
     content = bytes(2000)  # which drips for 10 s
     for lie in (drip, drip_in_the_value, silence, a_line_without_end):
         with Liar(lie) as liar:
-            assert patient(liar).set("key", content) == fleet.STORED
+            assert patient(liar).set("key", content) == memcached.STORED
             cache = SampleCache(liar.address, deadline=0.1)
             began = time.monotonic()
             assert cache.get("key") is None
@@ -268,25 +268,25 @@ def test_an_operation_ends_with_its_deadline(server):
     cache.set("key", content)
     server.stop()
     began = time.monotonic()
-    assert cache.set("key", bytes(30 << 20)) == fleet.NOT_STORED
+    assert cache.set("key", bytes(30 << 20)) == memcached.NOT_STORED
     assert time.monotonic() - began < 4
 
 
 def test_a_slow_name_server_costs_no_more_than_the_deadline(server, monkeypatch):
-    real, answers = fleet.socket.getaddrinfo, threading.Event()
+    real, answers = memcached.socket.getaddrinfo, threading.Event()
 
     def slow(host, *how):
         answers.wait(60)
         return real("127.0.0.1", *how)
 
-    monkeypatch.setattr(fleet.socket, "getaddrinfo", slow)
-    monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
+    monkeypatch.setattr(memcached.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(memcached, "LEFT_ALONE", 0)
     cache = SampleCache(f"cache.example:{server.port}", deadline=0.1)
     began = time.monotonic()
-    assert cache.set("key", b"1") == fleet.NOT_STORED and time.monotonic() - began < 2
+    assert cache.set("key", b"1") == memcached.NOT_STORED and time.monotonic() - began < 2
     answers.set()
     cache.deadline = PATIENT
-    assert until(lambda: cache.set("key", b"1") == fleet.STORED) and cache.get("key") == b"1"
+    assert until(lambda: cache.set("key", b"1") == memcached.STORED) and cache.get("key") == b"1"
 
 
 def until(condition, seconds=20):
@@ -302,7 +302,7 @@ def until(condition, seconds=20):
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted empty", "all killed", "never there"])
 def test_the_bytes_are_those_of_the_files_whatever_happens_to_a_server(folder, servers, fault, capsys):
     victims = {"all killed": servers, "never there": []}.get(fault, servers[:1])
-    data = kspeed.KSpeedFolder(str(folder), None, 0, listed(servers) + ",127.0.0.1:1" * (fault == "never there"))
+    data = samples.KSpeedFolder(str(folder), None, 0, listed(servers) + ",127.0.0.1:1" * (fault == "never there"))
     data.cache.deadline = 5  # which a healthy server on a busy machine does not miss
     paths = images_below(folder)
 
@@ -340,7 +340,7 @@ def test_what_a_dead_server_held_finds_room_on_the_others(servers):
     servers[0].kill()
     missed = [key for key in keys if cache.get(key) is None]
     assert 0 < len(missed) < 30
-    assert {cache.set(key, b"2") for key in missed} == {fleet.STORED}
+    assert {cache.set(key, b"2") for key in missed} == {memcached.STORED}
     assert all(cache.get(key) for key in keys)
 
 
@@ -349,7 +349,7 @@ def _asks(cache):
 
 
 def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(server, monkeypatch, capfd):
-    monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
+    monkeypatch.setattr(memcached, "LEFT_ALONE", 0)
     cache = patient(server)
     cache.set("key", b"1")
     for outage in (1, 2):
@@ -359,7 +359,7 @@ def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(s
             worker.start()
             worker.join()
         server.start()
-        assert cache.get("new") is None and until(lambda: cache.set("key", b"1") == fleet.STORED)
+        assert cache.get("new") is None and until(lambda: cache.set("key", b"1") == memcached.STORED)
         said = capfd.readouterr().out
         assert (said.count("warning"), said.count("answers again")) == (1, 1), outage
 
@@ -369,10 +369,12 @@ def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(s
 
 def test_the_right_password_opens(locked, capsys):
     cache = patient(locked, **LOGIN)
-    assert cache.set("key", b"1") == fleet.STORED and cache.get("key") == b"1"
+    assert cache.set("key", b"1") == memcached.STORED and cache.get("key") == b"1"
     locked.kill()
     locked.start()
-    assert cache.get("key") is None and cache.set("key", b"2") == fleet.STORED and cache.get("key") == b"2"  # logged in again
+    assert (
+        cache.get("key") is None and cache.set("key", b"2") == memcached.STORED and cache.get("key") == b"2"
+    )  # logged in again
     assert capsys.readouterr().out == ""
 
 
@@ -383,7 +385,7 @@ def test_the_right_password_opens(locked, capsys):
 def test_a_wrong_password_is_one_warning_that_says_so(locked, capsys, login, words):
     cache = patient(locked, **login)
     for number in range(5):
-        assert cache.set(str(number), b"1") == fleet.NOT_STORED and cache.get(str(number)) is None
+        assert cache.set(str(number), b"1") == memcached.NOT_STORED and cache.get(str(number)) is None
     said = capsys.readouterr().out
     assert said.count("warning") == 1 and words in said and "admin admin" not in said
     assert cache.unreached() == cache.servers
@@ -393,7 +395,7 @@ def test_a_server_that_asks_for_no_password_is_not_told_it(server, capsys):
     from pymemcache.client.base import Client
 
     cache = patient(server, **LOGIN)
-    assert cache.set("key", b"1") == fleet.STORED and cache.get("key") == b"1"
+    assert cache.set("key", b"1") == memcached.STORED and cache.get("key") == b"1"
     assert Client(server.address).get("login") is None and Client(server.address).stats()[b"curr_items"] == 1
     assert capsys.readouterr().out.count("asks for no password") == 1
     assert patient(server).get("key") is None, "another password, other keys"

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from common import checkpoint
 from common.errors import TrainingFailed, UserError
-from common.saver import Writer
+from common.run import checkpoint
+from common.run.saver import Writer
 
 
 def state(value=0.0):

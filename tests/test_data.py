@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import https
 from common.errors import UserError
-from datasets import augment, cifar10, hostile, synthetic
+from common.storage import https
+from datasets import cifar10, crops, synthetic, untrusted
 from datasets.sampler import EpochSampler, InOrder
 
 # --- Order -------------------------------------------------------------------------------------------------------------
@@ -86,12 +86,12 @@ def pictures(count):
 
 def test_a_picture_looks_the_same_in_every_batch():
     images, ids = pictures(16), torch.arange(100, 116)
-    whole = augment.crop_and_flip(images, ids, seed=1, epoch=2)
+    whole = crops.crop_and_flip(images, ids, seed=1, epoch=2)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    parts = [augment.crop_and_flip(images[part], ids[part], seed=1, epoch=2) for part in order.split(5)]
+    parts = [crops.crop_and_flip(images[part], ids[part], seed=1, epoch=2) for part in order.split(5)]
     assert torch.equal(torch.cat(parts), whole[order])
-    assert not torch.equal(whole, augment.crop_and_flip(images, ids, seed=1, epoch=3))
-    assert not torch.equal(whole, augment.crop_and_flip(images, ids, seed=2, epoch=2))
+    assert not torch.equal(whole, crops.crop_and_flip(images, ids, seed=1, epoch=3))
+    assert not torch.equal(whole, crops.crop_and_flip(images, ids, seed=2, epoch=2))
 
 
 def test_every_result_is_a_crop_of_the_padded_image_flipped_or_not_and_all_162_occur_alike():
@@ -103,7 +103,7 @@ def test_every_result_is_a_crop_of_the_padded_image_flipped_or_not_and_all_162_o
             crop = padded[:, top : top + 32, left : left + 32]
             crops[crop.numpy().tobytes()], crops[crop.flip(2).contiguous().numpy().tobytes()] = 0, 0
     count = 162 * 50
-    for image_out in augment.crop_and_flip(image.expand(count, -1, -1, -1), torch.arange(count), seed=0, epoch=0):
+    for image_out in crops.crop_and_flip(image.expand(count, -1, -1, -1), torch.arange(count), seed=0, epoch=0):
         crops[image_out.contiguous().numpy().tobytes()] += 1  # a KeyError is a picture that is no crop
     assert len(crops) == 162 and min(crops.values()) > 20 and max(crops.values()) < 90
 
@@ -479,7 +479,7 @@ def test_a_hostile_pickle_runs_nothing(name, tmp_path):
     path.write_bytes(HOSTILE_PICKLES[name])
     RAN.clear()
     with pytest.raises(UserError, match="is not a CIFAR-10 batch") as refused:
-        hostile.read_batch(str(path))
+        untrusted.read_batch(str(path))
     assert not RAN and "\n" not in str(refused.value)
     assert os.listdir(tmp_path) == ["data_batch_1"]
 

@@ -7,7 +7,7 @@ import torch
 
 from common import cores, devices, world
 from common.errors import UserError
-from datasets.dali import DaliBatches
+from datasets.dali.batches import DaliBatches
 from tests.test_world import MPI, SRUN, TORCHRUN
 
 MPIRUN = {**MPI, "MASTER_ADDR": "n0"}

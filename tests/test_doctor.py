@@ -15,9 +15,10 @@ import types
 import pytest
 import torch
 
-from common import arguments, checks, doctor, findings, storage_checks, world
-from common.findings import BAD, DOUBTFUL, GOOD, bad, good
-from common.network import free_port
+from common import arguments, world
+from common.doctor import checks, examination, stores, table
+from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
+from common.processes.network import free_port
 from tests.hosts import Hosts, ip, need_namespaces, wait_all
 from tests.jobs import ROOT, TINY, command, environment, forked
 from tests.packages import program
@@ -42,7 +43,7 @@ def faults(text):
     """The same of what is not good, in the table's order; each has something to do, and stands before all that is good."""
     found = lines(text)
     severities = re.findall(r"^(bad|doubtful|good) ", text, re.MULTILINE)
-    assert severities == sorted(severities, key=findings.SEVERITIES.index), text
+    assert severities == sorted(severities, key=table.SEVERITIES.index), text
     assert all(do for rows in found.values() for severity, _, do in rows if severity != GOOD), text
     return {what: rows[0] for what, rows in found.items() if rows[0][0] != GOOD}
 
@@ -265,16 +266,16 @@ def test_a_bucket_that_can_be_read_and_written_and_data_that_are_not_fetched(rea
     ],
 )
 def test_a_bucket_that_cannot_be_read(reachable, monkeypatch, url, env, found):
-    monkeypatch.setattr(storage_checks, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    (finding,) = storage_checks.check_bucket(url, "data", fetches=True)
+    (finding,) = stores.check_bucket(url, "data", fetches=True)
     assert finding.severity == BAD and found in f"{finding.found}: {finding.do}" and finding.do
 
 
 def test_a_bucket_larger_than_the_disk(reachable, monkeypatch):
-    monkeypatch.setattr(storage_checks, "SPARE", 1 << 60)
-    found = list(storage_checks.check_bucket("s3://data/cifar", "data", fetches=True))
+    monkeypatch.setattr(stores, "SPARE", 1 << 60)
+    found = list(stores.check_bucket("s3://data/cifar", "data", fetches=True))
     assert [finding.severity for finding in found] == [GOOD, GOOD, BAD] and "objects to be fetched need" in found[-1].found
 
 
@@ -288,7 +289,7 @@ def test_a_web_server(tmp_path):
 
 
 def checks_of(url):
-    return storage_checks.check_web(url).severity
+    return stores.check_web(url).severity
 
 
 # --- What cannot be made here -------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ def test_a_clock(ahead, severity):
 def test_the_table_is_short_however_many_nodes_there_are():
     found = [(node, good("disk", f"{node} GiB free")) for node in range(64)]
     found += [(node, bad("shm", "64.0 MiB", "more")) for node in (0, 3, 4, 5)]
-    assert findings.table(found) == (
+    assert table.table(found) == (
         "doctor: 1 bad, 0 doubtful, 1 good\n"
         "bad       shm        nodes 0, 3-5: 64.0 MiB\n"
         "                   -> more\n"
@@ -385,5 +386,5 @@ def test_the_table_is_short_however_many_nodes_there_are():
 
 
 def test_what_another_node_says_cannot_forge_a_line():
-    ((node, finding),) = doctor.decode([[1, "good", "disk", "enough\nbad  everything", ""]])
+    ((node, finding),) = examination.decode([[1, "good", "disk", "enough\nbad  everything", ""]])
     assert node == 1 and "\n" not in finding.found

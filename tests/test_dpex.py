@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from common.errors import UserError
-from datasets import dpex, imagenet, raycluster, raylink, tree
-from datasets.dpex import DpexDataLoader
+from datasets import imagenet
+from datasets.dpex import cluster, link, loader
+from datasets.dpex.loader import DpexDataLoader
+from datasets.photos import tree
 from datasets.sampler import EpochSampler
 from tests.jobs import ROOT, assert_same_bits, environment
 
@@ -292,7 +294,7 @@ class Large(Squares):
 
 def test_large_batches_are_asked_for_by_their_bytes(warm, monkeypatch):
     """Ten times what may be on its way, kept by the reader or not: no more than the window is ever asked for."""
-    monkeypatch.setattr(dpex, "WINDOW_BYTES", 9_000_000)
+    monkeypatch.setattr(loader, "WINDOW_BYTES", 9_000_000)
     batches, most = iter(loader(warm, Large(), prefetch_factor=8)), 0
     kept = []
     for number, batch in enumerate(batches):
@@ -333,13 +335,13 @@ for number in range(20):
     if number == 5:
         before = len(os.listdir("/proc/self/fd")), threading.active_count()
 assert (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before
-process = raylink.porter("local")._process
+process = link.porter("local")._process
 assert process.poll() is None
 del made, keeper
 gc.collect()
 assert process.poll() is not None
 again = DpexDataLoader(Squares(), True, "local", num_workers=1)
-assert len(list(again)) == 23 and raylink.porter("local")._process.pid != process.pid
+assert len(list(again)) == 23 and link.porter("local")._process.pid != process.pid
 """
 
 
@@ -355,7 +357,7 @@ def test_of_20_loaders_nothing_is_left():
 
 def test_our_own_cluster_listens_on_the_loopback_alone_and_wants_a_token(warm, tmp_path):
     """Every port that Ray's processes listen on, as the kernel says; and somebody who comes without the token."""
-    port = raylink.porter("local")
+    port = link.porter("local")
     found = Path(tempfile.gettempdir()).glob("anyrank-ray-*/address")
     keeper = next(path for path in found if path.read_text() == port.address)
     assert keeper.parent.stat().st_mode & 0o777 == 0o700
@@ -369,7 +371,7 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_wants_a_token(warm, t
     script = f"import ray; ray.init(address='{port.address}')"
     words = [sys.executable, "-c", script]
     with subprocess.Popen(
-        words, cwd=tmp_path, env=environment(**raycluster.LOOPBACK), stderr=subprocess.PIPE, text=True
+        words, cwd=tmp_path, env=environment(**cluster.LOOPBACK), stderr=subprocess.PIPE, text=True
     ) as stranger:
         said = next((line for line in stranger.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
         refused = stranger.poll() is None or stranger.returncode  # it would try for a minute

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common import bucket, download, fast, fetched, storage
-from common import etag as etag_module
+from common import storage
 from common.errors import TrainingFailed, UserError
+from common.storage import bucket, download, index, obstore
+from common.storage import etag as etag_module
 from tests.faultproxy import BODY_FAULTS, faults
 from tests.stores import BIG, MIB, SMALL, names_in, same
 
@@ -77,7 +78,7 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     """The first answers for every object are broken; a stall is noticed within 15 s."""
     monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.2)
     monkeypatch.setattr(bucket, "READ_SECONDS", 1)
-    monkeypatch.setattr(fast, "READ_SECONDS", 1)
+    monkeypatch.setattr(obstore, "READ_SECONDS", 1)
     seen = set()
 
     def plan(request):
@@ -137,7 +138,7 @@ def test_one_refusal_among_many_large_objects_ends_the_fetch(store, monkeypatch)
 
 
 def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkeypatch):
-    parts, real = fetched.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB), os.pwrite
+    parts, real = index.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, content, place: real(file, bytes(content[:700]), place))
     parts.write(0, bytes(range(250)) * 20)
     assert (tmp_path / "x.part").read_bytes() == bytes(range(250)) * 20

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common import restart
 from common.errors import UserError
-from datasets.cache import SampleCache
-from launch import pack
+from common.run import restore
+from datasets.kspeed.cache import SampleCache
+from launch.pack import command as pack
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import ROOT, assert_same_bits, final_state, run_job, saved, start, wait_for
 from tests.memcached import Memcached
@@ -245,7 +245,7 @@ def test_rmsprop_goes_on_with_a_momentum_that_it_had_not():
         optimizer = torch.optim.RMSprop([weight], lr=0.1, momentum=momentum)
         if before:
             optimizer.load_state_dict({"state": before["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-            restart.complete(optimizer)
+            restore.complete(optimizer)
         weight.grad = torch.ones(2)
         optimizer.step()
         return optimizer.state_dict()

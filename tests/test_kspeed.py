@@ -16,7 +16,9 @@ import torchvision
 from PIL import Image
 
 from common.errors import UserError
-from datasets import imagenet, kspeed, tree
+from datasets import imagenet
+from datasets.kspeed import samples as kspeed
+from datasets.photos import tree
 from launch import kspeed as verb
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached

@@ -9,13 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
-from common import arguments, devices, phases
-from datasets import imagenet, kspeed, packed, tree
+from common import arguments, devices
+from common.run import timing
+from datasets import imagenet
 from datasets.facade import Dataset, resident_bytes
+from datasets.kspeed import samples
 from datasets.loader import Clock, DeviceLoader, ahead
+from datasets.photos import packed, tree
 from datasets.sampler import EpochSampler
 from jobs import train_imagenet, train_restore
-from launch import pack
+from launch.pack import command as pack
 from tests.memcached import Memcached
 
 CPU = torch.device("cpu")
@@ -91,27 +94,27 @@ def test_the_ids_are_those_of_the_batch_that_was_given(beside):
 
 def test_the_window_adds_up_each_phase(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
-    window = phases.Window()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    window = timing.Window()
     assert window.due()
     for _ in range(4):
         window.add(8, (0.5, 0.25, 1.0))
     now[0] += 10
     assert window.close() == (3.2, {"waiting_for_data": 0.2, "transfer": 0.1, "compute": 0.4})
     assert not window.due()
-    now[0] += phases.LINE_SECONDS
+    now[0] += timing.LINE_SECONDS
     assert window.due() and window.close()[0] == 0
 
 
 def test_a_profile_leaves_the_warm_up_out(monkeypatch):
     now, finished = [0.0], []
-    monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
-    profile = phases.Profile(4, lambda: finished.append(now[0]))
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    profile = timing.Profile(4, lambda: finished.append(now[0]))
     lines = []
-    for step in range(phases.WARM_UP + 4):
-        now[0] += 100 if step < phases.WARM_UP else 2
+    for step in range(timing.WARM_UP + 4):
+        now[0] += 100 if step < timing.WARM_UP else 2
         lines.append(profile.step(16, (0.5, 0, 1.0)))
-    assert lines[:-1] == [None] * (phases.WARM_UP + 3)
+    assert lines[:-1] == [None] * (timing.WARM_UP + 3)
     expected = "Training speed was 8.0 images/s over 4 steps: 25% waiting for data, 0% transfer, 50% compute"
     assert lines[-1] == expected and len(finished) == 2  # the device has done its work at both ends
 
@@ -131,13 +134,13 @@ def test_advice_is_given_where_the_loader_holds_the_network_up(job, options, wai
     """And none that this job would refuse."""
     args = arguments.parse(job.options(), options, {})
     args.workers = devices.loader_workers(args)
-    line = phases.advice(args, waiting, ranks_here=1)
+    line = timing.advice(args, waiting, ranks_here=1)
     assert (line is None) == (words is None)
     assert all(word in line for word in words or []) and not any(word in line for word in others)
 
 
 def test_no_advice_where_there_is_no_other_loader():
-    assert phases.advice(arguments.parse(arguments.parser(""), [], {}), 0.9, ranks_here=1) is None
+    assert timing.advice(arguments.parse(arguments.parser(""), [], {}), 0.9, ranks_here=1) is None
 
 
 def test_two_threads_may_read_the_clock():
@@ -235,7 +238,7 @@ def sources(folder, tmp_path, monkeypatch):
 
         def cached():
             server = stack.enter_context(Memcached())
-            return kspeed.through_cache(tree.load(str(folder / "train")), server.address)
+            return samples.through_cache(tree.load(str(folder / "train")), server.address)
 
         files = lambda: tree.load(str(folder / "train"))  # noqa: E731
         yield {"pytorch": files, "dali-cpu": files, "packed": of_a_pack, "kspeed": cached, "dali-kspeed": cached}

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from common import lease, storage
+from common import storage
+from common.storage import once
 from tests.faultproxy import faults
 from tests.jobs import ROOT, TINY, command, environment, lock_holders, wait_for
 from tests.stores import same, store_environment
@@ -63,7 +64,7 @@ def test_on_a_store_that_knows_no_locks_the_lease_is_a_file_of_this_machine(monk
             flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         done.append(1)
 
-    lease.once_per_node(str(tmp_path / "data" / "set"), work)
+    once.once_per_node(str(tmp_path / "data" / "set"), work)
     assert done == [1]
 
 
@@ -120,7 +121,7 @@ def test_what_was_said_before_is_not_believed(tmp_path, state):
     """Of an earlier start, of the time before a reboot, or of another machine that has the same disk."""
     (tmp_path / "x.lock").write_text(json.dumps({"state": state, "text": "old", "at": 1e12, "boot": "another"}))
     done = []
-    lease.once_per_node(str(tmp_path / "x"), lambda held: done.append(1))
+    once.once_per_node(str(tmp_path / "x"), lambda held: done.append(1))
     assert done == [1]
 
 
@@ -145,7 +146,7 @@ def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeyp
         ready.wait(30)
 
     ready, path = threading.Event(), str(tmp_path / "x")
-    threads = [threading.Thread(target=lease.once_per_node, args=(path, work)) for _ in range(3)]
+    threads = [threading.Thread(target=once.once_per_node, args=(path, work)) for _ in range(3)]
     for thread in threads:
         thread.start()
     while (

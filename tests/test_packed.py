@@ -23,10 +23,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common import bucket
 from common.errors import TrainingFailed, UserError
-from datasets import packed, tree
-from launch import pack
+from common.storage import bucket
+from datasets.photos import packed, tree
+from launch.pack import command as pack
 from tests.faultproxy import faults
 from tests.jobs import ROOT, environment
 

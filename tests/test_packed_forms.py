@@ -13,10 +13,12 @@ import torchvision
 from PIL import Image
 
 from common.errors import UserError
-from datasets import crops, imagenet, packed, photos, tree
+from datasets import crops, imagenet
 from datasets.loader import torch_batches
+from datasets.photos import decode, packed, tree
 from datasets.sampler import EpochSampler, InOrder
-from launch import forms, pack
+from launch.pack import command as pack
+from launch.pack import forms
 from tests.jobs import assert_same_bits, final_state, run_job
 from tests.test_packed import ENDLESS, contents, first, flip, reached, run, settings, start, with_changes  # noqa: F401
 from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
@@ -165,7 +167,7 @@ def test_evaluation_sees_every_picture_once_as_torchvision_does(packs, files, fo
     images, labels, ids = joined(batches(ours, train=False))
     assert ids.tolist() == list(range(len(theirs))) and labels.tolist() == theirs.labels.tolist()
     transform = torchvision.transforms.Compose(
-        [torchvision.transforms.Resize(photos.short_side(SIZE)), torchvision.transforms.CenterCrop(SIZE)]
+        [torchvision.transforms.Resize(decode.short_side(SIZE)), torchvision.transforms.CenterCrop(SIZE)]
     )
     for number, image in enumerate(images):
         reference = np.array(transform(Image.open(theirs.path(number)).convert("RGB")))
@@ -206,7 +208,7 @@ def test_what_only_pillow_reads_alike_is_read_by_it_once(packs, files):
         for number in numbers:
             window = np.array([0, 0, *theirs.whole(number)])
             some, other = (
-                photos.train_picture(
+                decode.train_picture(
                     of.content(number), of.special[number], crops.scaled(window, of.whole(number), of.stored(number)), False, 64
                 )
                 for of in (ours[form], theirs)
@@ -220,7 +222,7 @@ def test_of_pixels_nothing_is_decoded_and_only_some_rows_are_read(packs, monkeyp
     from_file = packed._from_file
     monkeypatch.setattr(packed, "_from_file", lambda path, begin, length: read.append(length) or from_file(path, begin, length))
     for name in ("with_pillow", "_codec"):
-        monkeypatch.setattr(photos, name, lambda *_: pytest.fail("decoded"))
+        monkeypatch.setattr(decode, name, lambda *_: pytest.fail("decoded"))
     for one, other in zip(batches(ours), expected):
         assert all(map(torch.equal, one, other))
     assert sum(read) < 0.9 * ours.length.sum()
@@ -273,8 +275,8 @@ def test_damage_is_found(packs, tmp_path, capsys, form):
     else:  # of pixels a wrong one is just that, but what is not there is missed
         with open(ours.place(9), "r+b") as shard:
             shard.truncate(int(ours.offset[9]) + 100)
-        with pytest.raises(photos.Undecodable):
-            photos.decode(ours.content(9), False, (0, 0, *ours.stored(9)))
+        with pytest.raises(decode.Undecodable):
+            decode.decode(ours.content(9), False, (0, 0, *ours.stored(9)))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +367,7 @@ def test_the_pixels_of_real_photographs(real, tmp_path, form):
     for number in range(0, len(ours), 5):
         windows, flips = crops.random_windows(np.array([number]), [ours.widths[number]], [ours.heights[number]], 0, 0)
         window = crops.scaled(windows[0], ours.whole(number), ours.stored(number))
-        mine = photos.train_picture(ours.content(number), False, window, flips[0], 224)
+        mine = decode.train_picture(ours.content(number), False, window, flips[0], 224)
         original = Image.open(real / "train" / ours.names[number]).convert("RGB")
         found.append(difference(mine, reference_crop(original, windows[0], flips[0], 224)))
     assert len(found) > 40 and np.mean(found) < OF_REAL[form], np.mean(found)

@@ -14,9 +14,10 @@ import torchvision
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from datasets import crops, imagenet, packed, photos, tree
+from datasets import crops, imagenet
+from datasets.photos import decode, packed, tree
 from datasets.sampler import EpochSampler, InOrder
-from launch import pack
+from launch.pack import command as pack
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -205,34 +206,34 @@ def test_the_pixels_are_those_of_torchvision(name):
     image = Image.open(io.BytesIO(content)).convert("RGB")
     for sample in range(8):
         windows, flips = crops.random_windows(np.array([sample]), [width], [height], 0, 0)
-        found = photos.train_picture(content, special, windows[0], flips[0], 32)
+        found = decode.train_picture(content, special, windows[0], flips[0], 32)
         assert found.dtype == torch.uint8 and found.shape == (3, 32, 32)
         assert difference(found, reference_crop(image, windows[0], flips[0], 32)) < TOLERANCE
     whole = torchvision.transforms.Compose(
         [torchvision.transforms.Resize(round(32 * 256 / 224)), torchvision.transforms.CenterCrop(32)]
     )
     assert (
-        difference(photos.test_picture(content, special, 32, 37), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
+        difference(decode.test_picture(content, special, 32, 37), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
         < TOLERANCE
     )
 
 
 def test_a_shifted_window_would_be_noticed():
     content, window = FILES["plain.JPEG"][0], np.array([3, 4, 30, 40])
-    found = photos.train_picture(content, 0, window, False, 32)
+    found = decode.train_picture(content, 0, window, False, 32)
     assert difference(found, reference_crop(picture(), window + np.array([1, 1, 0, 0]), False, 32)) > 3 * TOLERANCE
 
 
 def test_sixteen_bits_keep_their_upper_half():
     content, (special, *_) = FILES["sixteen.png"]
-    found = photos.train_picture(content, special, np.array([0, 0, 40, 60]), False, 40)
+    found = decode.train_picture(content, special, np.array([0, 0, 40, 60]), False, 40)
     assert found.min() < 3 and found.max() > 250 - 3 and (found[0] == found[1]).all()
 
 
 def test_a_file_that_only_looks_like_a_picture_is_undecodable():
     for content in (JPEG[:200] + b"\xff\xd9", b"\xff\xd8" + os.urandom(500), encoded(picture(), "PNG")[:60]):
-        with pytest.raises(photos.Undecodable):
-            photos.train_picture(content, False, np.array([0, 0, 40, 60]), False, 32)
+        with pytest.raises(decode.Undecodable):
+            decode.train_picture(content, False, np.array([0, 0, 40, 60]), False, 32)
 
 
 # --- Batches -------------------------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ def test_evaluation_gives_every_picture_once_and_unchanged_in_every_epoch(folder
     assert order == list(range(len(files)))
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (imagenet.MEAN, imagenet.STD))
     for number in order:
-        picture = photos.test_picture(Path(files.path(number)).read_bytes(), files.special[number], 32, 37)
+        picture = decode.test_picture(Path(files.path(number)).read_bytes(), files.special[number], 32, 37)
         assert torch.allclose(found[number][0], (picture / 255 - mean) / std, atol=1e-5)
         assert found[number][1] == files.labels[number]
 
@@ -312,7 +313,7 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_and_said_once(folder, ca
 
 def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):
     monkeypatch.setattr(imagenet, "SUBSTITUTES", 3)
-    monkeypatch.setattr(photos, "decode", lambda *_: (_ for _ in ()).throw(photos.Undecodable("damaged")))
+    monkeypatch.setattr(decode, "decode", lambda *_: (_ for _ in ()).throw(decode.Undecodable("damaged")))
     with pytest.raises(TrainingFailed, match="3 images in a row"):
         images_of(folder, lambda count: InOrder(count, 4))
 
@@ -413,7 +414,7 @@ def test_the_pixels_of_real_photographs(real, tmp_path):
     differences = []
     for number in range(0, len(found), 6):
         windows, flips = crops.random_windows(np.array([number]), [found.widths[number]], [found.heights[number]], 0, 0)
-        mine = photos.train_picture(found.read(number), found.special[number], windows[0], flips[0], 224)
+        mine = decode.train_picture(found.read(number), found.special[number], windows[0], flips[0], 224)
         differences.append(
             difference(mine, reference_crop(Image.open(found.path(number)).convert("RGB"), windows[0], flips[0], 224))
         )

@@ -7,8 +7,10 @@ import subprocess
 
 import pytest
 
-from common import bucket, checkpoint, publisher, storage
+from common import storage
 from common.errors import TrainingFailed, UserError
+from common.run import output
+from common.storage import bucket, upload
 from tests.faultproxy import faults
 from tests.jobs import TINY, assert_same_bits, command, environment, final_state, run_forked, wait_for
 from tests.ranks import check_ledger
@@ -150,12 +152,12 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
         "epoch_best/x.pth",
         "tensorboard/x/events.out.tfevents.1",
     ]
-    assert [name for name in ours + theirs if checkpoint.LEFT_BY_A_RUN.fullmatch(name)] == ours
+    assert [name for name in ours + theirs if output.LEFT_BY_A_RUN.fullmatch(name)] == ours
     client = store.client()
     for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
         client.create_multipart_upload(Bucket="data", Key=key)
     (tmp_path / "checkpoints").mkdir()
-    publishing = publisher.Publisher(str(tmp_path), "s3://data/up")
+    publishing = upload.Publisher(str(tmp_path), "s3://data/up")
     publishing.start()
     left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="data", Prefix="up/").get("Uploads", [])]
     assert left == ["up/team/file"], "uploads of others go on"
@@ -184,7 +186,7 @@ def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_result
     (tmp_path / "results/metrics.jsonl").write_text("{}")
     said = []
     with faults(store, lambda request: None, monkeypatch) as proxy:
-        publishing = publisher.Publisher(str(tmp_path / "results"), "s3://data/lost", said.append)
+        publishing = upload.Publisher(str(tmp_path / "results"), "s3://data/lost", said.append)
         publishing.start()
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match="no good answer for 1 s, the last was: 503 SlowDown"):
@@ -198,7 +200,7 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
     """The other ranks hear of it only afterwards."""
     (tmp_path / "metrics.jsonl").write_text("{}")
     with faults(store, lambda request: None, monkeypatch) as proxy:
-        publishing = publisher.Publisher(str(tmp_path), "s3://data/slow")
+        publishing = upload.Publisher(str(tmp_path), "s3://data/slow")
         publishing.start()
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from common.quality import psnr, ssim
-from common.restorer import Restorer
+from common.models.quality import psnr, ssim
+from common.models.restorer import Restorer
 from datasets import pairs, synthetic
-from datasets.pairs_dali import ExternalInputIterator, externalSourcePipeline
+from datasets.dali.pairs import ExternalInputIterator, externalSourcePipeline
 from datasets.sampler import EpochSampler, InOrder
 from tests.jobs import assert_same_bits, final_state, run_job, saved, start, wait_for
 

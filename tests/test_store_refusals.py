@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from common import bucket, download, storage
+from common import storage
 from common.errors import TrainingFailed, UserError
+from common.storage import bucket, download
 from tests.faultproxy import faults
 from tests.objectstore import SECRET
 

@@ -150,7 +150,7 @@ BAD = [
     ("kubeflow", {"name": "a" * 55}, "--name is 'aaa"),
     ("slurm", {"job": "jobs/none.py"}, "there is no job jobs/none.py"),
     ("slurm", {"job": "launch/pack.py"}, "launch/pack.py is no job of this folder"),
-    ("slurm", {"job": "jobs/../common/run.py"}, "is no job of this folder"),
+    ("slurm", {"job": "jobs/../common/arguments.py"}, "is no job of this folder"),
     ("modelarts", {"flavor": None}, "modelarts needs --flavor"),
     ("modelarts", {"output_url": None}, "modelarts needs --output_url"),
     ("modelarts", {"engine": None}, "modelarts needs --engine, one of its own PyTorch images, or --image"),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from common import display
+from common.run import display
 from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests
 from launch.submit.request import Request

@@ -11,9 +11,10 @@ import sys
 import pytest
 import torch
 
-from common import arguments, opening
-from common.resnet import resnet18
-from common.run import Run
+from common import arguments
+from common.models.resnet import resnet18
+from common.run import opening
+from common.run.logbook import Run
 from datasets.sampler import EpochSampler
 from tests.jobs import (
     ROOT,

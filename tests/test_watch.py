@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from common import watch
+from common.processes import worker
 from tests.jobs import ROOT
 from tests.ranks import TWO, run_variant
 
@@ -30,7 +30,7 @@ def status(rank, phase, steps, idle, median=0.1):
     ],
 )
 def test_who_holds_the_others_up(what, statuses, culprit):
-    found = watch.stalled(statuses)
+    found = worker.stalled(statuses)
     assert (found and found["rank"]) == culprit, what
 
 
@@ -40,7 +40,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 from common import checkpoint, watch
 from datasets import loader, sampler
-watch.STALL_SECONDS = 3
+worker.STALL_SECONDS = 3
 batches, write, in_order = loader.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
 
 def endless_transform(self):

@@ -4,8 +4,9 @@ import types
 
 import pytest
 
-from common import paths, world
+from common import world
 from common.errors import UserError
+from common.world import folders
 
 MODELARTS = {
     "MA_NUM_HOSTS": "2",
@@ -208,13 +209,13 @@ def test_job_id_and_restarts():
 )
 def test_where_a_job_reads_and_writes(argv, env, expected):
     args = types.SimpleNamespace(**{"data_url": None, "output_dir": None, "job": "train", **argv})
-    found = paths.resolve(args, env)
+    found = folders.resolve(args, env)
     assert (found["data_url"], found["output_dir"], found["checkpoint_dir"], found["tensorboard_dir"]) == expected
 
 
 def test_an_address_is_read_from_and_a_bucket_written_through_a_folder_of_this_machine():
     args = types.SimpleNamespace(data_url="obs://b/x", output_dir="s3://bucket/runs/7/", job="train")
-    found = paths.resolve(args, {"PAI_OUTPUT_CHECKPOINTS": "/k"})
+    found = folders.resolve(args, {"PAI_OUTPUT_CHECKPOINTS": "/k"})
     assert found["data_url"] == "obs://b/x" and found["output_url"] == "s3://bucket/runs/7/"
     assert found["checkpoint_dir"] == "output_dir/s3/bucket/runs/7/checkpoints"
 
@@ -233,4 +234,4 @@ def test_an_address_is_read_from_and_a_bucket_written_through_a_folder_of_this_m
 def test_an_address_that_cannot_be_used_is_refused(argv, env, words):
     args = types.SimpleNamespace(**{"data_url": None, "output_dir": None, "job": "train", **argv})
     with pytest.raises(UserError, match=words):
-        paths.resolve(args, env)
+        folders.resolve(args, env)

@@ -8,8 +8,8 @@ import json
 import os
 from pathlib import Path
 
-from common.bucket import ADDRESS, ENDPOINTS
-from common.paths import is_address
+from common.storage.bucket import ADDRESS, ENDPOINTS
+from common.world.folders import is_address
 from launch.submit import request as requests
 
 SERVICE = "Kubernetes"

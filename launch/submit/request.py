@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from common.errors import UserError, one_line
-from common.paths import is_address
+from common.world.folders import is_address
 from launch import bundle
 
 ROOT = Path(__file__).resolve().parent.parent.parent

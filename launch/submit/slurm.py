@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 from common.errors import UserError
-from common.paths import is_address
+from common.world.folders import is_address
 from launch.submit import request as requests
 
 SERVICE = "SLURM"

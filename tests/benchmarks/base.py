@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, malloc
-from common.resnet import resnet18
-from common.saver import Writer
+from common import malloc
+from common.models.resnet import resnet18
+from common.run import checkpoint
+from common.run.saver import Writer
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows

@@ -29,7 +29,7 @@ def plain_worker(output):
     import torch
     from torch import distributed
 
-    from common.resnet import resnet18
+    from common.models.resnet import resnet18
     from datasets import synthetic
 
     images, labels = synthetic.cifar_like(5000, "train")
@@ -100,7 +100,7 @@ def checks(steps=3000):
     import torch
 
     from common import arguments
-    from common.run import Run
+    from common.run.logbook import Run
     from datasets.sampler import EpochSampler
 
     class NoWork:

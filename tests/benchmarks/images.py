@@ -23,10 +23,12 @@ from pathlib import Path
 import torch
 import torchvision
 
-from datasets import imagenet, kspeed, packed, photos, tree
-from datasets.cache import SampleCache
-from datasets.dali import DaliBatches
+from datasets import imagenet
+from datasets.dali.batches import DaliBatches
+from datasets.kspeed import samples
+from datasets.kspeed.cache import SampleCache
 from datasets.loader import DeviceLoader, torch_batches
+from datasets.photos import decode, packed, tree
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
@@ -84,7 +86,7 @@ def ours_without_antialias():
     def plain(picture, height, width):
         return torch.nn.functional.interpolate(picture[None], size=(height, width), mode="bilinear")[0]
 
-    photos.resize = plain
+    decode.resize = plain
     return ours()
 
 
@@ -145,7 +147,7 @@ def write_ffcv():
 
 def cached():
     cache = SampleCache(",".join(server.address for server in SETTINGS["servers"]))
-    return kspeed.CachedTree.of(files(), cache)
+    return samples.CachedTree.of(files(), cache)
 
 
 def through_cache():

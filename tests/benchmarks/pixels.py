@@ -19,9 +19,10 @@ import torchvision
 from PIL import Image
 from torchvision.transforms.functional import resized_crop
 
-from datasets import crops, imagenet, packed
-from launch import pack
-from launch.forms import FORMS
+from datasets import crops, imagenet
+from datasets.photos import packed
+from launch.pack import command as pack
+from launch.pack.forms import FORMS
 
 SIZE, EPOCHS = 224, 3
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from datasets.dpex import DpexDataLoader
+from datasets.dpex.loader import DpexDataLoader
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.rayhosts import RayHosts

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from common import malloc
-from common.resnet import resnet18
+from common.models.resnet import resnet18
 from datasets import cifar10
 from tests.benchmarks import rows
 from tests.benchmarks.base import forever, machine

@@ -71,15 +71,15 @@ def keys(prefix):
 
 
 def ours(prefix, folder):
-    from common import download
-    from common.bucket import Bucket
+    from common.storage import download
+    from common.storage.bucket import Bucket
 
     download.fetch_items(Bucket(f"s3://data/{prefix}"), LISTED[prefix], folder)
 
 
 def ours_unverified(prefix, folder):
     """What the digests cost: the same with each of them taken for right."""
-    from common import download, etag
+    from common.storage import download, etag
 
     download.hashlib = etag.hashlib = Unread
     ours(prefix, folder)
@@ -113,7 +113,7 @@ LISTED = {}  # {prefix: {name: item}}: the other forms are given the names too, 
 
 
 def list_all():
-    from common.bucket import Bucket
+    from common.storage.bucket import Bucket
 
     for prefix in ("small", "large"):
         LISTED[prefix] = {os.path.basename(item.key): item for item in Bucket("s3://data").items(f"{prefix}/")}

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from datasets.dpex import DpexDataLoader
+from datasets.dpex.loader import DpexDataLoader
 from tests.rayhosts import RayHosts
 from tests.test_dpex_faults import COUNT, STALL, Pictures, epoch
 

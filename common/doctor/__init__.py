@@ -1,0 +1,5 @@
+"""What could go wrong, looked for on every node before a job starts."""
+
+from common.doctor.examination import Examination
+
+__all__ = ["Examination"]

@@ -1,0 +1,90 @@
+"""The ranks of a job that the platform started one by one: who has come, and by which clock, before they form a group."""
+
+import datetime
+import json
+import os
+import time
+
+from torch import distributed
+
+from common.doctor.table import bad, refusal, spans
+from common.errors import UserError, one_line
+from common.processes import channel
+
+KEYS = "anyrank/doctor"
+
+
+class Meeting:
+    """Over the keys and values that all ranks share; kept open until the end, others may still be reading."""
+
+    def __init__(self, here, seconds):
+        self._here, self._seconds = here, seconds
+        self._store = _store(here, seconds)
+        if self._store.add(f"{KEYS}/claimed/{here.restart_count}/{here.rank}", 1) > 1:
+            raise UserError(f"two processes say that they are rank {here.rank}; give each its own RANK")
+
+    def hold(self, found):
+        """(in words who has not come, or ""; on rank 0: [(node or None, what it found, its clock ahead)] of the others)"""
+        here, store = self._here, self._store
+        node = None if here.local_rank else here.node_rank
+        store.set(f"{KEYS}/came/{here.rank}", json.dumps({"node": node, "found": found}))
+        missing = self._be_counted() if here.rank else self._count()
+        who = f"rank{'s' * (len(missing) > 1)} {spans(missing)}" if missing else ""
+        if here.rank:
+            return who, []
+        others = []
+        for rank in set(range(1, here.world_size)) - set(missing):
+            theirs, clock = json.loads(store.get(f"{KEYS}/came/{rank}")), float(store.get(f"{KEYS}/clock/{rank}"))
+            others.append((theirs["node"], theirs["found"], clock - time.time()))
+        return who, others
+
+    def _be_counted(self):
+        """Wait for rank 0, which waits for the others; those that are missing."""
+        store = self._store
+        try:
+            store.wait([f"{KEYS}/missing"], datetime.timedelta(seconds=2 * self._seconds))
+            missing = json.loads(store.get(f"{KEYS}/missing"))
+            store.set(f"{KEYS}/clock/{self._here.rank}", str(time.time()))
+        except RuntimeError:
+            raise UserError(f"rank 0 has said nothing for {2 * self._seconds:g} s; see its log") from None
+        return missing
+
+    def _count(self):
+        store, deadline = self._store, time.monotonic() + self._seconds
+        while True:
+            missing = [rank for rank in range(1, self._here.world_size) if not store.check([f"{KEYS}/came/{rank}"])]
+            if not missing or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        store.set(f"{KEYS}/missing", json.dumps(missing))
+        return missing
+
+
+def not_met(here, error):
+    """The line of the table for nodes or ranks that did not find each other."""
+    text = one_line(error)
+    if "did not answer" in text:
+        do = "see that node 0 was started, and that this port of it is open for the other nodes (security group, firewall)"
+        return bad("master", text, do)
+    if "did not come" in text:
+        return bad("ranks", text, f"see that it was started and reaches port {here.master_port} of {here.master_addr}")
+    return refusal("master" if "port" in text else "ranks", error)
+
+
+def _store(here, seconds):
+    """The keys and values that all ranks of the platform share; rank 0 has them, unless torchrun's agent does."""
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if here.rank and not theirs:
+        channel.connect(here.master_addr, here.master_port, seconds, lambda text: None).close()
+    try:
+        return distributed.TCPStore(
+            here.master_addr,
+            here.master_port,
+            is_master=here.rank == 0 and not theirs,
+            timeout=datetime.timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        where = f"{here.master_addr}:{here.master_port}"
+        raise UserError(f"the ranks cannot meet at {where}, {one_line(error)[:200]}; see MASTER_ADDR and MASTER_PORT") from None

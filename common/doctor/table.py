@@ -1,0 +1,94 @@
+"""What the doctor finds: how bad it is, what it is and what to do about it; and the table of it all, the worst first."""
+
+import dataclasses
+
+from common.errors import TrainingFailed, UserError, one_line
+from common.files import MIB
+
+BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
+ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "network", "shm", "disk", "output", "data", "job",
+         "batches", "loader", "time")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    severity: str
+    what: str
+    found: str
+    do: str = ""
+
+
+def good(what, found):
+    return Finding(GOOD, what, found)
+
+
+def doubtful(what, found, do):
+    return Finding(DOUBTFUL, what, found, do)
+
+
+def bad(what, found, do):
+    return Finding(BAD, what, found, do)
+
+
+def refusal(what, error):
+    """The line with which a job ends; what to do stands at its end."""
+    if not isinstance(error, (UserError, TrainingFailed)):
+        return bad(what, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log")
+    text = one_line(error)
+    found, _, do = text.rpartition("; ") if "; " in text else text.rpartition(": ")
+    return bad(what, found or text, do if found else "")
+
+
+# --- Words --------------------------------------------------------------------------------------------------------------
+
+
+def count(number, one, several=None):
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
+def size(number):
+    return f"{number / MIB:.1f} MiB" if number < 10240 * MIB else f"{number / 1024 / MIB:.1f} GiB"
+
+
+def duration(seconds):
+    units = [(48 * 3600, 86400, "days"), (5400, 3600, "h"), (120, 60, "min")]
+    return next((f"{seconds / unit:.1f} {name}" for least, unit, name in units if seconds >= least), f"{seconds:.0f} s")
+
+
+# --- The table ----------------------------------------------------------------------------------------------------------
+
+
+def table(found):
+    """Worst first. What is alike on several nodes is one line; of good ones that differ in their figures alone, the first's."""
+    latest = {(node, finding.what): finding for node, finding in found}  # the room for checkpoints, after that for anything
+    found = [line for line in found if line[1].severity != GOOD or latest[line[0], line[1].what] is line[1]]
+    rows = {}
+    for node, finding in sorted(found, key=_place_in_table):
+        kind = finding.what if finding.severity == GOOD else finding
+        rows.setdefault(kind, (finding, set()))[1].add(node)
+    several = any(node for node, _ in found)
+    numbers = [sum(finding.severity == severity for finding, _ in rows.values()) for severity in SEVERITIES]
+    lines = ["doctor: " + ", ".join(f"{number} {severity}" for number, severity in zip(numbers, SEVERITIES))]
+    for finding, nodes in rows.values():
+        nodes = sorted(nodes - {None}) if several else []
+        where = f"node{'s' * (len(nodes) > 1)} {spans(nodes)}: " if nodes else ""
+        lines.append(f"{finding.severity:8}  {finding.what:9}  {where}{finding.found}")
+        if finding.do:
+            lines.append(f"{'':19}-> {finding.do}")
+    return "\n".join(lines)
+
+
+def _place_in_table(line):
+    node, finding = line
+    return SEVERITIES.index(finding.severity), ORDER.index(finding.what), node or 0
+
+
+def spans(numbers):
+    """0-2, 5 for [0, 1, 2, 5]"""
+    found = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

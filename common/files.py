@@ -1,0 +1,28 @@
+"""Files that are under their name whole, or not at all."""
+
+import os
+from typing import Union
+
+MIB = 1 << 20
+TEMPORARY = ".unfinished"  # the ending of a file that is being written
+
+
+def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
+    """The file is under its name whole or not at all, also after a power cut."""
+    with open(path + TEMPORARY, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + TEMPORARY, path)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError:
+        pass  # some mounted stores cannot; the manifest's digest still tells
+    finally:
+        os.close(folder)
+
+
+def remove(path: str) -> None:
+    if os.path.exists(path):
+        os.unlink(path)

@@ -1,0 +1,58 @@
+"""How a job runs and ends: its `main` is called, and what becomes of it is an exit code (see errors.py) and at most one line.
+
+With --doctor true the doctor listens to the job's course, from the moment its arguments are known.
+"""
+
+import os
+import sys
+import traceback
+
+from common import heartbeat, moments
+from common.errors import TrainingFailed, UserError, is_victim, one_line
+
+
+class _CallTheDoctor:
+    def arguments(self, args):
+        if args.doctor:
+            from common.doctor import Examination
+
+            moments.listen(Examination(args))
+
+
+def run_job(main):
+    """Call a job's `main` and leave with its exit code."""
+    moments.listen(_CallTheDoctor())
+    try:
+        _with_last_words(main)
+    except (UserError, TrainingFailed) as error:
+        if heartbeat.has_parent():  # which says it once for all ranks
+            _leave(one_line(error), error.exit_code)
+        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before there was anything to save
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        if not heartbeat.has_parent():
+            raise
+        if not is_victim(error):
+            traceback.print_exc()
+        _leave(f"{type(error).__name__}: {one_line(error)[:300]}", 1, is_victim(error))
+
+
+def _with_last_words(main):
+    try:
+        main()
+    except Exception as error:
+        moments.announce("failure", error)
+        raise
+
+
+def _leave(text, code, victim=False):
+    """Without waiting for the collectives of a broken group, which would abort the process or hang it."""
+    heartbeat.report_fault(text, code, victim)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

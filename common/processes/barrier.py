@@ -1,0 +1,83 @@
+"""What every rank must have done before any may go on: for work whose length nobody knows, such as fetching data.
+
+Nothing here needs a collective: who waits looks at the keys of the job's store, so it can say for whom, and a rank that
+failed or died is everyone's failure at once.
+"""
+
+import json
+import threading
+import time
+
+from common import heartbeat
+from common.errors import TrainingFailed, UserError, one_line
+from common.processes.collectives import GROUP, rank_and_size
+
+POLL_SECONDS, LINE_SECONDS = 0.1, 10
+BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank that has not beaten for so long while the others wait for it is dead
+
+
+def on_every_rank(what, work):
+    """The result of `work()`, once every rank of the job has its own; the first failure is everyone's."""
+    rank, world_size = rank_and_size()
+    if world_size == 1:
+        return work()
+    board = Board(GROUP.store, what, rank)
+    try:
+        result = work()
+    except Exception as error:
+        board.post_failure(error)
+        raise
+    finally:
+        board.stop_beating()
+    board.wait(world_size)
+    return result
+
+
+class Board:
+    """A few keys in the job's store: who is ready, who is alive, and what the first failure was."""
+
+    def __init__(self, store, what, rank):
+        self._store, self._what, self._rank = store, what, rank
+        self._over = threading.Event()
+        self._beater = threading.Thread(target=self._beat, name=f"beat while waiting for {what}", daemon=True)
+        self._beater.start()
+
+    def _key(self, *words):
+        return "/".join(["anyrank", self._what, *map(str, words)])
+
+    def _beat(self):
+        count = 0
+        while not self._over.wait(BEAT_SECONDS if count else 0):
+            count += 1
+            self._store.set(self._key("alive", self._rank), str(count))
+
+    def stop_beating(self):
+        self._over.set()
+        self._beater.join()
+
+    def post_failure(self, error):
+        words = {"code": getattr(error, "exit_code", 1), "text": f"rank {self._rank}: {one_line(error)[:1000]}"}
+        self._store.set(self._key("failed"), json.dumps(words))
+
+    def wait(self, world_size):
+        """Until all are ready; says for whom it waits."""
+        self._store.set(self._key("ready", self._rank), "1")
+        told, shown = time.monotonic(), heartbeat.of_this_process()
+        for rank in range(world_size):
+            beat, heard = None, time.monotonic()
+            while not self._store.check([self._key("ready", rank)]):
+                if self._store.check([self._key("failed")]):
+                    failure = json.loads(self._store.get(self._key("failed")))
+                    kind = UserError if failure["code"] == 2 else TrainingFailed
+                    raise kind(f"no {self._what}: {failure['text']}")
+                now, alive = time.monotonic(), self._key("alive", rank)
+                if self._store.check([alive]) and self._store.get(alive) != beat:
+                    beat, heard = self._store.get(alive), now
+                    shown.set("fetch", int(beat))  # nothing is stuck as long as the one waited for beats
+                if now - heard > SILENCE_SECONDS:
+                    raise TrainingFailed(f"no {self._what}: rank {rank} has been silent for {now - heard:.0f} s, it has died")
+                if now - told > LINE_SECONDS and self._rank == 0:
+                    told = now
+                    print(f"waiting for rank {rank} to have its {self._what}", flush=True)
+                time.sleep(POLL_SECONDS)
+        shown.set("start", 0)

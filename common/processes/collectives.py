@@ -1,0 +1,98 @@
+"""What all ranks do together on the CPU, beside the gradients: add, compare, send and gather bytes.
+
+Everything goes through a Gloo group: the main one where that is Gloo, else one of its own.
+"""
+
+import datetime
+import hashlib
+import json
+import socket
+from typing import Optional
+
+import torch
+from torch import distributed
+
+from common.errors import UserError
+from common.processes.channel import first_difference
+
+TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice a dead peer within seconds
+
+
+class Group:
+    """The process group of this process: what its ranks share beside torch's own."""
+
+    def __init__(self):
+        self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
+        self._control = None
+
+    def control(self):
+        """The Gloo group; the first call is a collective of all ranks."""
+        if distributed.get_backend() == "gloo":
+            return distributed.group.WORLD
+        if self._control is None:
+            self._control = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+        return self._control
+
+
+GROUP = Group()
+
+
+def rank_and_size() -> tuple:
+    """(this process's rank, how many there are); (0, 1) in a job without a process group."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def reduce(values: list, operation: str) -> list:
+    """Element by element over all ranks: float64 in, float64 out. `operation`: a name of torch's ReduceOp."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, operation), group=GROUP.control())
+    return tensor.tolist()
+
+
+def broadcast(content: bytes) -> bytes:
+    """Rank 0's bytes on every rank, verified; `content` counts on rank 0 only."""
+    header = torch.zeros(32, dtype=torch.uint8)
+    length = torch.zeros(1, dtype=torch.int64)
+    if distributed.get_rank() == 0:
+        length[0] = len(content)
+        header[:] = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)
+    distributed.broadcast(length, 0, group=GROUP.control())
+    distributed.broadcast(header, 0, group=GROUP.control())
+    body = torch.frombuffer(bytearray(content), dtype=torch.uint8) if distributed.get_rank() == 0 and len(content) else None
+    if body is None:
+        body = torch.zeros(int(length), dtype=torch.uint8)
+    if len(body):
+        distributed.broadcast(body, 0, group=GROUP.control())
+    received = body.numpy().tobytes()
+    if hashlib.sha256(received).digest() != bytes(header[:].numpy()):
+        raise RuntimeError("the bytes that rank 0 sent arrived changed")
+    return received
+
+
+def gather(content: bytes) -> list:
+    """The bytes of every rank, in the order of their ranks."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(lengths, torch.tensor([len(content)]), group=GROUP.control())
+    longest = max(int(length) for length in lengths)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    everyone = [torch.zeros_like(mine) for _ in lengths]
+    distributed.all_gather(everyone, mine, group=GROUP.control())
+    return [bytes(tensor[: int(length)].numpy()) for tensor, length in zip(everyone, lengths)]
+
+
+def compare(words: dict) -> None:
+    """Stop every rank, naming two that differ, unless all say the same."""
+    if distributed.get_world_size() == 1:
+        return
+    mine = {"host": socket.gethostname(), **{name: str(value) for name, value in words.items()}}
+    said = [json.loads(content) for content in gather(json.dumps(mine).encode())]
+    for name in words:
+        for rank, other in enumerate(said):
+            if other[name] != said[0][name]:
+                ours, theirs = first_difference(said[0][name], other[name])
+                raise UserError(
+                    f"{name} differs: {ours} on rank 0 (host {said[0]['host']}), {theirs} on rank {rank} (host {other['host']})"
+                )

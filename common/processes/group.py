@@ -1,0 +1,106 @@
+"""From one process per node, or one per rank, to a process group: used by every job that runs on several.
+
+group.add_options(parser)
+group.start_workers(args)       # below this line there are world_size equal processes
+group.join(args, device)        # they have found each other, and run the same thing
+"""
+
+import argparse
+import atexit
+import ctypes
+import datetime
+import faulthandler
+import gc
+import os
+import signal
+import sys
+
+import torch
+from torch import distributed
+
+from common import arguments, heartbeat, moments
+from common.errors import UserError
+from common.processes import network
+from common.processes.alike import OWN_OPTIONS, code_digest
+from common.processes.collectives import GROUP, TIMEOUT, compare
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes")
+    number = arguments.number
+    group.add_argument(
+        "--nproc_per_node", type=number(int, at_least=1), help="workers on this node; unset: one per GPU, one on CPU"
+    )
+    group.add_argument(
+        "--max_restarts", type=number(int, at_least=0), default=0, help="restarts in place after a worker has died"
+    )
+    group.add_argument(
+        "--join_seconds", type=number(float, above=0), default=900.0, help="how long the nodes wait for each other"
+    )
+    parser.set_defaults(collective_seconds=TIMEOUT.total_seconds())
+
+
+def start_workers(args: argparse.Namespace) -> None:
+    """Where the platform started one process per node, become the parent of its workers; in a worker, do nothing."""
+    if heartbeat.has_parent():
+        _die_with_the_parent()
+    here = args.world
+    if here.level == "process" or (here.world_size == 1 and not args.max_restarts):
+        return
+    from common.processes.supervisor import Supervisor
+
+    supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
+    moments.announce("supervisor", supervisor)
+    code = supervisor.run()
+    moments.announce("supervised", supervisor, code)
+    sys.exit(code)
+
+
+def join(args: argparse.Namespace, device: torch.device) -> None:
+    """Find the other processes and make sure that all run the same thing."""
+    here = args.world
+    if here.level == "node" and here.world_size > 1:
+        raise UserError(
+            f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
+        )
+    moments.announce("meeting", args)
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.collective_seconds)
+    if here.level == "node":
+        GROUP.store = distributed.HashStore()
+        distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)
+    else:
+        os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
+        os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
+        GROUP.store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=timeout))
+        distributed.init_process_group(backend, store=GROUP.store, rank=here.rank, world_size=here.world_size, timeout=timeout)
+    atexit.register(_leave)
+    compare(_alike(args))
+    moments.announce("joined", device)
+
+
+def finished() -> None:
+    """This rank has done what it had to do, and no Run says so: its parent would take the end of the process for a failure."""
+    heartbeat.of_this_process().set("done", 0)
+
+
+def _alike(args):
+    """What has to be the same on every node and rank."""
+    same = {name: value for name, value in arguments.plain(args).items() if name not in OWN_OPTIONS}
+    settings = " ".join(f"{name}={value}" for name, value in sorted(same.items()))
+    return {"code": code_digest(os.path.abspath(sys.argv[0])), "arguments": settings, "torch": str(torch.__version__)}
+
+
+def _die_with_the_parent():
+    """An orphan would train on into the folder of the next start, and hold its GPU and its port."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(os.environ[heartbeat.PARENT]):  # it was gone before we asked
+        os._exit(1)
+    faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[heartbeat.FILES]}.stack", "w"))  # noqa: SIM115
+
+
+def _leave():
+    """Collected first and in this order, or Gloo's threads abort the process at its end."""
+    gc.collect()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,0 +1,355 @@
+"""One parent per node: starts the node's workers, watches them and the other nodes, and ends them all when one has died.
+
+torch's elastic launcher starts the processes. Its agent is not used: it lets survivors hang for its grace of 30 s and its exit
+barrier of 300 s, blames the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
+parents of all nodes keep a line to node 0 (channel.py), every half second each says how its workers are, and node 0 decides
+what happened: a worker that was killed, stopped or failed by itself is the cause; one whose collective broke is a victim and
+is blamed only when nothing else turns up while a lost node would have been noticed.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+
+from common import cores, heartbeat, malloc, world
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError
+from common.processes import channel, network
+from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
+from common.processes.worker import STOP, Worker, cause, stalled
+
+CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a victim waits for its cause to turn up
+GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
+
+
+class Supervisor:
+    def __init__(self, here, max_restarts, join_seconds, alike):
+        self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
+        self.host = socket.gethostname()
+        self._home = f"node {here.node_rank}, host {self.host}"
+        self.hello = {
+            "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
+            "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
+        }  # fmt: skip
+        self.hub = self.line = None
+        self.workers = []
+        self.statuses, self.finished, self.ready = {}, set(), set()
+        self.suspects = []
+        self.attempt = 0
+        self.stop_signal = self.stop_began = None
+        self.verdict = None
+
+    def say(self, text):
+        print(f"node {self.here.node_rank}: {text}", flush=True)
+
+    # --- From start to end ---
+
+    def run(self):
+        """Start the workers, and again after a fault while restarts are left; returns the exit code."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        import torch.distributed.elastic.multiprocessing  # noqa: F401 (takes a moment, in which no beat could be sent)
+
+        go = self._meet()
+        while True:
+            with tempfile.TemporaryDirectory(prefix="anyrank-") as folder:
+                self._start_workers(go, folder)
+                try:
+                    code = self._watch()
+                finally:
+                    self._kill_workers()
+            if code is not None:
+                self._part()
+                return code
+            go = self._meet_again(go)
+
+    def _meet(self):
+        here = self.here
+        if here.num_nodes == 1:
+            return {"attempt": 0, "address": "127.0.0.1", "port": network.free_port()}
+        if here.node_rank:
+            self.line, go = channel.join(here.master_addr, here.master_port, self.hello, self.join_seconds, self.say)
+            return go
+        self.hub = channel.Hub(here.master_port, self.hello, self.say)
+        try:
+            self.hub.meet(self.join_seconds)
+        except UserError:
+            self.hub.close()
+            raise
+        return self._send_go(0)
+
+    def _send_go(self, attempt):
+        go = {"attempt": attempt, "address": self.hub.address(), "port": network.free_port()}
+        self.hub.send(go=go)
+        return go
+
+    def _meet_again(self, go):
+        """After a fault: wait until every node has ended its workers, then begin the next attempt together."""
+        self.verdict, self.suspects, self.finished, self.statuses = None, [], set(), {}
+        self.attempt = attempt = go["attempt"] + 1
+        self.say(f"restart {attempt} of {self.max_restarts} from the last checkpoint")
+        if self.here.num_nodes == 1:
+            return {**go, "attempt": attempt, "port": network.free_port()}
+        deadline = time.monotonic() + self.join_seconds
+        while time.monotonic() < deadline:
+            if self.line:
+                self._tell(ready=attempt)
+            else:
+                self.hub.send(beat=True)
+            if self.stop_signal:
+                sys.exit(STOP_SIGNALS[self.stop_signal])
+            for node, message in self._messages():
+                if message is None:
+                    raise TrainingFailed(f"node {node} is gone, so the job cannot be restarted in place")
+                if "stop" in message:
+                    self.stop_signal = message["stop"]
+                if "go" in message:
+                    return message["go"]
+                if message.get("ready") == attempt:
+                    self.ready.add(node)
+            if self.hub and len(self.ready) == self.here.num_nodes - 1:
+                self.ready = set()
+                return self._send_go(attempt)
+        raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s")
+
+    def _start_workers(self, go, folder):
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+
+        here = self.here
+        shared = {
+            "MASTER_ADDR": go["address"], "MASTER_PORT": str(go["port"]), "WORLD_SIZE": str(here.world_size),
+            "LOCAL_WORLD_SIZE": str(here.local_world_size), "GROUP_RANK": str(here.node_rank), "NODE_RANK": str(here.node_rank),
+            "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: here.platform,
+            "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
+            **network.interfaces(self._own_address()),
+            **malloc.tuned(os.environ),
+        }  # fmt: skip
+        shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(self._threads()))
+        environments = {}
+        self.workers = []
+        for index in range(here.local_world_size):
+            worker = Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
+            self.workers.append(worker)
+            own = {
+                "RANK": str(worker.rank),
+                "LOCAL_RANK": str(here.local_rank + index),
+                heartbeat.FILES: worker.files,
+                heartbeat.PARENT: str(os.getpid()),
+            }
+            environments[index] = {**shared, **own}
+        arguments = dict.fromkeys(environments, ("-u", *sys.argv))
+        ranks = f"rank {here.rank}" if len(self.workers) == 1 else f"ranks {here.rank} to {here.rank + len(self.workers) - 1}"
+        self.say(f"starting {ranks} of {here.world_size} ({here.platform}: {here.rule})")
+        handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
+        try:
+            started = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
+            for number, handler in handlers.items():  # the launcher has put its own there
+                signal.signal(number, handler)
+        except SignalException as stop:  # nothing has been trained yet, and the workers die with their parent
+            sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
+        for index, worker in enumerate(self.workers):
+            worker.process = started.subprocess_handlers[index].proc
+
+    def _threads(self):
+        return max(1, cores.count() // self.here.local_world_size)
+
+    def _own_address(self):
+        if self.hub:
+            return self.hub.address()
+        return self.line.connection.getsockname()[0] if self.line else "127.0.0.1"
+
+    # --- Watching ---
+
+    def _watch(self):
+        """Until the end: the exit code, or None to start again."""
+        told = 0.0
+        while True:
+            for node, message in self._messages():
+                self._hear(node, message)
+            for worker in self.workers:
+                worker.look()
+                self._suspect(worker)
+            now = time.monotonic()
+            if now - told >= BEAT_SECONDS:
+                told = now
+                self._beat()
+            if self.stop_signal and not self.verdict:
+                code = self._stopping()
+                if code is not None:
+                    return code
+            elif self._all_finished():
+                return 0
+            if not self.line and not self.stop_signal:
+                self._judge()
+            if self.verdict:
+                return self._carry_out()
+
+    def _messages(self):
+        """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is gone."""
+        if self.hub:
+            return self.hub.poll(0.1)
+        if not self.line:
+            time.sleep(0.05)
+            return []
+        import select
+
+        try:
+            if select.select([self.line], [], [], 0.1)[0]:
+                return [(0, message) for message in self.line.receive()]
+            if time.monotonic() - self.line.heard > SILENCE_SECONDS:
+                raise Gone("silent")
+        except Gone:
+            return [(0, None)]
+        return []
+
+    def _hear(self, node, message):
+        if message is None:
+            self._lost(node)
+        elif "status" in message:
+            self.statuses[node] = message["status"]
+        elif "fault" in message:
+            self.suspects.append((time.monotonic(), message["fault"]))
+        elif "finished" in message:
+            self.finished.add(node)
+        elif "end" in message:
+            self.finished.update(range(self.here.num_nodes))
+        elif "stop" in message and not self.stop_signal:
+            self.stop_signal = message["stop"]
+        elif "verdict" in message:
+            self.verdict = message["verdict"]
+
+    def _lost(self, node):
+        if self.stop_signal or (node in self.finished and (self.line or self._own_finished())):
+            if self.hub:
+                self.hub.forget(node)
+            self.line = None
+            return
+        silent = self.line.heard if self.line else self.hub.lines[node].heard
+        seconds = time.monotonic() - silent
+        how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
+        text = f"{channel.describe_nodes([node], self.here.local_world_size)} {how}"
+        report = {**cause(text), "restart": False}
+        if self.hub:
+            self.hub.forget(node)
+            self.suspects.append((time.monotonic(), report))
+        else:
+            self.verdict = report
+
+    def _suspect(self, worker):
+        """Report a worker that has ended as it should not, or is stopped; once."""
+        if worker.reported or self.stop_signal:
+            return
+        report = worker.fault(self._home)
+        if report is None:
+            return
+        worker.reported = True
+        if report is STOP:
+            self._on_signal(signal.SIGTERM, None)
+        elif self.line:
+            self._tell(fault=report)
+        else:
+            self.suspects.append((time.monotonic(), report))
+
+    def _beat(self):
+        mine = [worker.status() for worker in self.workers]
+        if self.line:
+            self._tell(status=mine, **({"finished": True} if self._own_finished() else {}))
+            if self._own_finished():
+                self._tell(finished=True)
+            return
+        self.statuses[0] = mine
+        if self.hub:
+            self.hub.send(beat=True)
+            if self._own_finished() and len(self.finished) == self.here.num_nodes - 1:
+                self.hub.send(end=True)
+                self.finished.add(0)
+
+    def _tell(self, **message):
+        with contextlib.suppress(Gone):  # a broken line is noticed when it is read
+            self.line.send(**message)
+
+    def _judge(self):
+        """Node 0 decides: a cause at once; a victim when no cause has turned up in time; a stall when nothing moves."""
+        now = time.monotonic()
+        causes = [report for _, report in self.suspects if report["direct"]]
+        victims = [(since, report) for since, report in self.suspects if not report["direct"]]
+        if causes:
+            self.verdict = causes[0]
+        elif victims and now - victims[0][0] > CASCADE_SECONDS:
+            self.verdict = victims[0][1]
+        elif not self.suspects and not self.stop_signal:
+            status = stalled([status for statuses in self.statuses.values() for status in statuses])
+            if status:
+                who, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
+                report = cause(f"{who} has made no progress for {status['idle']:.0f} s {where}")
+                self.verdict = {**report, "stack_of": status["rank"]}
+        if self.verdict and self.hub:
+            self.hub.send(verdict=self.verdict)
+
+    def _carry_out(self):
+        verdict = self.verdict
+        restart = verdict["restart"] and self.attempt < self.max_restarts and not self.stop_signal
+        print(f"error: {verdict['text']}; stopping all {self.here.world_size} ranks", file=sys.stderr, flush=True)
+        for worker in self.workers:
+            if worker.rank == verdict.get("stack_of"):
+                print(worker.stack(), file=sys.stderr, flush=True)
+        self._kill_workers()
+        return None if restart else verdict["code"]
+
+    # --- Ending ---
+
+    def _own_finished(self):
+        return all(worker.code == 0 and worker.last[0] == "done" for worker in self.workers)
+
+    def _all_finished(self):
+        return self._own_finished() if self.here.num_nodes == 1 else len(self.finished) == self.here.num_nodes
+
+    def _on_signal(self, number, _frame):
+        if not self.workers:  # still waiting for the other nodes: there is nothing to save
+            sys.exit(STOP_SIGNALS[number])
+        if self.stop_signal is None:
+            self.stop_signal = int(number)
+
+    def _stopping(self):
+        """Pass the signal on once, then wait: the workers agree on a step, save and leave."""
+        now = time.monotonic()
+        if self.stop_began is None:
+            self.stop_began = now
+            self.say(f"{signal.Signals(self.stop_signal).name}: all ranks stop at the next common step")
+            if self.line:
+                self._tell(stop=self.stop_signal)
+            for worker in self.workers:
+                if worker.code is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        worker.process.send_signal(self.stop_signal)
+        if self.hub and self.stop_signal:
+            self.hub.send(stop=self.stop_signal)
+        over = all(worker.code is not None for worker in self.workers)
+        if over and not any(worker.code for worker in self.workers):
+            return 0  # the run ended of itself just then
+        for worker in self.workers:
+            fault = worker.own_words()
+            if over and fault and not fault["victim"]:
+                print(f"error: rank {worker.rank} could not stop as it should: {fault['text']}", file=sys.stderr, flush=True)
+                return fault["code"]
+        if over or now - self.stop_began > GRACE_SECONDS:
+            return STOP_SIGNALS[signal.Signals(self.stop_signal)]
+        return None
+
+    def _kill_workers(self):
+        for worker in self.workers:
+            if worker.process and worker.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.kill()
+        for worker in self.workers:
+            if worker.process:
+                worker.process.wait()
+
+    def _part(self):
+        if self.hub:
+            self.hub.close()
+        if self.line:
+            self.line.close()

@@ -1,0 +1,8 @@
+"""The job's logbook: it goes on where the last start stopped, shows progress, saves, and knows where the time went."""
+
+from common.run import bucket_run, checkpoint, restore
+from common.run.logbook import Run
+from common.run.scores import Scores
+from common.run.timing import STARVED, Stopwatch
+
+__all__ = ["STARVED", "Run", "Scores", "Stopwatch", "bucket_run", "checkpoint", "restore"]

@@ -1,0 +1,121 @@
+"""A run whose output folder is in a bucket: bring what the next start needs to this machine's disk, or delete it."""
+
+import json
+import os
+import re
+
+from common import storage
+from common.errors import UserError
+from common.files import remove
+from common.run import checkpoint, output
+from common.storage import bucket, download
+from common.world.folders import local_folder
+
+GROWS = re.compile(r"runs\.jsonl|ledger/rank_\d+\.jsonl")
+
+
+def bring_newest(args, say, only_look=False):
+    """Make the checkpoint folder hold the newest valid checkpoint that the bucket has, unless it has a newer one itself.
+
+    Returns whether there is a run in the bucket.
+    """
+    place = bucket.Bucket(args.output_url, say)
+    items = {place.relative(item.key): item for item in place.items(place.below() + "checkpoints/")}
+    numbers = sorted(int(match[1]) for name in items if (match := checkpoint.NAME.fullmatch(os.path.basename(name))))
+    here = checkpoint.numbers(args.checkpoint_dir)
+    if not numbers or only_look:
+        return bool(numbers)
+    if here:
+        _refuse_another_history(place, numbers[-1], here[-1], args)
+        numbers = [number for number in numbers if number > here[-1]]
+    for number in reversed(numbers):
+        try:
+            _bring(place, items, number, args.checkpoint_dir)
+        except _NotWhole as error:
+            say(f"warning: {error}; trying the one before")
+            _remove(args.checkpoint_dir, number)
+        else:
+            say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
+            return True
+    if numbers and not here:
+        afresh = "start afresh with --resume never --overwrite true"
+        raise UserError(f"all {len(numbers)} checkpoints in {args.output_url} are damaged; {afresh}")
+    return True
+
+
+class _NotWhole(Exception):
+    """This checkpoint cannot be used; any other failure says nothing about it."""
+
+
+def _bring(place, items, number, folder):
+    names = [f"{number:012d}.pt", f"{number:012d}.json"]
+    if f"checkpoints/{names[0]}" not in items:
+        raise _NotWhole(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
+    try:
+        for name in names:  # the manifest last, here too
+            download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
+    except download.Damaged as error:
+        raise _NotWhole(error) from None
+    try:
+        checkpoint.read_verified(os.path.join(folder, names[0]))
+    except UserError as error:
+        raise _NotWhole(error) from None
+
+
+def _refuse_another_history(place, theirs, ours, args):
+    """The local folder may be left from a run that the bucket no longer has."""
+    content = place.ask(
+        "get_object", f"{place.below()}checkpoints/{theirs:012d}.json", work=lambda answer: answer["Body"].read()
+    )
+    with open(os.path.join(args.checkpoint_dir, f"{ours:012d}.json"), "rb") as file:
+        if _run_id(content) != _run_id(file.read()):
+            raise UserError(
+                f"{args.output_dir} holds another run than {args.output_url}: delete that folder, "
+                "or start afresh with --resume never --overwrite true"
+            )
+
+
+def _run_id(manifest):
+    try:
+        return json.loads(manifest).get("run")
+    except (ValueError, AttributeError):
+        return None
+
+
+def _remove(folder, number):
+    for suffix in (".json", ".pt"):
+        remove(os.path.join(folder, f"{number:012d}{suffix}"))
+
+
+def local_checkpoint(path, say):
+    """The path itself; of a checkpoint or an output folder in a bucket, where it now is on this machine."""
+    if not bucket.is_address(path):
+        return path
+    if not path.endswith(".pt"):
+        return storage.fetch(path, say=say)
+    place, folder = bucket.Bucket(os.path.dirname(path), say), local_folder(os.path.dirname(path), "input_dir")
+    names = [os.path.basename(path), os.path.basename(path)[: -len("pt")] + "json"]
+    items = {place.relative(item.key): item for item in place.items(place.below())}
+    for name in names:
+        if name not in items:
+            raise UserError(f"--resume {path}: there is no {name} in {os.path.dirname(path)}")
+    os.makedirs(folder, exist_ok=True)
+    download.fetch_items(place, {name: items[name] for name in names}, folder)
+    return os.path.join(folder, names[0])
+
+
+def bring_what_grows(args, say=print):
+    """The files that every start adds lines to, where the disk lacks them: the next upload would replace what is there."""
+    place = bucket.Bucket(args.output_url, say)
+    items = {place.relative(item.key): item for item in place.items(place.below())}
+    lacking = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
+    if lacking:
+        download.fetch_items(place, {name: items[name] for name in lacking}, args.output_dir)
+
+
+def delete(args, say):
+    """Remove what a run of ours left in the bucket, and nothing else; the manifests first."""
+    place = bucket.Bucket(args.output_url, say)
+    names = [place.relative(item.key) for item in place.items(place.below())]
+    for name in sorted(filter(output.LEFT_BY_A_RUN.fullmatch, names), key=lambda name: not name.endswith(".json")):
+        place.ask("delete_object", place.below() + name)

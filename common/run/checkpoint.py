@@ -1,0 +1,204 @@
+"""What survives a kill: a file of tensors, and beside it a manifest that is written last and says what the file must be.
+
+    checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and the manifest's own words
+    checkpoints/000000012800.json    SHA-256, size, epoch, position in it, global batch, arguments, versions
+
+No manifest, no checkpoint. Both appear under their names by a rename of a flushed temporary file. The digest is checked
+before a byte is parsed, and only tensors and plain types are ever loaded (weights_only).
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+
+import torch
+
+from common.errors import UserError, one_line
+from common.files import TEMPORARY, remove, write_atomically
+
+NAME = re.compile(r"(\d{12})\.json")
+
+
+def plain_keys(state):
+    """A state_dict without the prefixes of the wrappers (DataParallel, DDP, compile), so that every job loads every other's."""
+    return {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
+
+
+def unwrapped(model):
+    """The network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
+    for name in ("module", "_orig_mod"):
+        while hasattr(model, name):
+            model = getattr(model, name)
+    return model
+
+
+def load_weights(network, path, new_head=True):
+    """Into the network, from a file of plain weights; with `new_head`, what has another shape there keeps its random ones."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
+        state = to_take_away(state) if "model" in state else plain_keys(state)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+            raise ValueError("it holds more than tensors")
+    except Exception as error:  # a file of something else can fail in any way there is
+        raise UserError(f"{path} holds no weights: {one_line(error)[:200]}") from None
+    return fit(network, state, path, new_head)
+
+
+def to_take_away(state):
+    """The weights that are evaluated: the averaged ones where there are any."""
+    weights = plain_keys(state["ema"] if "ema" in state else state["model"])
+    return {name: tensor for name, tensor in weights.items() if name != "n_averaged"}
+
+
+def fit(network, state, path, new_head):
+    """Load the weights of `state`, which `path` holds; returns the names of those of another shape, which are left alone."""
+    own = network.state_dict()
+    other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
+    strange = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
+    if strange or (other_shapes and not new_head) or len(other_shapes) > 2:
+        names = ", ".join((strange + other_shapes)[:3])
+        raise UserError(f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit")
+    network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)
+    return other_shapes
+
+
+def snapshot(value):
+    """A copy on the CPU of every tensor in a nest of dicts and lists, safe from the next step."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [snapshot(item) for item in value]
+    return value
+
+
+def finite(value):
+    """Whether every floating point tensor in the nest is free of NaN and infinity."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return all(finite(item) for item in items)
+
+
+def size_of(value):
+    """Bytes of the tensors in a nest of dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(size_of, items))
+
+
+def encode(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getbuffer()
+
+
+def _encode_manifest(manifest):
+    return json.dumps(manifest, indent=1).encode()
+
+
+def write(folder, state, about):
+    """Write `state` as checkpoint number about["samples_seen"]."""
+    about = json.loads(json.dumps(about))  # plain types only, or weights_only would refuse them at the next start
+    path = os.path.join(folder, f"{about['samples_seen']:012d}")
+    content = encode({**state, "about": about})
+    manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    if os.path.exists(f"{path}.json"):  # the same number again: it must not vouch for bytes that are being replaced
+        os.unlink(f"{path}.json")
+    write_atomically(f"{path}.pt", content)
+    write_atomically(f"{path}.json", _encode_manifest(manifest))
+
+
+def numbers(folder):
+    """The numbers of the checkpoints that have a manifest, oldest first."""
+    if not os.path.isdir(folder):
+        return []
+    return sorted(int(match.group(1)) for match in map(NAME.fullmatch, os.listdir(folder)) if match)
+
+
+def read(path):
+    """The state in `path` (a .pt with its .json beside it), or UserError saying what is wrong with it."""
+    manifest, content = read_verified(path)
+    return parse(content, manifest, path)
+
+
+def read_verified(path):
+    """(manifest, bytes) of a checkpoint whose bytes are what the manifest says; nothing is parsed but the manifest."""
+    try:
+        with open(re.sub(r"\.pt$", "", path) + ".json", "rb") as file:
+            written = file.read()
+        manifest = json.loads(written)
+        if written != _encode_manifest(manifest):
+            raise ValueError("its manifest was changed")
+        with open(path, "rb") as file:
+            content = file.read()
+        if len(content) != manifest["size"]:
+            raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
+        if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
+            raise ValueError("its bytes are not those that were written (SHA-256 differs)")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {path} is damaged: {one_line(error)}") from None
+    return manifest, content
+
+
+def parse(content, manifest, path):
+    """The state in verified bytes. The manifest's words are inside too, so a changed manifest is found out."""
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(f"checkpoint {path} is refused: it holds something other than tensors and plain values") from None
+    about = state.pop("about")
+    if {**about, "sha256": manifest["sha256"], "size": manifest["size"]} != manifest:
+        raise UserError(f"checkpoint {path} is damaged: its manifest was changed")
+    return state, about
+
+
+def newest(folder, say=print):
+    """(state, about, path) of the newest valid checkpoint, naming every damaged one on the way; None where there is none."""
+    found = numbers(folder)
+    for number in reversed(found):
+        path = os.path.join(folder, f"{number:012d}.pt")
+        try:
+            return (*read(path), path)
+        except UserError as error:
+            say(f"warning: {error}; trying the one before")
+    if found:
+        raise UserError(
+            f"all {len(found)} checkpoints in {folder} are damaged; start afresh with --resume never --overwrite true"
+        )
+    return None
+
+
+def sweep(folder):
+    """Remove what a killed run left half-written. Only at the start, when nobody is writing."""
+    for name in os.listdir(folder):
+        if name.endswith(TEMPORARY):
+            os.unlink(os.path.join(folder, name))
+
+
+def surplus(names, keep, about):
+    """Which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
+
+    Later than the one just written, which is `about`, are only damaged ones that the run went back behind.
+    """
+    best, now = about["best"] or {}, about["samples_seen"]
+    found = [(name, match) for name in names if (match := re.fullmatch(r"(?:checkpoints/)?(\d{12})\.(json|pt)", name))]
+    numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"})
+    kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")}
+    old = [name for name, match in found if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
+    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth", name))]
+    old_weights = [name for epoch, name in sorted(weights)[:-keep] if epoch != best.get("epoch")]
+    return sorted(old) + old_weights  # each manifest before its file: no manifest, no checkpoint
+
+
+def prune(folder, output_dir, keep, about):
+    places = {name: place for place in (folder, output_dir) for name in os.listdir(place)}
+    for name in surplus(places, keep, about):
+        remove(os.path.join(places[name], name))

@@ -1,0 +1,159 @@
+"""What a person sees of a run: progress, metrics.jsonl, TensorBoard, curves.png and report.txt.
+
+On a terminal a bar; in a platform's log one flat key=value line every few seconds, which its regular expressions can read.
+"""
+
+import datetime
+import io
+import json
+import os
+import shutil
+import sys
+
+from tqdm import tqdm
+
+from common.files import write_atomically
+from common.run.timing import Window
+
+
+class Display:
+    """Silent on every rank but 0, so that no caller has to ask who it is."""
+
+    def __init__(self, output_dir, tensorboard_dir, active, writes=True):
+        self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
+        self._writes = active and writes  # files; a trial leaves none
+        self._bar = self._events = None
+        self._window = Window()
+
+    def say(self, text):
+        if self.active:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    # --- While training ---
+
+    def start_epoch(self, epoch, epochs, steps, done):
+        self._window = Window()
+        if self.active and sys.stderr.isatty():
+            columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may claim to have none
+            name = f"epoch {epoch + 1}/{epochs}"
+            self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
+
+    def step(self, samples, seconds):
+        """Count one step and its seconds in each phase; True when it is time for a line."""
+        self._window.add(samples, seconds)
+        if self._bar:
+            self._bar.update()
+        return self._window.due()
+
+    def line(self, *, epoch, epochs, step, steps, loss, lr, samples_left, total_steps):
+        """Returns the share of the time that was spent waiting for data since the last one."""
+        rate, shares = self._window.close()
+        split = " ".join(f"{phase}={share:.0%}" for phase, share in shares.items())
+        left = datetime.timedelta(seconds=int(samples_left / rate))
+        if self._bar:
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
+        else:
+            self.say(
+                f"epoch={epoch + 1}/{epochs} step={step}/{steps} loss={loss:.4f} lr={lr:.6f} "
+                f"images_per_s={rate:.0f} left={left} {split}"
+            )
+        self.scalars(
+            total_steps,
+            {
+                "train/loss": loss,
+                "train/lr": lr,
+                "speed/images_per_s": rate,
+                **{f"speed/{phase}": share for phase, share in shares.items()},
+            },
+        )
+        return shares["waiting_for_data"]
+
+    def end_epoch(self):
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+
+    # --- Files ---
+
+    def scalars(self, step, values):
+        if not self._writes:
+            return
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(self._tensorboard_dir, purge_step=step)
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def rewrite_metrics(self, history):
+        """After a restart: the file holds what the checkpoint knows, and none of the lines that will come again."""
+        path = os.path.join(self.output_dir, "metrics.jsonl")
+        if self._writes and (history or os.path.exists(path)):
+            write_atomically(path, b"".join(_json_line(row) for row in history))
+
+    def metrics(self, row):
+        if self._writes:
+            with open(os.path.join(self.output_dir, "metrics.jsonl"), "ab") as file:
+                file.write(_json_line(row))
+
+    def picture(self, name, pixels, step):
+        if not self._writes:
+            return
+        from matplotlib.image import imsave
+
+        self.scalars(step, {})
+        self._events.add_image(name, pixels, step)
+        encoded = io.BytesIO()
+        imsave(encoded, pixels.permute(1, 2, 0).numpy(), format="png")
+        os.makedirs(os.path.join(self.output_dir, "examples"), exist_ok=True)
+        write_atomically(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
+
+    def curves(self, history):
+        """curves.png: the loss and what was measured behind each epoch, one panel each."""
+        if not self._writes or not history:
+            return
+        from matplotlib.figure import Figure
+
+        names = ["train_loss"] + [name for name in history[-1] if name in ("accuracy", "psnr", "ssim")]
+        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
+            axes.plot([row["epoch"] for row in history], [row.get(name) for row in history], marker="o", markersize=3)
+            axes.set(title=name.replace("_", " "), xlabel="epoch")
+            axes.grid(alpha=0.3)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=100)
+        write_atomically(os.path.join(self.output_dir, "curves.png"), picture.getvalue())
+
+    def report(self, confusion, classes):
+        """report.txt: precision and recall of every class and the confusion matrix, from counts[true, predicted]."""
+        if not self._writes:
+            return
+        from sklearn.metrics import classification_report
+
+        pairs = [(true, predicted) for true in range(len(classes)) for predicted in range(len(classes))]
+        true, predicted = zip(*pairs)
+        weights = confusion.flatten().tolist()
+        labels = list(range(len(classes)))
+        table = classification_report(
+            true, predicted, sample_weight=weights, labels=labels, target_names=classes, digits=4, zero_division=0
+        )
+        rows = [
+            f"{name[:12]:>12} " + " ".join(f"{count:5d}" for count in row) for name, row in zip(classes, confusion.tolist())
+        ]
+        header = " " * 13 + " ".join(f"{name[:5]:>5}" for name in classes)
+        text = (
+            f"{table}\nConfusion matrix: rows are the true class, columns the predicted one.\n\n{header}\n"
+            + "\n".join(rows)
+            + "\n"
+        )
+        write_atomically(os.path.join(self.output_dir, "report.txt"), text.encode())
+
+    def close(self):
+        self.end_epoch()
+        if self._events:
+            self._events.close()
+
+
+def _json_line(row):
+    return json.dumps(row).encode() + b"\n"

@@ -1,0 +1,417 @@
+"""The job's logbook: goes on where the last start stopped, shows progress, saves when due, and stops when told to.
+
+    run = Run(args, train_sampler, model, optimizer=optimizer)      # anything with a state_dict can be named here
+    run.resume()                                                    # restores what was named, from the newest checkpoint
+    for epoch in run.epochs():
+        for images, labels in run.steps(train_loader):
+            ...                                                     # the training step, in full
+            run.step(loss)
+        run.end_epoch(accuracy=...)
+
+Samples count as consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen,
+rank), so there is no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
+"""
+
+import os
+import platform
+import signal
+import sys
+import time
+import uuid
+
+import numpy as np
+import torch
+
+from common import arguments, devices, heartbeat, moments, version, world
+from common.errors import STOP_SIGNALS, TrainingFailed
+from common.processes import collectives
+from common.run import checkpoint, output, restore, seeds, timing
+from common.run.agreement import Agreement
+from common.run.display import Display
+from common.run.ledger import Ledger
+from common.run.losses import Losses
+from common.run.saver import Saver
+
+CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
+POSITION = ("samples_seen", "total_steps", "epoch", "consumed", "best")  # as a checkpoint names it
+
+
+class Run:
+    def __init__(self, args, sampler, model, best_by="accuracy", patience=None, prof=None, **parts):
+        """`best_by`: the metric of end_epoch by which the best checkpoint is kept; more is better. `patience`: the run ends
+        after so many epochs without a better one. `prof`: measure so many steps, then end. `parts`: what else to save."""
+        self.args, self.sampler, self._parts = args, sampler, parts
+        self._best_by, self._patience = best_by, patience
+        self.arguments = arguments.plain(args)
+        self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
+        self.model = checkpoint.unwrapped(model)
+        self.device = next(self.model.parameters()).device
+        self.rank, self.world_size = collectives.rank_and_size()
+        self.grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not self.grouped:
+            world.require_one_device(args)
+        self.trial = bool(args.trial or prof)
+        self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0, writes=not self.trial)
+        self.say = self._display.say
+        self._heartbeat = heartbeat.of_this_process()
+        self._saver = Saver(args, self.say)
+        self._agreement = Agreement(args.max_hours, args.save_seconds, self.world_size)
+        self._advised, self._resumed, self._goes_on = None, False, False
+        self.samples_seen = self.total_steps = self.epoch = self.consumed = 0
+        self.best, self.history, self._id = None, [], uuid.uuid4().hex
+        self._busy, self._evaluating = True, False
+        self.seconds = (0.0,) * len(timing.PHASES)  # of this start, in each phase of its steps
+        self._profile = timing.Profile(prof, lambda: devices.synchronize(self.device)) if prof else None
+        self._trace = None
+        if args.profile and self.rank == 0 and not self.trial:
+            from common.run.profiler import Trace
+
+            self._trace = Trace(args.output_dir)
+
+    def register(self, **parts):
+        """More state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
+        self._parts.update(parts)
+
+    def resume(self):
+        """Find where to go on and restore it; from here on a signal saves and stops."""
+        restore.prepare(self._parts)
+        self._losses = Losses(self.device, self.rank, self.world_size)
+        found = None if self.trial else self._find()
+        self._goes_on = bool(found)
+        if found:
+            self._restore(*found)
+        self._agreement.begin()
+        self._epoch_began = self._curves_drawn = time.monotonic()
+        self._steps_before, self._saved_place = self.total_steps, self._place() if found else None
+        self.sampler.start_at(self.epoch, self.consumed)
+        self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
+        writes = self.rank == 0 and not self.trial
+        self._ledger = Ledger(self.args.output_dir, self.rank, self.args.ledger and not self.trial, self.epoch, self.consumed)
+        self._attempt = output.Attempt(self.args.checkpoint_dir, active=writes)
+        if not self.trial:
+            self._open(found)
+        self._busy = False
+
+    def _open(self, found):
+        for line in restore.first_lines(self, found):
+            self.say(line)
+        if self._attempt.died_twice_in:
+            self.say(restore.crash_loop(self.sampler, *self._attempt.died_twice_in))
+        self._display.rewrite_metrics(self.history)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    # --- Where the run stands ---
+
+    @property
+    def global_batch(self):
+        """Samples that all ranks together take in one step; a resumed run keeps the one it began with."""
+        self._require_resumed("run.global_batch")
+        return self.sampler.global_batch
+
+    @property
+    def progress(self):
+        """Share of the run's samples seen, at the middle of the coming step: what a schedule should depend on."""
+        self._require_resumed("run.progress")
+        in_epoch = (self.consumed + self.sampler.global_batch / 2) / self._samples_per_epoch
+        return min(1.0, (self.epoch + in_epoch) / self.args.epochs)
+
+    @property
+    def goes_on(self):
+        """Whether there was a checkpoint to go on from; what a run does only when it begins, a trial leaves out."""
+        self._require_resumed("run.goes_on")
+        return self._goes_on or self.trial
+
+    def _require_resumed(self, asked):
+        if not self._resumed:
+            raise RuntimeError(f"{asked} was used before run.resume(): call that first, after the last run.register()")
+
+    def _place(self):
+        return self.samples_seen, self.epoch, self.consumed
+
+    # --- The loop ---
+
+    def epochs(self):
+        self._require_resumed("run.epochs()")
+        if self._over():
+            place = f"{self.epoch} epochs, {self.total_steps} steps"
+            limits = [
+                (self.epoch >= self.args.epochs, f"--epochs {self.args.epochs}"),
+                (self._steps_used_up(), f"--max_steps {self.args.max_steps}"),
+                (self._gave_up(), "the epochs that --early_stopping_patience allows without a better one"),
+            ]
+            limit = next(text for reached, text in limits if reached)
+            self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}. {self._where()}")
+        while not self._over():
+            self.sampler.start_at(self.epoch, self.consumed)
+            self._samples_per_epoch = self.sampler.samples_per_epoch
+            self._epoch_began = time.monotonic()
+            steps_done = self.consumed // self.sampler.global_batch
+            self._display.start_epoch(self.epoch, self.args.epochs, steps_done + len(self.sampler), steps_done)
+            yield self.epoch
+        self._finish()
+
+    def steps(self, loader):
+        self._loader = loader
+        others = moments.announce("batches", self, loader)
+        batches = others or iter(loader)
+        while others or (self.consumed < self._samples_per_epoch and not self._steps_used_up()):
+            asked = time.monotonic()
+            self._show("data")
+            batch = next(batches)
+            self._given, moved = time.monotonic(), loader.transfer_seconds()
+            self._waited = (self._given - asked - (0 if loader.beside else moved), moved)
+            self._busy, due = True, self.total_steps + 1
+            self._show("step")
+            self._attempt.set(self.epoch, self.consumed)
+            seeds.seed_step(self.args.seed, self.samples_seen, self.rank)
+            yield batch
+            if self.total_steps != due:
+                raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
+        self._losses.share()
+        self._evaluating = True
+        self._show("evaluate")
+        if self._agreement.signal:
+            self._on_signal(self._agreement.signal, None)
+
+    def step(self, loss):
+        """One step is done: count it; report, save or stop if it is time to."""
+        loss, ids = loss.detach(), self._loader.ids
+        self._ledger.step(self.epoch, self.consumed, ids)
+        self.consumed += self.sampler.global_batch
+        self.samples_seen += self.sampler.global_batch
+        self.total_steps += 1
+        self._losses.add(loss, self.total_steps, ids)
+        self._attempt.set(-1, -1)
+        seconds = (*self._waited, time.monotonic() - self._given)
+        self.seconds = tuple(map(sum, zip(self.seconds, seconds)))
+        if self._display.step(self.sampler.global_batch, seconds) and not self.args.trial:
+            self._line(loss)
+        if self._profile:
+            self._end_profile(self._profile.step(self.sampler.global_batch, seconds))
+        if self._trace:
+            for line in self._trace.step(self._waited[0]):
+                self.say(line)
+        stop_signal, hours_over, save = self._agreement.due()
+        by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
+        if (save or by_steps) and self.consumed < self._samples_per_epoch:  # else end_epoch saves, after the evaluation
+            self.save()
+        self._busy = False
+        if stop_signal:
+            self._stop_on(stop_signal)
+        if hours_over:
+            self._stop(f"--max_hours {self.args.max_hours} is over", 0)
+
+    def end_epoch(self, scores=None, **metrics):
+        """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the latter.
+
+        `scores`: what the evaluation found, for report.txt.
+        """
+        self._busy, self._evaluating = True, False
+        self._display.end_epoch()
+        self._check_losses()
+        whole = self.consumed >= self._samples_per_epoch
+        if whole:
+            self._close_epoch(metrics)
+        shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
+        seconds = time.monotonic() - self._epoch_began
+        self.say(f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{shown} seconds={seconds:.1f}")
+        self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
+        self.save(weights_of_epoch=self.epoch if whole else None)
+        if scores is not None and self._over():
+            self._display.report(scores.confusion, scores.classes)
+        if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
+            self._draw_curves()
+        self._busy = False
+        if self._agreement.signal and self.world_size == 1:
+            self._stop_on(self._agreement.signal)
+
+    def picture(self, name, pixels):
+        """Show uint8 (3, H, W) as examples/NAME.png and in TensorBoard."""
+        self._display.picture(name, pixels, self.total_steps)
+
+    def _close_epoch(self, metrics):
+        self.epoch += 1
+        row = {
+            "epoch": self.epoch,
+            "steps": self.total_steps,
+            "samples": self.samples_seen,
+            "train_loss": self._losses.close_epoch(),
+            **metrics,
+        }
+        self.history.append(row)
+        self._display.metrics(row)
+        score = metrics.get(self._best_by)
+        if score is not None and (self.best is None or score > self.best[self._best_by]):
+            self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, self._best_by: score}
+        self.consumed = 0
+
+    def _line(self, loss):
+        self._check_losses()
+        per_epoch, global_batch = self._samples_per_epoch, self.sampler.global_batch
+        waiting = self._display.line(
+            epoch=self.epoch,
+            epochs=self.args.epochs,
+            step=self.consumed // global_batch,
+            steps=per_epoch // global_batch,
+            loss=loss.item(),
+            lr=self._parts["optimizer"].param_groups[0]["lr"],
+            samples_left=self._samples_left(),
+            total_steps=self.total_steps,
+        )
+        if not self._advised and self.total_steps - self._steps_before > timing.WARM_UP:
+            self._advised = timing.advice(self.args.input.remedies, waiting)
+            if self._advised:
+                self.say(self._advised)
+
+    def _end_profile(self, line):
+        if line:
+            self.say(line)
+            self._display.close()
+            self._show("done")
+            sys.exit(0)
+
+    def _samples_left(self):
+        left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed
+        if self.args.max_steps is None:
+            return left
+        return min(left, (self.args.max_steps - self.total_steps) * self.sampler.global_batch)
+
+    def _check_losses(self):
+        """Stop at the first loss that is not a number; looked at seldom, because looking waits for the GPU."""
+        bad = self._losses.first_bad()
+        if bad:
+            step, loss, ids = bad
+            raise TrainingFailed(
+                f"the loss is {loss.item()} at step {step}, sample ids {ids.tolist()}; {self._saver.last_good()}"
+            )
+
+    # --- Saving and restoring ---
+
+    def save(self, weights_of_epoch=None):
+        """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
+        self._check_losses()
+        self._losses.share()
+        self._agreement.saved()
+        if self.trial or self.rank != 0 or (self._place() == self._saved_place and not weights_of_epoch):
+            return  # nothing to leave, somebody else writes, or nothing new since the last one
+        self._saved_place = self._place()
+        self._show("save")
+        self._saver.wait()
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        about = {
+            **{name: getattr(self, name) for name in POSITION},
+            "global_batch": self.sampler.global_batch,
+            "world_size": self.world_size,
+            "run": self._id,
+            "job": self.args.world.job_id,
+            "identity": self._identity,
+            "arguments": self.arguments,
+            "versions": {"anyrank": version.VERSION, **versions},
+        }
+        self._saver.save(checkpoint.snapshot(self.state()), about, weights_of_epoch)
+
+    def state(self):
+        """What a checkpoint holds."""
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        state["model"] = checkpoint.plain_keys(self.model.state_dict())
+        state["run"] = {**self._losses.state_dict(), "history": self.history}
+        return state
+
+    def _find(self):
+        """The checkpoint to go on from. On several nodes the disks are separate: rank 0 looks, and all get its bytes."""
+        self._identity = restore.identity(self.args, self.sampler, self.model, self._parts)
+        if self.world_size > 1:
+            collectives.compare(self._identity)
+
+        def choose():
+            output.make_folders(self.args)
+            self._lock = output.lock(self.args.checkpoint_dir)
+            found = restore.choose(self.args, self._identity, self.say)
+            checkpoint.sweep(self.args.checkpoint_dir)
+            self._saver.start_publishing()
+            return found
+
+        return choose() if self.world_size == 1 else restore.from_rank_0(choose)
+
+    def _restore(self, state, about, path):
+        self.model.load_state_dict(state["model"])
+        for name, part in self._parts.items():
+            if not state.get(name) and part.state_dict():  # a scaler that was switched off has left nothing
+                self.say(f"warning: {path} has no {name}: it starts anew")
+            elif isinstance(part, torch.optim.Optimizer):
+                # Its learning rate and weight decay are this start's, not the last one's.
+                part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
+                restore.complete(part)
+            elif state.get(name):
+                part.load_state_dict(state[name])
+        for name in POSITION:
+            setattr(self, name, about[name])
+        self._id = about.get("run", self._id)
+        self._losses.load_state_dict(state["run"])
+        self.history = state["run"]["history"]
+        sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], self.arguments)]
+        if sizes[0] == sizes[1]:
+            self.sampler.set_global_batch(about["global_batch"])
+
+    # --- Ending ---
+
+    def _over(self):
+        return self.epoch >= self.args.epochs or self._steps_used_up() or self._gave_up()
+
+    def _gave_up(self):
+        """Whether so many epochs in a row have not been better than the best."""
+        return self._patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self._patience
+
+    def _steps_used_up(self):
+        return self.args.max_steps is not None and self.total_steps >= self.args.max_steps
+
+    def _show(self, phase):
+        first = phase in heartbeat.TRAINING and self.total_steps == self._steps_before
+        self._heartbeat.set("compile" if first else phase, self.total_steps)
+
+    def _finish(self):
+        self._close()
+        best = f"best {self._best_by} {self.best[self._best_by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
+        self.say(f"done: {best}{self._where()}")
+
+    def _on_signal(self, number, _frame):
+        self._agreement.signal = number
+        # Several ranks must agree on a step; in an evaluation, which all have reached, rank 0 can save for all of them.
+        if not self._busy and (self.world_size == 1 or (self._evaluating and self.rank == 0)):
+            self._stop_on(number)
+
+    def _stop_on(self, number):
+        number = signal.Signals(int(number))
+        self._stop(f"stopped by {number.name}", STOP_SIGNALS[number])
+
+    def _stop(self, why, code):
+        self._busy = True
+        self.save()
+        self._close(in_a_hurry=code != 0)
+        self.say(f"{why}; saved after step {self.total_steps}: start again to go on. {self._where()}")
+        sys.exit(code)
+
+    def _close(self, in_a_hurry=False):
+        self._busy = True
+        for line in self._trace.close() if self._trace else []:
+            self.say(line)
+        self._show("save")
+        self._saver.wait()
+        self._draw_curves()
+        self._display.close()
+        self._show("publish")
+        self._saver.finish_publishing(in_a_hurry)
+        self._attempt.done()
+        self._show("done")
+
+    def _draw_curves(self):
+        self._curves_drawn = time.monotonic()
+        self._display.curves(self.history)
+
+    def _where(self):
+        folder, url = self.args.output_dir, self.args.output_url
+        names = [name for name in ("metrics.jsonl", "curves.png", "report.txt") if os.path.exists(os.path.join(folder, name))]
+        files = f"; {', '.join(names)} in {url or folder}" if names else ""
+        events = self.args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else self.args.tensorboard_dir
+        return f"{self._saver.last_good()}{files}; TensorBoard in {events}"

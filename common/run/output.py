@@ -1,0 +1,91 @@
+"""The output folder of a run: made, locked against other jobs, cleared; and its note of the step that a start died in."""
+
+import fcntl
+import os
+import re
+import struct
+import time
+
+from common.errors import UserError
+from common.files import TEMPORARY, write_atomically
+
+LOCK_SECONDS = 10  # the start before this one may be dying just now
+
+# What a run writes, and nothing else: only this is ever deleted.
+LEFT_BY_A_RUN = re.compile(
+    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|"
+    r"trace\.json\.gz|examples/epoch_\d+\.png|tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
+)
+
+
+def make_folders(args):
+    """The output folders, or one line saying that they cannot be written to."""
+    for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            probe = os.path.join(folder, ".writable")
+            write_atomically(probe, b"")
+            os.unlink(probe)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir") from None
+
+
+def lock(folder):
+    """Hold the run's folder for this process, so that two runs never write into one; released by any kind of death."""
+    file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
+            time.sleep(0.1)
+        except OSError:
+            return file  # a mounted store that knows no locks
+
+
+def delete_run(args):
+    """Remove what a run of ours left in the folders, and nothing else."""
+    folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
+    folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
+    for place, folder in folders.items():
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            whole = name[: -len(TEMPORARY)] if name.endswith(TEMPORARY) else name
+            if LEFT_BY_A_RUN.fullmatch(place + whole):
+                os.unlink(os.path.join(folder, name))
+
+
+class Attempt:
+    """Remembers, through any kind of death, which step was being taken, and whether the death before was in the same one."""
+
+    # epoch and consumed of the step that is being taken (-1: none), and of the step that the last start died in
+    _FORM = struct.Struct("<4q")
+
+    def __init__(self, folder, active):
+        self.died_twice_in = self._file = None
+        if not active:
+            return
+        self._path = os.path.join(folder, ".attempt")
+        last = (-1, -1, -1, -1)
+        if os.path.exists(self._path):
+            with open(self._path, "rb") as file:
+                content = file.read()
+            if len(content) == self._FORM.size:
+                last = self._FORM.unpack(content)
+        died_in, before = last[:2], last[2:]
+        self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
+        self._died_in = died_in if died_in[0] >= 0 else before
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self.set(-1, -1)
+
+    def set(self, epoch, consumed):
+        if self._file is not None:
+            os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
+
+    def done(self):
+        """The run ends as it should: nothing to remember."""
+        if self._file is not None:
+            os.close(self._file)
+            os.unlink(self._path)

@@ -1,0 +1,211 @@
+"""Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
+
+import hashlib
+import io
+import os
+
+import torch
+
+from common import devices
+from common.errors import UserError
+from common.processes.barrier import on_every_rank
+from common.processes.collectives import broadcast
+from common.run import bucket_run, checkpoint, output
+from common.version import VERSION
+
+# May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
+CHANGEABLE = [
+    "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
+    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema", "image_size", "resize", "crop",
+    "data_backend",
+]  # fmt: skip
+
+
+def identity(args, sampler, model, parts):
+    """What makes two runs different runs, in words that can stand in an error."""
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
+    return {
+        "model": f"{type(model).__name__} of {parameters:,} parameters ({digest})",
+        "data set": f"{'synthetic' if args.input.synthetic else 'real'}, {sampler.num_samples} samples",
+        "seed": args.seed,
+        "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
+    }
+
+
+def prepare(parts):
+    """A scaler may skip the first step, after which torch's fused SGD goes on from memory that nobody has written."""
+    if "scaler" in parts and parts["scaler"].is_enabled():
+        for group in parts["optimizer"].param_groups:
+            if isinstance(parts["optimizer"], torch.optim.SGD) and group["momentum"]:
+                for parameter in group["params"]:
+                    parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def complete(optimizer):
+    """RMSprop looks for the momentum that a run without had none of."""
+    for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
+        for parameter in options["params"] if options["momentum"] else []:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def choose(args, ours, say):
+    """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
+    folder = args.checkpoint_dir
+    here = args.world
+    afresh = args.resume == "never" and not here.restart_count
+    in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
+    has_run = bool(checkpoint.numbers(folder)) or in_bucket
+    if in_bucket and args.ledger and not afresh:
+        bucket_run.bring_what_grows(args, say)
+    if has_run and here.restart_count:  # the same command again: whatever it asked for was done the first time
+        found = checkpoint.newest(folder, say)
+        if args.resume != "never" or found[1].get("job", "") == here.job_id:  # else the first time ended before it came here
+            _refuse_another_run(found[1]["identity"], ours, found[2])
+            return found
+    if args.resume == "never":
+        if has_run and not args.overwrite:
+            raise UserError(
+                f"{args.output_url or args.output_dir} holds a run and --resume is never: "
+                "give another --output_dir, or --overwrite true to delete that run"
+            )
+        output.delete_run(args)
+        if args.output_url:
+            bucket_run.delete(args, say)
+        return None
+    if args.resume == "auto":
+        found = checkpoint.newest(folder, say)
+    else:
+        found = _from_path(args, say)
+        own = checkpoint.newest(folder, say) if has_run and not _inside(found[2], folder) else None
+        if own and own[1]["run"] == found[1]["run"]:  # this start, or the one before, has gone on from there
+            say(f"{args.output_dir} already went on from --resume {args.resume}")
+            found = own
+        elif own:
+            raise UserError(
+                f"{args.output_dir} holds another run than --resume {args.resume}: give another --output_dir, "
+                "or first delete that run with --resume never --overwrite true"
+            )
+    if found:
+        _refuse_another_run(found[1]["identity"], ours, found[2])
+    return found
+
+
+def from_rank_0(choose):
+    """What rank 0 chose, on every rank: only its disk has the checkpoints. Its refusal reaches the others too."""
+
+    def encoded():
+        if torch.distributed.get_rank() != 0:
+            return b""
+        try:
+            return bytes(checkpoint.encode({"found": choose(), "refused": None}))
+        except UserError as error:
+            return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
+
+    content = on_every_rank("checkpoint", encoded)  # it may come from a bucket, and take its time
+    answer = torch.load(io.BytesIO(broadcast(content)), map_location="cpu", weights_only=True)
+    if answer["refused"]:
+        raise UserError(answer["refused"])
+    return answer["found"]
+
+
+def to_evaluate(args, say):
+    """(state, about, path) of the checkpoint of --resume PATH, else of the newest of the output folder; or None."""
+    if args.resume not in ("auto", "never"):
+        return _named(args, say)
+    if args.output_url:
+        bucket_run.bring_newest(args, say)
+    return checkpoint.newest(args.checkpoint_dir, say)
+
+
+def _from_path(args, say):
+    """The checkpoint that the user named, and to go on from: newer ones in its folder would be a run of their own."""
+    state, about, path = _named(args, say)
+    newer = (
+        [n for n in checkpoint.numbers(args.checkpoint_dir) if n > about["samples_seen"]]
+        if _inside(path, args.checkpoint_dir)
+        else []
+    )
+    if newer and not args.overwrite:
+        raise UserError(
+            f"--resume {path} goes back behind {len(newer)} newer checkpoints in its folder: --overwrite true deletes those"
+        )
+    for number in newer:
+        for suffix in (".json", ".pt"):
+            os.unlink(os.path.join(args.checkpoint_dir, f"{number:012d}{suffix}"))
+    return state, about, path
+
+
+def _named(args, say):
+    """The checkpoint that the user named: a file, or a folder whose newest is meant."""
+    path = bucket_run.local_checkpoint(args.resume, say)
+    if os.path.isdir(path):
+        inner = os.path.join(path, "checkpoints")
+        found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)
+        if not found:
+            raise UserError(
+                f"--resume {path} holds no checkpoint: "
+                "give a .pt file that has its .json beside it, or the output folder of a run"
+            )
+        return found
+    if not os.path.isfile(path):
+        raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
+    return (*checkpoint.read(path), path)
+
+
+def _inside(path, folder):
+    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(folder)
+
+
+def _refuse_another_run(theirs, ours, path):
+    different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in ours if ours[what] != theirs.get(what)]
+    if different:
+        raise UserError(
+            f"{path} belongs to another run: {'; '.join(different)}; "
+            "give another --output_dir, or --resume never --overwrite true"
+        )
+
+
+def changes(then, now):
+    """["lr 0.1 -> 0.2", ...] for what the user gave differently this time."""
+    return [
+        f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
+    ]
+
+
+# --- The first lines of the log -----------------------------------------------------------------------------------------
+
+
+def first_lines(run, found):
+    """Where the run stands and what its user may not expect. `found`: the checkpoint that it goes on from."""
+    args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
+    yield (
+        f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.rank} of {run.world_size}, "
+        f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {global_batch}"
+    )
+    if found:
+        _, about, path = found
+        changed = changes(about["arguments"], run.arguments)
+        if changed:
+            yield f"warning: going on with other settings than before: {', '.join(changed)}"
+        yield f"going on from {path}: epoch {run.epoch + 1}, after {run.consumed} of its samples, step {run.total_steps}"
+        factor = global_batch / args.batch_size
+        if not run.grouped and factor != 1:
+            yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+    gpus = torch.cuda.device_count() if run.device.type == "cuda" else 0
+    if run.world_size == 1 and gpus > 1 and not run.uses_all_gpus:
+        yield f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them"
+    if args.custom_data:
+        yield "warning: the images are synthetic: the accuracy means nothing"
+    left = run.sampler.num_samples % global_batch
+    if left:
+        yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
+
+
+def crash_loop(sampler, epoch, consumed):
+    ids = sampler.step_ids(epoch, consumed).tolist()
+    return (
+        f"warning: the last two starts both died in one step, in epoch {epoch + 1} after {consumed} samples; "
+        f"its sample ids are {ids}"
+    )

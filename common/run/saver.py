@@ -1,0 +1,90 @@
+"""Writes a run's checkpoints behind its back: the training waits for a copy of the state, not for the disk or the bucket."""
+
+import contextlib
+import os
+import threading
+
+from common import moments
+from common.errors import TrainingFailed, UserError, one_line
+from common.files import write_atomically
+from common.run import checkpoint, output
+from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
+
+
+class Writer:
+    """Works in the background, one thing at a time and in the order asked; a failure is raised at the next call."""
+
+    def __init__(self):
+        self._thread = self._error = None
+
+    def submit(self, work):
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer")
+        self._thread.start()
+
+    def wait(self):
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, work):
+        try:
+            work()
+        except OSError as error:
+            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; the ones before are intact")
+        except Exception as error:
+            self._error = error
+
+
+class Saver:
+    def __init__(self, args, say):
+        self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
+        self._url, self._say = args.output_url, say
+        self._writer, self._publisher = Writer(), None
+
+    def start_publishing(self):
+        """On the rank that writes, where the output goes to a bucket."""
+        if self._url:
+            self._publisher = Publisher(self._output_dir, self._url, self._say, output.LEFT_BY_A_RUN)
+            self._publisher.start()
+            moments.listen(self)
+
+    def failure(self, _error):
+        """The job is about to end: publish what can be published in a few seconds."""
+        with contextlib.suppress(UserError, TrainingFailed):
+            self._publisher.finish(FAILURE_SECONDS, at_most=FAILURE_SECONDS)
+
+    def finish_publishing(self, in_a_hurry):
+        if self._publisher is None:
+            return
+        try:
+            self._publisher.finish(STOP_PATIENCE_SECONDS if in_a_hurry else LAST_PATIENCE_SECONDS)
+        except (UserError, TrainingFailed) as error:
+            raise TrainingFailed(f"{self._output_dir} has the results, but not all are in {self._url}: {error}") from None
+        self._say(f"published to {self._url}")
+
+    def save(self, state, about, weights_of_epoch=None):
+        """Save `state`, which must not change any more; and the weights alone, as those of an epoch."""
+        self._writer.submit(lambda: self._write(state, about, weights_of_epoch))
+
+    def wait(self):
+        self._writer.wait()
+
+    def last_good(self):
+        numbers = checkpoint.numbers(self._folder)
+        folder = f"{self._url.rstrip('/')}/checkpoints" if self._url else self._folder
+        return f"last checkpoint {folder}/{numbers[-1]:012d}.pt" if numbers else "no checkpoint yet"
+
+    def _write(self, state, about, weights_of_epoch):
+        if not checkpoint.finite(state["model"]):
+            raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
+        if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
+            path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
+            write_atomically(path, checkpoint.encode(checkpoint.to_take_away(state)))
+        checkpoint.write(self._folder, state, about)
+        checkpoint.prune(self._folder, self._output_dir, self._keep, about)
+        if self._publisher:
+            self._publisher.saved(lambda names: checkpoint.surplus(names, self._keep, about))

@@ -1,0 +1,275 @@
+"""One bucket of an object store: how it is reached, how long a request is tried, and what to do when the store says no.
+
+    s3://bucket/prefix     Amazon S3, or any store that AWS_ENDPOINT_URL_S3 names
+    obs://bucket/prefix    Huawei OBS
+    oss://bucket/prefix    Alibaba OSS
+
+Credentials, region and endpoint come from where boto3 looks for them (AWS_ACCESS_KEY_ID, AWS_PROFILE, a role ...), never from
+an argument. Each request is made once by boto3 and repeated here, so that there is one time limit and one reason.
+"""
+
+import dataclasses
+import ipaddress
+import os
+import random
+import re
+import threading
+import time
+import urllib.parse
+
+from common.errors import TrainingFailed, UserError, one_line
+from common.world.folders import BUCKETS
+
+PATIENCE_SECONDS = 180  # without one good answer for so long, the store is taken for lost
+CONNECT_SECONDS, READ_SECONDS = 5, 10  # a connection that is silent for so long is opened anew
+LONGEST_PAUSE, WAITING_LINE_SECONDS = 8, 10
+THREADS = 16  # requests under way at a time
+
+ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.DOTALL)
+
+# Where each store is, given the region. With a bucket's name in the host name (virtual addressing), as OBS and OSS want it.
+ENDPOINTS = {"obs": "https://obs.{region}.myhuaweicloud.com", "oss": "https://oss-{region}.aliyuncs.com"}
+
+# What to do about a refusal. OBS and OSS have some names of their own.
+KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) for this store"
+EXPIRED = "the temporary credential has expired: get a new one and start again, the transfer goes on where it stopped"
+EXPIRED_CODES = ["ExpiredToken", "RequestExpired", "SecurityTokenExpired", "InvalidToken", "TokenRefreshRequired"]
+REMEDIES = {
+    "NoSuchBucket": "there is no such bucket: check its name, AWS_REGION and the endpoint",
+    "NoSuchKey": "there is no such object",
+    "InvalidAccessKeyId": f"the store does not know this access key: {KEYS}",
+    "SignatureDoesNotMatch": f"the secret key does not belong to the access key: {KEYS}",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "AccessDenied": "the credential lacks the right to do this: ask the bucket's owner for it",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
+    "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
+    **dict.fromkeys(EXPIRED_CODES, EXPIRED),
+}
+TRANSIENT = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
+             "RequestLimitExceeded", "OperationAborted", "BadDigest"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    endpoint: str  # None for Amazon's own
+    region: str
+    style: str  # where the bucket's name stands: "path", "virtual" (in the host name), or "auto"
+    session: object = None
+
+
+class Changed(Exception):
+    """The object is not the one that was listed."""
+
+
+def is_address(text):
+    return isinstance(text, str) and text.startswith(BUCKETS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """An object as the store lists it. `digest`: its MD5, or md5-of-md5s and the number of parts, where the ETag is one."""
+
+    key: str
+    size: int
+    etag: str
+
+    @property
+    def digest(self):
+        return self.etag if re.fullmatch(r"[0-9a-f]{32}(-\d+)?", self.etag) else None
+
+
+class Bucket:
+    def __init__(self, url, say=print):
+        match = ADDRESS.fullmatch(url)
+        if not match or "\0" in url:
+            raise UserError(f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX")
+        self.scheme, self.name, self.prefix = match[1], match[2], (match[3] or "").strip("/")
+        self.say = say
+        self._lock = threading.Lock()
+        self._told = 0.0
+        try:
+            self.client, self.settings = _client(self.scheme)
+        except Exception as error:
+            raise _refusal(error, "connect to", f"{self.scheme}://{self.name}", "") or UserError(describe(error)) from None
+        self.endpoint = self.client.meta.endpoint_url
+
+    def below(self):
+        """What the keys of everything below the address begin with."""
+        return f"{self.prefix}/" if self.prefix else ""
+
+    def relative(self, key):
+        return key[len(self.below()) :]
+
+    def url(self, key):
+        return f"{self.scheme}://{self.name}/{key}"
+
+    def obstore_endpoint(self):
+        """The same place in the words of obstore, which wants the bucket's name in a virtual endpoint."""
+        endpoint = self.settings.endpoint
+        return endpoint.replace("://", f"://{self.name}.") if endpoint and self.settings.style == "virtual" else endpoint
+
+    def items(self, prefix):
+        """Every object whose key begins with `prefix`, in order."""
+        marker = ""
+        while True:
+            # Version 1 of the list: every store of this kind has it.
+            page = self.ask("list_objects", prefix, Prefix=prefix, Marker=marker, key_named=False)
+            found = page.get("Contents", [])
+            for entry in found:
+                yield Item(entry["Key"], entry["Size"], entry["ETag"].strip('"'))
+            if not page.get("IsTruncated") or not found:
+                return
+            marker = page.get("NextMarker") or found[-1]["Key"]
+
+    def ask(self, operation, key, patience=None, key_named=True, work=None, **words):
+        """One answer of the store, asked for until PATIENCE_SECONDS are over. `work` reads the answer's body within the try."""
+        patience = patience or Patience(PATIENCE_SECONDS)
+        if key_named:
+            words["Key"] = key
+        while True:
+            try:
+                answer = getattr(self.client, operation)(Bucket=self.name, **words)
+                result = work(answer) if work else answer
+            except Exception as error:
+                refusal = _refusal(error, operation, self.url(key), self.endpoint)
+                if refusal:
+                    raise refusal from None
+                self._wait(patience, describe(error), operation, key)
+            else:
+                patience.good()
+                return result
+
+    def _wait(self, patience, what, operation, key):
+        asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
+        if patience.over():
+            raise TrainingFailed(
+                f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {what}; start again to go on"
+            )
+        with self._lock:
+            if time.monotonic() - self._told > WAITING_LINE_SECONDS:
+                self._told = time.monotonic()
+                self.say(f"warning: {asked}: {what}; trying again")
+        patience.pause()
+
+
+class Patience:
+    """One time limit for many requests: the seconds since the last good answer to any of them."""
+
+    def __init__(self, seconds):
+        self.seconds, self._stop = seconds, threading.Event()
+        self.good()
+
+    def good(self):
+        self._since, self._failures = time.monotonic(), 0
+
+    def over(self):
+        return self._stop.is_set() or time.monotonic() - self._since > self.seconds
+
+    def pause(self):
+        self._failures += 1
+        self._stop.wait(random.uniform(0.05, min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failures, 10))))
+
+    def give_up(self):
+        self._stop.set()
+
+
+# --- How a store is reached --------------------------------------------------------------------------------------------
+
+
+def _client(scheme):
+    """(boto3 client, the settings that it was made with)"""
+    import boto3
+    from botocore.config import Config
+
+    session = boto3.session.Session()
+    endpoint, region = settings(scheme, os.environ, session.region_name)
+    style = "path" if endpoint and _is_plain_host(endpoint) else "virtual" if scheme in ENDPOINTS else "auto"
+    config = {
+        "signature_version": "s3v4",
+        "s3": {"addressing_style": style},
+        "retries": {"total_max_attempts": 1},
+        "connect_timeout": CONNECT_SECONDS,
+        "read_timeout": READ_SECONDS,
+        "max_pool_connections": 2 * THREADS,
+        "user_agent_extra": "anyrank",
+    }
+    # Other stores than Amazon's refuse the checksums that boto3 adds of itself, and the chunks that it sends them in.
+    for name in ("request_checksum_calculation", "response_checksum_validation"):
+        if f"AWS_{name.upper()}" not in os.environ:
+            config[name] = "when_required"
+    client = session.client("s3", region_name=region, endpoint_url=endpoint, config=Config(**config))
+    return client, Settings(endpoint, region, style, session)
+
+
+def settings(scheme, environ, region):
+    """(endpoint or None for Amazon's, region) of a scheme, as the standard environment has it."""
+    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    if not endpoint and scheme == "obs" and environ.get("S3_ENDPOINT"):  # ModelArts sets it
+        endpoint = environ["S3_ENDPOINT"]
+        if "://" not in endpoint:
+            endpoint = ("http://" if environ.get("S3_USE_HTTPS") == "0" else "https://") + endpoint
+    region = region or environ.get("AWS_REGION")
+    if scheme == "oss" and region:
+        region = re.sub(r"^oss-", "", region)
+    if not endpoint and scheme in ENDPOINTS:
+        if not region:
+            raise UserError(f"{scheme}:// needs to know the region: set AWS_REGION (such as cn-north-4) or AWS_ENDPOINT_URL_S3")
+        endpoint = ENDPOINTS[scheme].format(region=region)
+    return endpoint, region or "us-east-1"
+
+
+def _is_plain_host(endpoint):
+    """Whether a bucket's name cannot stand before it: an IP address, or a name without a domain."""
+    host = urllib.parse.urlsplit(endpoint).hostname or ""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host
+    return True
+
+
+# --- What a store answers ----------------------------------------------------------------------------------------------
+
+
+def describe(error):
+    """What went wrong, without the request (which holds a signature)."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict) and "Error" in response:
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+        return one_line(f"{status} {response['Error'].get('Code', '')}")[:200]
+    kind = type(error).__name__
+    known = {
+        "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {CONNECT_SECONDS} s",
+        "ReadTimeoutError": f"silent for {READ_SECONDS} s", "ConnectionClosedError": "it closed the connection",
+        "IncompleteReadError": "its body broke off", "ResponseStreamingError": "its body broke off",
+    }  # fmt: skip
+    return known.get(kind) or one_line(f"{kind}: {error}")[:200]
+
+
+def _refusal(error, operation, url, endpoint):
+    """What to raise for this error, or None where trying again may help."""
+    import urllib3.exceptions
+    from botocore import exceptions
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, (UserError, TrainingFailed, Changed)):
+        return error
+    asked = f"{operation} {one_line(url)}" + (f" at {endpoint}" if endpoint else "")
+    if isinstance(error, exceptions.ClientError):
+        code, status = error.response["Error"].get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
+        if status in (412, 416):
+            return Changed()
+        if code in TRANSIENT or status in (408, 429) or status >= 500:
+            return None
+        remedy = REMEDIES.get(code) or REMEDIES.get({403: "AccessDenied", 404: "NoSuchKey"}.get(status))
+        message = remedy or one_line(error.response["Error"].get("Message", ""))[:200]
+        return UserError(f"{asked} answered {describe(error)}: {message}")
+    if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
+        return UserError(f"{asked}: there is no credential: {KEYS}")
+    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ResponseParserError,
+               urllib3.exceptions.HTTPError, OSError)  # fmt: skip
+    if isinstance(error, passing):
+        return None
+    if isinstance(error, (exceptions.BotoCoreError, ValueError)):  # a profile, a region, a name that cannot be
+        return UserError(f"{asked}: {one_line(error)[:300]}")
+    return error

@@ -1,0 +1,211 @@
+"""A run's output folder as objects of a bucket, kept up to date in the background while the training goes on.
+
+Each object is whole under its name and verified by the store. A checkpoint's manifest follows what it vouches for, so a
+reader of the bucket never sees half a checkpoint; what the run no longer keeps is removed there too.
+"""
+
+import base64
+import contextlib
+import hashlib
+import os
+import re
+import threading
+
+from common.errors import TrainingFailed, one_line
+from common.files import TEMPORARY
+from common.storage import etag
+from common.storage.bucket import Bucket, Patience
+
+INTERVAL_SECONDS = 30  # between two looks at the folder
+PATIENCE_SECONDS = 60  # of one look; the next one tries again
+LAST_PATIENCE_SECONDS = 600  # at the end of a run, when there is no next one
+STOP_PATIENCE_SECONDS = 20  # after a stop signal, when the platform is about to kill us
+FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to hear of it
+PART = 16 << 20  # larger files go in parts of this size
+NOTHING = re.compile("(?!)")
+CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})\.(pt|json)")
+
+
+class Publisher:
+    def __init__(self, folder, url, say=print, ours=NOTHING):
+        """`ours`: a pattern of names; parts of such objects that an upload before this one left are removed."""
+        self._folder, self._say, self._ours = folder, say, ours
+        self._bucket = Bucket(url, say)
+        self._there = {}  # {name: (size, mtime) of the file that the bucket has}
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread = self._surplus = self._pruned = None
+        self._patience = Patience(PATIENCE_SECONDS)
+
+    def start(self):
+        """Publish in the background from now on. Refuses at once where it could not."""
+        self._put(".writable", b"")
+        self._bucket.ask("delete_object", self._key(".writable"), self._patience)
+        self._abort_unfinished()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def saved(self, surplus):
+        """A checkpoint is there; `surplus(names)` says which of the bucket's objects are no longer kept."""
+        self._surplus = surplus
+        self._wake.set()
+
+    def finish(self, patience_seconds=LAST_PATIENCE_SECONDS, at_most=None):
+        """Publish what is left, and wait for it; TrainingFailed if that cannot be done. A second call finds nothing to do."""
+        self._patience.seconds = patience_seconds  # of the look that is under way, too
+        self._over.set()
+        self._wake.set()
+        failed = []
+        last = threading.Thread(target=self._last_look, args=(self._thread, failed), name="last look", daemon=True)
+        last.start()
+        last.join(at_most)
+        if last.is_alive():
+            raise TrainingFailed(f"there was no more time than {at_most:g} s")
+        if failed:
+            raise failed[0]
+        self._thread = None
+
+    def _last_look(self, background, failed):
+        try:
+            if background:
+                background.join()
+            self._patience.good()
+            self._sync()
+        except Exception as error:
+            failed.append(error)
+
+    def _run(self):
+        while not self._over.is_set():
+            self._wake.wait(INTERVAL_SECONDS)
+            self._wake.clear()
+            if self._over.is_set():
+                return
+            try:
+                self._patience.good()
+                self._sync(background=True)
+            except Exception as error:  # the training goes on, and the next look tries again
+                self._say(f"warning: results are not published just now: {one_line(error)}")
+
+    # --- One look at the folder ---
+
+    def _sync(self, background=False):
+        surplus = self._surplus  # as of now: what it counts on is in the folder, and will be in the bucket at the end
+        files = self._changed()
+        manifests = {name: self._read(name) for name in files if name.endswith(".json") and CHECKPOINT.fullmatch(name)}
+        for name in sorted(files, key=_order):
+            if background and self._over.is_set():
+                return  # the last look begins with what is newest by now
+            content = manifests.get(name)
+            if name in manifests and not self._vouched(name):
+                continue
+            try:
+                self._upload(name, content)
+            except FileNotFoundError:  # no longer kept
+                continue
+            self._there[name] = files[name]
+        if surplus is not self._pruned:
+            self._prune(surplus)
+            self._pruned = surplus
+
+    def _changed(self):
+        """{name: (size, mtime)} of the files that the bucket does not have as they are."""
+        if os.path.isfile(self._folder):
+            paths = [self._folder]
+        else:
+            paths = [os.path.join(folder, name) for folder, _, names in os.walk(self._folder) for name in names]
+        found = {}
+        for path in paths:
+            name = os.path.relpath(path, self._folder).replace(os.sep, "/") if path != self._folder else ""
+            base = os.path.basename(path)
+            if base.startswith(".") or base.endswith((TEMPORARY, ".part", ".lock")):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(path)
+                if self._there.get(name) != (status.st_size, status.st_mtime_ns):
+                    found[name] = (status.st_size, status.st_mtime_ns)
+        return found
+
+    def _vouched(self, manifest):
+        """Whether the file that this manifest vouches for is in the bucket as it is in the folder."""
+        name = re.sub(r"json$", "pt", manifest)
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(os.path.join(self._folder, name))
+            return self._there.get(name) == (status.st_size, status.st_mtime_ns)
+        return False
+
+    def _path(self, name):
+        return os.path.join(self._folder, name) if name else self._folder
+
+    def _read(self, name):
+        with contextlib.suppress(FileNotFoundError), open(self._path(name), "rb") as file:
+            return file.read()
+        return None
+
+    def _key(self, name):
+        return "/".join(word for word in (self._bucket.prefix, name) if word)
+
+    # --- Requests ---
+
+    def _upload(self, name, content):
+        if content is not None:
+            self._put(name, content)
+            return
+        with open(self._path(name), "rb") as file:
+            content = file.read(PART + 1)  # a file that still grows is sent as it is now
+            if len(content) <= PART:
+                self._put(name, content)
+            else:
+                file.seek(0)
+                self._put_in_parts(name, file)
+
+    def _put(self, name, content):
+        digest = hashlib.md5(content)
+
+        def check(answer):
+            if not etag.is_encrypted(answer) and answer["ETag"].strip('"') != digest.hexdigest():
+                raise ConnectionError("the store has other bytes than were sent")
+
+        self._bucket.ask("put_object", self._key(name), self._patience, work=check, Body=content, ContentMD5=_base64(digest))
+
+    def _put_in_parts(self, name, file):
+        key = self._key(name)
+        upload = self._bucket.ask("create_multipart_upload", key, self._patience)["UploadId"]
+        try:
+            parts = []
+            while content := file.read(PART):
+                number, digest = len(parts) + 1, hashlib.md5(content)
+                words = {"UploadId": upload, "PartNumber": number, "Body": content, "ContentMD5": _base64(digest)}
+                answer = self._bucket.ask("upload_part", key, self._patience, **words)
+                parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+            words = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+            self._bucket.ask("complete_multipart_upload", key, self._patience, **words)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._bucket.client.abort_multipart_upload(Bucket=self._bucket.name, Key=key, UploadId=upload)
+            raise
+
+    def _abort_unfinished(self):
+        """A killed start may have left parts behind, which cost money and are seen by nobody."""
+        with contextlib.suppress(Exception):  # not every store lets one look
+            words = {"Bucket": self._bucket.name, "Prefix": self._bucket.below()}
+            answer = self._bucket.client.list_multipart_uploads(**words)
+            ours = lambda upload: self._ours.fullmatch(self._bucket.relative(upload["Key"]))  # noqa: E731
+            for upload in filter(ours, answer.get("Uploads", [])):
+                words = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._bucket.client.abort_multipart_upload(Bucket=self._bucket.name, **words)
+
+    def _prune(self, surplus):
+        for name in surplus([self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below())]):
+            if os.path.exists(self._path(name)):  # written since, or not yet removed here
+                continue
+            self._bucket.ask("delete_object", self._key(name), self._patience)
+            self._there.pop(name, None)
+
+
+def _order(name):
+    """The newest checkpoint first, for a stop may leave little time; each manifest behind its file; the rest last."""
+    match = CHECKPOINT.fullmatch(name)
+    return (0, -int(match[1]), match[2] == "json") if match else (1, 0, name)
+
+
+def _base64(digest):
+    return base64.b64encode(digest.digest()).decode()

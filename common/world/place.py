@@ -1,0 +1,23 @@
+"""The place of a process: which node and which rank of how many, on which platform, and who is the master."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """At level "node" the process stands for the first of the local_world_size workers of its node."""
+
+    platform: str
+    rule: str  # what the platform was recognised by, for the log
+    level: str  # "process": started once per worker; "node": once per node
+    node_rank: int
+    num_nodes: int
+    local_rank: int
+    local_world_size: int
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    gpus_promised: int = 0  # what the platform says this node has; 0 when it says nothing
+    job_id: str = ""
+    restart_count: int = 0

@@ -1,0 +1,283 @@
+"""How each platform and launcher says where a process is: one rule for each, and the order in which they are asked.
+
+The one question that breaks everyone is *level*: RANK and WORLD_SIZE count nodes on some platforms and processes on
+others. So the launchers that certainly start one process per worker come first, then the platforms that start a job once
+per node, each recognised by a name that only it sets.
+"""
+
+import json
+import re
+
+from common.errors import UserError
+from common.world.place import World
+
+
+class Given:
+    """Everything a rule may look at: arguments, environment, the GPUs that torch sees, the host's name."""
+
+    def __init__(self, args, environ, gpus, hostname):
+        self.args, self.gpus, self.hostname = args, gpus, hostname
+        self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
+        self.nproc_per_node = args.nproc_per_node
+
+    def has(self, *names):
+        return all(name in self.env for name in names)
+
+    def number(self, *names):
+        """The whole number in the first of these variables that is set, else 0."""
+        for name in names:
+            if name in self.env:
+                if not re.fullmatch(r"\d{1,9}", self.env[name]):
+                    raise UserError(f"{name} is {self.env[name][:80]!r}: a whole number was expected")
+                return int(self.env[name])
+        return 0
+
+    def json(self, name):
+        try:
+            return json.loads(self.env[name])
+        except ValueError:
+            raise UserError(f"{name} is {self.env[name][:80]!r}: JSON was expected") from None
+
+
+def agree(name, value, other_name, other):
+    if value is not None and value != other:
+        raise UserError(f"{name} is {value} but {other_name} is {other}: they contradict each other; give one of them")
+
+
+# --- Launchers: one process per worker ---------------------------------------------------------------------------------
+
+
+def process(platform, rule, rank, size, local_rank, local_size, node_rank, master=None, port=None):
+    nodes = max(1, size // max(1, local_size))
+    return World(platform, rule, "process", node_rank, nodes, local_rank, local_size, rank, size, master, port)
+
+
+def torchrun(given):
+    """torchrun, torch.distributed.launch, Azure ML: RANK and WORLD_SIZE with a LOCAL_RANK beside them count processes."""
+    if not given.has("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        return None
+    rank, size, local_rank = given.number("RANK"), given.number("WORLD_SIZE"), given.number("LOCAL_RANK")
+    node_rank = given.number("GROUP_RANK", "NODE_RANK")
+    if given.has("LOCAL_WORLD_SIZE"):
+        local_size = given.number("LOCAL_WORLD_SIZE")
+    elif node_rank:  # every node before this one holds as many
+        local_size = (rank - local_rank) // node_rank
+    else:
+        local_size = given.gpus if given.gpus and size % given.gpus == 0 else local_rank + 1
+    agree("--local_rank", given.args.local_rank, "LOCAL_RANK", local_rank)
+    if given.args.world_size not in (None, size):  # a console that appends its node-level arguments to torchrun
+        agree("--world_size", given.args.world_size, "WORLD_SIZE / LOCAL_WORLD_SIZE", size // max(1, local_size))
+        agree("--rank", given.args.rank, "the node's rank", node_rank)
+    platform = "torchrun" if given.has("TORCHELASTIC_RUN_ID") else "azureml" if given.has("AZUREML_RUN_ID") else "launcher"
+    rule = "RANK, WORLD_SIZE and LOCAL_RANK count processes"
+    return process(platform, rule, rank, size, local_rank, local_size, node_rank, given.env.get("MASTER_ADDR"))
+
+
+def openmpi(given):
+    """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so that is worked out; a master is never given."""
+    rank, size = given.number("OMPI_COMM_WORLD_RANK"), given.number("OMPI_COMM_WORLD_SIZE")
+    if size < 2:
+        return None
+    local_rank = given.number("OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = max(1, given.number("OMPI_COMM_WORLD_LOCAL_SIZE"))
+    names = ("MASTER_ADDR", "AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
+    master = next((given.env[name] for name in names if given.has(name)), None)
+    if master is None and given.has("SM_HOSTS"):
+        master = given.json("SM_HOSTS")[0]
+    if master is None and size > local_size:
+        raise UserError("Open MPI gives no master address: set MASTER_ADDR, e.g. mpirun -x MASTER_ADDR=FIRST_HOST")
+    master = master.rsplit(":", 1)[0] if master else None
+    return process("openmpi", "OMPI_COMM_WORLD_SIZE", rank, size, local_rank, local_size, rank // local_size, master)
+
+
+def slurm(given):
+    """srun sets SLURM_STEP_NUM_TASKS; the batch script has SLURM_NTASKS too, but there only one process runs."""
+    if not given.has("SLURM_JOB_ID") or given.args.init_method or given.args.world_size:
+        return None
+    promised, tasks = given.number("SLURM_GPUS_ON_NODE"), given.number("SLURM_STEP_NUM_TASKS")
+    if not tasks:
+        nodes = given.number("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+        advice = f"; {nodes} nodes were allocated: start the job with srun to use them" if nodes > 1 else ""
+        return node(given, "slurm", f"a SLURM batch script runs one process{advice}", 0, 1, promised=promised)
+    nodes, node_rank = given.number("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1, given.number("SLURM_NODEID")
+    hosts = given.env.get("SLURM_STEP_NODELIST") or given.env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    master = given.env.get("MASTER_ADDR") or first_slurm_host(hosts)
+    port = given.number("MASTER_PORT") or 20000 + given.number("SLURM_JOB_ID") % 12000  # two jobs may share a node
+    if tasks == nodes:
+        return node(given, "slurm", "srun, one task per node", node_rank, nodes, master, port, promised)
+    local_size = slurm_tasks_on(given.env.get("SLURM_STEP_TASKS_PER_NODE", ""), node_rank) or max(1, tasks // nodes)
+    rank, local_rank = given.number("SLURM_PROCID"), given.number("SLURM_LOCALID")
+    return process("slurm", "srun, one task per process", rank, tasks, local_rank, local_size, node_rank, master, port)
+
+
+def first_slurm_host(nodelist):
+    """node[01-03,07],gpu5 -> node01"""
+    name, number = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist).groups()
+    return name + (number or "")
+
+
+def slurm_tasks_on(tasks_per_node, node_rank):
+    """ "2(x3),1" is two tasks on each of three nodes, then one on the last."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    return counts[node_rank] if node_rank < len(counts) else None
+
+
+# --- Platforms: one process per node, the workers are for us to start --------------------------------------------------
+
+
+def node(given, platform, rule, node_rank, nodes, master=None, port=None, promised=0):
+    """--nproc_per_node or NPROC_PER_NODE say how many workers; 1 by hand means that the user starts one per GPU."""
+    if nodes > 1 and not master:
+        raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
+    workers, local_rank = given.nproc_per_node, 0
+    if workers is None:
+        workers = given.number("NPROC_PER_NODE") or promised or given.gpus
+        workers = (min(workers, given.gpus) if given.gpus else given.number("NPROC_PER_NODE")) or 1
+    elif workers == 1 and given.gpus:
+        local_rank = given.args.local_rank if given.args.local_rank is not None else node_rank % given.gpus
+    ranks = (local_rank, workers, node_rank * workers, nodes * workers)
+    return World(platform, rule, "node", node_rank, nodes, *ranks, master, port, promised)
+
+
+def modelarts_arguments(given):
+    """ModelArts' preset images append --init_method, --rank and --world_size, each of which may be missing."""
+    args = given.args
+    if args.init_method is None and args.rank is None and args.world_size is None:
+        return None
+    nodes = args.world_size or given.number("MA_NUM_HOSTS", "VC_WORKER_NUM") or 1
+    if args.world_size and given.nproc_per_node != 1:
+        for name in ("MA_NUM_HOSTS", "VC_WORKER_NUM"):
+            if given.has(name):
+                agree("--world_size", args.world_size, name, given.number(name))
+    rank = args.rank
+    if rank is None:
+        if nodes > 1 and not given.has("VC_TASK_INDEX"):
+            raise UserError(f"--world_size {nodes} without --rank: give each node its number, 0 to {nodes - 1}")
+        rank = given.number("VC_TASK_INDEX") if nodes > 1 else 0
+    master, port = init_method(given)
+    if nodes > 1 and master is None:
+        raise UserError(f"--world_size {nodes} without --init_method: give every node tcp://HOST:PORT of node 0")
+    rule = "--init_method, --rank and --world_size count nodes"
+    return node(given, "modelarts", rule, rank, nodes, master, port, given.number("MA_NUM_GPUS"))
+
+
+def init_method(given):
+    url = given.args.init_method
+    if url in (None, "env://"):
+        return given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})/?", url)
+    if not match or not 0 < int(match.group(2)) < 65536:
+        raise UserError(f"--init_method is {url[:200]!r}; it has the form tcp://HOST:PORT, an IPv6 address in brackets")
+    return match.group(1).strip("[]"), int(match.group(2))
+
+
+def modelarts_environment(given):
+    """ModelArts' own images: MA_NUM_HOSTS and VC_TASK_INDEX; the hosts are named, the port is not."""
+    nodes = given.number("MA_NUM_HOSTS")
+    if not nodes:
+        return None
+    rank = given.number("RANK_AFTER_ACC", "VC_TASK_INDEX") if nodes > 1 else 0  # meaningless on one node
+    master = given.env.get("VC_WORKER_HOSTS", "").split(",")[0] or given.env.get("MASTER_ADDR")
+    return node(given, "modelarts", "MA_NUM_HOSTS and VC_TASK_INDEX", rank, nodes, master, promised=given.number("MA_NUM_GPUS"))
+
+
+def kubeflow(given):
+    """Kubeflow: PET_NNODES counts pods; in version 1 RANK counts pods too, while WORLD_SIZE may count processes."""
+    if not given.has("PET_NNODES"):
+        return None
+    low, _, high = given.env["PET_NNODES"].partition(":")
+    if not low.isdigit() or high not in ("", low):
+        raise UserError(
+            f"PET_NNODES is {given.env['PET_NNODES'][:80]!r}, an elastic job: start it with torchrun, which agrees on a number"
+        )
+    rank = given.number("PET_NODE_RANK", "RANK")
+    if given.has("RANK"):
+        agree("RANK", given.number("RANK"), "PET_NODE_RANK", rank)
+    workers = given.env.get("PET_NPROC_PER_NODE", "")
+    if workers.isdigit():
+        given.env.setdefault("NPROC_PER_NODE", workers)
+    master, port = given.env.get("PET_MASTER_ADDR"), given.number("PET_MASTER_PORT")
+    return node(given, "kubeflow", "PET_NNODES and PET_NODE_RANK", rank, int(low), master, port)
+
+
+def volcengine(given):
+    nodes, rank = given.number("MLP_WORKER_NUM"), given.number("MLP_ROLE_INDEX")
+    if not nodes:
+        return None
+    master, port = given.env.get("MLP_WORKER_0_HOST"), given.number("MLP_WORKER_0_PORT")
+    return node(
+        given, "volcengine", "MLP_WORKER_NUM and MLP_ROLE_INDEX", rank, nodes, master, port, given.number("MLP_WORKER_GPU")
+    )
+
+
+def sagemaker(given):
+    """SageMaker: the place in SM_HOSTS, never the number in the name: algo-10 is sorted before algo-2."""
+    first = None
+    if given.has("SM_HOSTS"):
+        hosts, current = given.json("SM_HOSTS"), given.env.get("SM_CURRENT_HOST")
+        if current not in hosts:
+            raise UserError(f"SM_CURRENT_HOST is {current!r}, which is not in SM_HOSTS {hosts}")
+        rank, nodes, first = hosts.index(current), len(hosts), hosts[0]
+    elif given.has("SM_HOST_COUNT"):
+        rank, nodes = given.number("SM_CURRENT_HOST_RANK"), given.number("SM_HOST_COUNT")
+    else:
+        return None
+    master = given.env.get("SM_MASTER_ADDR") or first or given.env.get("MASTER_ADDR")
+    port = given.number("SM_MASTER_PORT", "MASTER_PORT") or 7777
+    return node(given, "sagemaker", "SM_HOSTS and SM_CURRENT_HOST", rank, nodes, master, port, given.number("SM_NUM_GPUS"))
+
+
+def vertex(given):
+    """Vertex AI: CLUSTER_SPEC; pool 0 is the primary replica, pool 1 the workers."""
+    if not given.has("CLUSTER_SPEC"):
+        return None
+    spec = given.json("CLUSTER_SPEC")
+    cluster, task = spec.get("cluster", {}), spec.get("task", {})
+    primary, workers = cluster.get("workerpool0", []), cluster.get("workerpool1", [])
+    if task.get("type") not in (None, "workerpool0", "workerpool1"):
+        raise UserError(f"CLUSTER_SPEC makes this replica {task['type']!r}: a training job runs in worker pools 0 and 1")
+    rank = int(task.get("index", 0)) + (len(primary) if task.get("type") == "workerpool1" else 0)
+    if given.has("RANK"):
+        agree("RANK", given.number("RANK"), "CLUSTER_SPEC's node", rank)
+    host, _, port = primary[0].rpartition(":") if primary else (None, None, 0)
+    master, port = given.env.get("MASTER_ADDR") or host, given.number("MASTER_PORT") or int(port)
+    return node(given, "vertex", "CLUSTER_SPEC", rank, max(1, len(primary) + len(workers)), master, port)
+
+
+def bare_rank(given):
+    """PAI-DLC, Baidu AIHC, Volcano's pytorch plugin: RANK and WORLD_SIZE without a LOCAL_RANK count nodes."""
+    if not given.has("RANK", "WORLD_SIZE"):
+        return None
+    marks = {"AIHC_JOB_NAME": "baidu-aihc", "NPROC_PER_NODE": "pai-dlc", "VC_TASK_INDEX": "volcano"}
+    platform = next((name for mark, name in marks.items() if given.has(mark)), "rank-per-node")
+    rule = "RANK and WORLD_SIZE without LOCAL_RANK count nodes"
+    return node(given, platform, rule, given.number("RANK"), given.number("WORLD_SIZE"), given.env.get("MASTER_ADDR"))
+
+
+def volcano(given):
+    """Volcano's env and svc plugins: VC_TASK_INDEX counts within one task, so the node is found by its host name."""
+    tasks = {name: value.split(",") for name, value in given.env.items() if re.fullmatch(r"VC_\w+_HOSTS", name)}
+    if not tasks or not given.has("VC_TASK_INDEX"):
+        return None
+    order = sorted(tasks, key=lambda name: (name != "VC_MASTER_HOSTS", name))
+    hosts = [host for name in order for host in tasks[name]]
+    if len(tasks) == 1:
+        rank = given.number("VC_TASK_INDEX")
+    else:
+        labels, mine = [host.split(".")[0] for host in hosts], given.hostname.split(".")[0]
+        if mine not in labels:
+            raise UserError(f"this host, {mine}, is in none of {', '.join(order)}: VC_TASK_INDEX alone counts within one task")
+        rank = labels.index(mine)
+    return node(given, "volcano", f"VC_TASK_INDEX and {', '.join(order)}", rank, len(hosts), hosts[0])
+
+
+def plain(given):
+    return node(given, "plain", "no platform was recognised", 0, 1)
+
+
+RULES = [
+    torchrun, openmpi, slurm,
+    modelarts_arguments, modelarts_environment, kubeflow, volcengine, sagemaker, vertex, bare_rank, volcano, plain,
+]  # fmt: skip

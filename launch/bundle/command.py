@@ -1,0 +1,166 @@
+"""A job for the console: one file that needs nothing beside it, or a folder of the job and exactly what it uses.
+
+    python -m launch bundle jobs/train_ddp.py                          dist/train_ddp.py, for consoles that take a script
+    python -m launch bundle jobs/train_ddp.py --folder dist/train_ddp  for consoles that take a folder and a boot file
+
+In the one file the job comes first, line for line as it is, and below it each module as it is, under a banner. The same sources
+give the same bytes.
+"""
+
+import argparse
+import ast
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from common.errors import UserError, one_line
+from common.job import run_job
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OURS = ("common", "datasets")
+LOADER = "launch/bundle/importer.py"
+
+# The line by which a job finds the repository, and what stands for it in a bundle.
+FINDS_THE_REPOSITORY = re.compile(r"^sys\.path\.insert\(0, .*$", re.MULTILINE)
+FINDS_ITSELF = (  # fmt: skip
+    f"exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1]); " +
+    "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
+)  # fmt: skip
+
+MARKER = ".bundle"  # in a folder that this verb has written
+
+# What ModelArts takes as a code folder.
+MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
+
+
+def modules_of(job):
+    """The files of ours that a job imports, and what those import, in the order of their names; below ROOT."""
+    found, left = set(), [Path(job)]
+    while left:
+        for name in _imports(left.pop()):
+            for place in _files_of(name):
+                if place not in found:
+                    found.add(place)
+                    left.append(ROOT / place)
+    return sorted(found)
+
+
+def _beside(job):
+    """The modules that a job imports out of its own folder, which only its author's machine has on Python's path."""
+    for node in ast.walk(ast.parse(job.read_text(), str(job))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for name in (name.split(".")[0] for name in names):
+            if (job.parent / f"{name}.py").is_file() or (job.parent / name / "__init__.py").is_file():
+                yield name
+
+
+def _imports(path):
+    """Every dotted name that could be a module of ours."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in OURS)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files_of(name):
+    path = name.replace(".", "/")
+    return [place for place in (f"{path}.py", f"{path}/__init__.py") if (ROOT / place).is_file()]
+
+
+def bundle(job):
+    """The text of the one file."""
+    job = Path(job)
+    text = _read(job)
+    if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
+        raise UserError(f"{one_line(job)} is no job: it lacks the line that begins with sys.path.insert(0, ...")
+    for name in _beside(job):
+        raise UserError(
+            f"{job.name} imports {name} from beside it: put that into common, datasets or the job, to go along with it"
+        )
+    places = modules_of(job)
+    sources = {place: _read(ROOT / place) for place in [*places, LOADER]}
+    digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
+    parts = [
+        FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
+        f"\n\n# The modules that {job.name} imports, each as it is in its repository. Made by python -m launch bundle.\n"
+        f"# Digest of the sources: {digest.hexdigest()}\n",
+    ]
+    for place, source in sources.items():
+        if "'''" in source or (source and not source.endswith("\n")):
+            raise UserError(f"{place} holds three single quotes in a row, or no end of its last line: a bundle cannot hold it")
+        parts.append(f"\n# ==== {place} {'=' * (120 - len(place))}\nr'''\n{source}'''\n")
+    return "".join(parts)
+
+
+def _read(path):
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{one_line(path)}: {error.strerror}") from None
+
+
+def write_folder(job, out, overwrite=False):
+    """The job, its modules and requirements.txt in a folder of their own, inside the limits of the consoles."""
+    job, out = Path(job), Path(out)
+    _read(job)
+    ours = (out / MARKER).is_file()
+    if out.exists() and any(out.iterdir()) and not (overwrite and ours):
+        remedy = ", or --overwrite true" if ours else "; only what this verb has written is ever replaced"
+        raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
+    places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in [*modules_of(job), "requirements.txt"]}}
+    size = sum(path.stat().st_size for path in places.values())
+    limits = [
+        (size, MOST_BYTES, "bytes"),
+        (len(places), MOST_FILES, "files"),
+        (max(place.count("/") + 1 for place in places), DEEPEST, "levels of folders"),
+    ]
+    for found, most, what in limits:
+        if found > most:
+            raise UserError(f"{one_line(job)} with its modules has {found} {what}, and the console takes {most}")
+    if overwrite:
+        shutil.rmtree(out, ignore_errors=True)
+    for place, path in places.items():
+        (out / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, out / place)
+    (out / MARKER).write_text("made by python -m launch bundle --folder\n")
+    return len(places), size
+
+
+def run(options):
+    if options.folder:
+        count, size = write_folder(options.job, options.folder, options.overwrite)
+        print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{os.path.basename(options.job)}")
+        return
+    out = Path(options.output or f"dist/{os.path.basename(options.job)}")
+    text = bundle(options.job)
+    if out.exists() and "Made by python -m launch bundle." not in out.read_text(errors="replace"):
+        raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone")
+
+
+def _in_a_line(work, options):
+    try:
+        work(options)
+    except OSError as error:
+        raise UserError(f"{one_line(error.filename)}: {error.strerror}") from None
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m launch bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", metavar="JOB", help="a job of this repository, e.g. jobs/train_ddp.py")
+    parser.add_argument("-o", "--output", metavar="FILE", help="unset: dist/ and the job's name")
+    parser.add_argument("--folder", metavar="FOLDER", help="write a folder instead of one file")
+    parser.add_argument("--overwrite", choices=["true", "false"], default="false", help="true: replace what is in the folder")
+    options = parser.parse_args(argv)
+    options.overwrite = options.overwrite == "true"
+    run_job(lambda: _in_a_line(run, options))
+    return 0

@@ -1,0 +1,5 @@
+"""Photographs as a few large files."""
+
+from launch.pack.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,283 @@
+"""Photographs as large files: a tree of many small ones as uncompressed tar shards, in WebDataset's naming, and an index.
+
+    python -m launch pack ROOT OUT                    ROOT/{train,val}/CLASS/*.JPEG as OUT/train-000000.tar ... train-index.npz
+    python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
+    python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
+    python -m launch pack --verify OUT                every shard against its digest, every sample against its checksum
+
+The same command goes on where the last one stopped: shards that are whole are kept. The same photographs and settings give the
+same bytes. `--data_backend packed --data_url OUT` trains on them, and so does any reader of WebDataset.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import numpy as np
+from tqdm import tqdm
+
+from common import storage
+from common.arguments import boolean, number
+from common.errors import TrainingFailed, UserError, one_line
+from common.files import MIB, TEMPORARY, write_atomically
+from common.job import run_job
+from common.storage import bucket, etag, upload
+from common.storage.download import LINE_SECONDS, SPARE
+from common.world import folders
+from datasets.photos import packed
+from launch.pack.forms import FORMS
+from launch.pack.shards import Plan, make
+
+SPLITS = ("train", "val")
+WORKERS = 8  # threads: what is slow is the disk, or lets other threads run
+UPLOADS = 4
+OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.json)", re.ASCII)
+
+
+class Progress:
+    """A bar on a terminal, a line every ten seconds in a log."""
+
+    def __init__(self, what, count, size):
+        self._what, self._count, self._done, self._lock = what, count, 0, threading.Lock()
+        self._bar = tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=what, disable=None)
+        self._size, self._bytes, self._began = size, 0, time.monotonic()
+        self._told, self.stopped = self._began, False
+
+    def add(self, size):
+        if self.stopped:
+            raise InterruptedError
+        with self._lock:
+            self._done, self._bytes, now = self._done + 1, self._bytes + size, time.monotonic()
+            self._bar.update(size)
+            self._bar.set_postfix_str(f"{self._done} of {self._count}", refresh=False)
+            if self._bar.disable and now - self._told >= LINE_SECONDS:
+                self._told = now
+                left = (now - self._began) / max(self._bytes, 1) * (self._size - self._bytes)
+                print(f"{self._what}: {self._done} of {self._count}, {self.describe()}, {left:.0f} s left", flush=True)
+
+    def describe(self):
+        seconds = time.monotonic() - self._began
+        return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {self._bytes / MIB / max(seconds, 1e-3):.1f} MiB/s"
+
+    def all_of(self, workers, work, items):
+        """`work(item)` of all, in threads; the first failure stops the others."""
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                for task in as_completed([pool.submit(work, item) for item in items]):
+                    task.result()
+            except BaseException:
+                self.stopped = True
+                pool.shutdown(cancel_futures=True)
+                raise
+            finally:
+                self._bar.close()
+
+
+# --- Packing -------------------------------------------------------------------------------------------------------
+
+
+def pack(root, folder, options):
+    """Make what is missing of the pack in `folder`; one line at the end says what there is."""
+    for split in SPLITS:  # before a folder is made
+        if not os.path.isdir(os.path.join(root, split)):
+            raise UserError(
+                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it"
+            )
+    if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
+        raise UserError(f"{one_line(folder)} lies in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
+    os.makedirs(folder, exist_ok=True)
+    with _alone(folder):
+        plans = [Plan(root, split, folder, options) for split in SPLITS]
+        _clear(folder, plans, options.overwrite)
+        missing = [(plan, shard) for plan in plans for shard in plan.missing()]
+        _need_space(folder, sum(shard.size for _, shard in missing))
+        for plan in plans:
+            write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
+        for plan, _ in missing:
+            with contextlib.suppress(FileNotFoundError):  # it would vouch for what is about to be replaced
+                os.unlink(packed.index_path(folder, plan.split))
+        lengths = [plan.lengths[shard.numbers] for plan, shard in missing]
+        progress = Progress("images", sum(map(len, lengths)), int(sum(map(np.sum, lengths))))
+        progress.all_of(options.workers, lambda pair: make(*pair, progress), missing)
+        for plan in plans:
+            plan.write_index()
+        shutil.rmtree(os.path.join(folder, ".tree"))
+    print(_describe(plans, len(missing), progress), flush=True)
+    return [shard.name for plan in plans for shard in plan.shards]
+
+
+def _describe(plans, count, progress):
+    notes, reasons = [shard.made for plan in plans for shard in plan.shards], {}
+    for plan in plans:
+        for reason, names in plan.files.left_out.items():
+            reasons[reason] = reasons.get(reason, 0) + len(names)
+    images, size = sum(len(plan.files) for plan in plans), sum(sum(made["length"]) for made in notes) / MIB
+    left_out = ", ".join(f"{reason}: {of_it}" for reason, of_it in sorted(reasons.items())) or "nothing"
+    lost = sum(made["stored_heights"].count(0) for made in notes)
+    return (
+        f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {len(notes)} shards; "
+        f"made {count} of them now ({progress.describe()}); left out: {left_out}"
+    ) + (f"; packed, though they cannot be decoded: {lost}" if lost else "")
+
+
+@contextlib.contextmanager
+def _alone(folder):
+    file = os.open(os.path.join(folder, ".pack.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another pack is being made in {one_line(folder)}: wait for it, or give another folder") from None
+        yield
+    finally:
+        os.close(file)
+
+
+def _marker(folder, split):
+    return os.path.join(folder, f".{split}-pack.json")
+
+
+def _clear(folder, plans, overwrite):
+    """Leave what is of this pack alone; what is of another goes, if it may."""
+    names = [name for name in os.listdir(folder) if OURS.fullmatch(name.removesuffix(TEMPORARY))]
+    for plan in plans:
+        there = [name for name in names if name.lstrip(".").startswith(f"{plan.split}-")]
+        if there and _identity(folder, plan.split) != plan.identity:
+            if not overwrite:
+                raise UserError(
+                    f"{one_line(folder)} has a pack of other photographs or settings ({len(there)} files of {plan.split}): "
+                    "give another folder, or --overwrite true"
+                )
+            for name in sorted(there, reverse=True):  # the index before what it vouches for
+                os.unlink(os.path.join(folder, name))
+    for name in os.listdir(folder):
+        if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
+            os.unlink(os.path.join(folder, name))
+
+
+def _identity(folder, split):
+    """Of the pack that is there, whole or not; a folder that was fetched has the index alone."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(_marker(folder, split)) as file:
+        return json.load(file)["identity"]
+    with contextlib.suppress(UserError):
+        return packed.read_index(packed.index_path(folder, split), folder, split).identity
+    return None
+
+
+def _need_space(folder, need):
+    free = shutil.disk_usage(folder).free
+    if need + SPARE > free:
+        raise UserError(
+            f"{one_line(folder)} has {free / MIB:.0f} MiB free, the pack needs {(need + SPARE) / MIB:.0f} MiB: "
+            "give a folder on a larger disk"
+        )
+
+
+def publish(folder, shards, url, overwrite):
+    """What the bucket does not have yet; the indexes last, for they vouch for the shards."""
+    store = bucket.Bucket(url)
+    there = {store.relative(item.key): item for item in store.items(store.below())}
+    indexes = [os.path.basename(packed.index_path("", split)) for split in SPLITS]
+    missing = [name for name in [*shards, *indexes] if not _same(os.path.join(folder, name), there.get(name))]
+    for name in [name for name in indexes if name in missing and name in there]:
+        if not overwrite:
+            raise UserError(f"{one_line(url)} has another pack: give another address, or --overwrite true")
+        store.ask("delete_object", store.below() + name)
+    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in missing}
+    progress = Progress(f"published to {one_line(url)}: files", len(missing), sum(sizes.values()))
+
+    def send(name):
+        storage.publish(os.path.join(folder, name), f"{store.url(store.below())}{name}")
+        progress.add(sizes[name])
+
+    progress.all_of(UPLOADS, send, [name for name in missing if name not in indexes])
+    for name in sizes.keys() & indexes:
+        send(name)
+    print(f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} are there", flush=True)
+
+
+def _same(path, item):
+    """Whether the bucket's object has the bytes of the file, as far as its ETag tells."""
+    if item is None or item.size != os.path.getsize(path) or not item.digest:
+        return False
+    hasher = etag.Hasher(item.digest, item.size, upload.PART)
+    with open(path, "rb") as file:
+        while content := file.read(MIB):
+            hasher.update(content)
+    return hasher.right() is True
+
+
+def verify(folder, workers):
+    """Name every damaged shard and sample."""
+    if folders.is_address(folder):
+        raise UserError(f"{one_line(folder)}: only a folder can be verified; a job that fetches it verifies each shard")
+    splits = [packed.load(folder, split) for split in SPLITS]
+    pairs = [(files, number) for files in splits for number in range(len(files.shards))]
+    progress, damaged = Progress("shards", len(pairs), sum(files.shards[number]["size"] for files, number in pairs)), []
+
+    def look(pair):
+        files, number = pair
+        what = files.damage(number)
+        progress.add(files.shards[number]["size"])
+        if what:
+            damaged.append(what)
+            tqdm.write(f"damaged: {what}")
+
+    progress.all_of(workers, look, pairs)
+    if damaged:
+        raise TrainingFailed(
+            f"{len(damaged)} of {len(pairs)} shards are damaged: delete them, then fetch them again or have "
+            f"python -m launch pack ROOT {one_line(folder)} make them again"
+        )
+    images = sum(map(len, splits))
+    print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed ({progress.describe()})")
+
+
+def run(options):
+    try:
+        if options.verify:
+            return verify(options.verify, options.workers)
+        url = options.out if folders.is_address(options.out) else None
+        if url:
+            bucket.Bucket(url)  # an address that cannot be is said before hours of work
+        folder = folders.local_folder(url, "output_dir") if url else options.out
+        shards = pack(options.root, folder, options)
+        if url:
+            publish(folder, shards, url, options.overwrite)
+    except OSError as error:
+        raise UserError(
+            f"{one_line(error.filename or options.out or options.verify)}: {one_line(error.strerror or error)}"
+        ) from None
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m launch pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder with train and val")
+    parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
+    words = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
+    parser.add_argument("--form", choices=FORMS, default="original", help=f"what is kept of each (default: original). {words}")
+    parser.add_argument(
+        "--shard_mb", type=number(float, above=0), default=256.0, help="MiB of a shard at most (default: 256), or one image"
+    )
+    parser.add_argument(
+        "--workers",
+        type=number(int, at_least=1, below=257),
+        default=WORKERS,
+        help=f"shards at a time (default: {WORKERS})",
+    )
+    parser.add_argument("--overwrite", type=boolean, default=False, help="true: replace another pack that is in OUT")
+    parser.add_argument("--verify", metavar="OUT", help="read a pack and name what is damaged in it")
+    options = parser.parse_args(argv)
+    if bool(options.verify) == bool(options.out) or bool(options.root) != bool(options.out):
+        parser.error("give ROOT and OUT, or --verify OUT")
+    run_job(lambda: run(options))
+    return 0
