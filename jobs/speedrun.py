@@ -101,12 +101,14 @@ def asked():
     training.add_argument("--net", choices=sorted(NETS), default="resnet18", help="small: the layers of airbench94")
     training.add_argument("--runs", type=arguments.number(int, at_least=1), default=1, help="each with the next seed")
     training.add_argument("--held_out", type=arguments.boolean, default=False, help="test on training images held out")
-    training.add_argument("--doctor", type=arguments.boolean, default=False, help=argparse.SUPPRESS)
+    training.add_argument("--doctor", type=refuse_doctor, help=argparse.SUPPRESS)
     args = arguments.parse(parser)
-    if args.doctor:
-        raise UserError("--doctor: speedrun.py takes no steps for it to look at; have it look at train.py")
     world.require_one_device(args)
     return args
+
+
+def refuse_doctor(_text):
+    raise argparse.ArgumentTypeError("speedrun.py has no steps for the doctor to look at; have it look at train.py")
 
 
 def keep(args, device, row):

@@ -17,7 +17,6 @@ Images as small as CIFAR's gain nothing by it; for photographs see train_imagene
     python jobs/train_dali.py --custom_data true
 """
 ### end DALI ###
-
 import os
 import sys
 

@@ -20,7 +20,6 @@ On a platform, upload it and choose the nodes: it is started once per node and f
 on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
 """
 ### end DDP ###
-
 import os
 import sys
 

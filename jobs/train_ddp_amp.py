@@ -29,7 +29,6 @@ heavy networks, little for light ones. bfloat16 where the hardware has it, float
     python jobs/train_amp.py --custom_data true --amp_dtype bfloat16
 """
 ### end AMP ###
-
 import os
 import sys
 

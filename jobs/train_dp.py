@@ -17,7 +17,6 @@ but the first GPU does more work, the weights are copied in every step, and it e
     python jobs/train_dp.py --custom_data true
 """
 ### end DP ###
-
 import os
 import sys
 

@@ -18,7 +18,6 @@ It is for preprocessing that the processors beside the GPUs cannot keep up with;
     python jobs/train_dpex.py --custom_data true --workers 2
 """
 ### end DPEX ###
-
 import os
 import sys
 

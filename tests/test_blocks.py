@@ -34,10 +34,11 @@ def test_reverting_the_blocks_gives_train_py_byte_for_byte(path):
 def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_docstring(path):
     base, found = blocks.read(path)
     assert {block.tag.lower() for block in found} == set(path.stem.split("_")[1:])
-    docstring_ends = base.index('"""', 1) + 1
+    below_the_docstring = base.index('"""', 1) + 2
     for tag in {block.tag for block in found}:
         first = next(block for block in found if block.tag == tag)
-        assert first.at == docstring_ends and not first.code and "how to start it, and when" in first.text[0]
+        assert first.at == below_the_docstring and "how to start it, and when" in first.text[0]
+        assert first.text[1] == '__doc__ += """' and first.text[-2] == '"""'
 
 
 @pytest.mark.parametrize("tag", ["DDP", "DP"])
@@ -204,8 +205,8 @@ def test_the_commands_print_what_they_promise(capsys):
     assert "there is no feature XYZ; there are DP, DDP, DALI, DPEX, AMP" in capsys.readouterr().err
 
 
-def test_the_readme_shows_the_tools_real_output():
-    assert blocks.table() in (ROOT / "README.md").read_text()
+def test_the_page_on_blocks_shows_the_tools_real_output():
+    assert blocks.table() in (ROOT / "docs" / "blocks.md").read_text()
 
 
 def test_what_somebody_wrote_is_never_lost(house, capsys, tmp_path):

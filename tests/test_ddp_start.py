@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from common import arguments, world
+from datasets import cifar10
 from launch import blocks, local
 from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
 from tests.ranks import TWO, check_ledger
@@ -49,7 +50,7 @@ def test_srun_starts_one_task_per_process(two_ranks, tmp_path):
 def test_what_the_local_platform_injects_is_what_the_resolver_understands(platform, nodes):
     for number in range(nodes):
         injected, env = local.PLATFORMS[platform](number, nodes, 6666)
-        args = arguments.parse(arguments.parser(""), injected, {})
+        args = arguments.parse(cifar10.parser(""), injected, {})
         here = world.resolve(args, {**env, "NPROC_PER_NODE": "2"}, 0, "host")
         assert (here.level, here.node_rank, here.num_nodes, here.world_size) == ("node", number, nodes, 2 * nodes)
         assert nodes == 1 or (here.master_addr, here.master_port) == (local.HOST, 6666)

@@ -19,6 +19,8 @@ from common import arguments, world
 from common.doctor import checks, examination, stores, table
 from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
 from common.processes.network import free_port
+from datasets import cifar10, dali, dpex
+from jobs import train_imagenet
 from tests.hosts import Hosts, ip, need_namespaces, wait_all
 from tests.jobs import ROOT, TINY, command, environment, forked
 from tests.packages import program
@@ -140,9 +142,9 @@ def test_a_full_disk_and_no_data(tmp_path):
 SLOW_LOADER = """
 import sys, time
 sys.path.insert(0, {root!r})
-from common import trial
+from common.doctor import measure
 from datasets import loader
-batches, trial.HANG_SECONDS = loader.DeviceLoader.__iter__, {limit}
+batches, measure.HANG_SECONDS = loader.DeviceLoader.__iter__, {limit}
 
 def slow(self):
     for batch in batches(self):
@@ -296,7 +298,7 @@ def checks_of(url):
 
 
 def here(*argv, env=None, gpus=0):
-    return world.resolve(arguments.parse(arguments.parser(""), list(argv), {}), env or {}, gpus, "host")
+    return world.resolve(arguments.parse(cifar10.parser(""), list(argv), {}), env or {}, gpus, "host")
 
 
 def test_gpus_that_are_missing_or_busy(monkeypatch):
@@ -348,16 +350,26 @@ def test_shared_memory_for_nccl(tmp_path):
     assert checks.check_shm(1, "a loader", 1, tmp_path / "none").severity == BAD
 
 
-@pytest.mark.parametrize("job, backend, some", [("train", None, True), ("train_dali", None, False), ("train_ddp_dali", None, False),
-                                                ("train_imagenet", "packed", True), ("train_imagenet", "dali-cpu", False)])  # fmt: skip
-def test_shared_memory_for_loader_processes_where_there_are_any(job, backend, some):
-    args = arguments.parse(arguments.parser(""), ["--workers", "2", "--enable_gpu", "false"], {})
-    vars(args).update(job=job, **({"data_backend": backend, "image_size": 64} if backend else {}))
-    assert (checks.shared_memory(args, here())[0] > 0) == some
+@pytest.mark.parametrize(
+    "add_options, backend, some",
+    [
+        (None, None, True),
+        (dali.add_options, None, False),
+        (dpex.add_options, None, False),
+        (None, "packed", True),
+        (None, "dali-cpu", False),
+    ],
+)
+def test_shared_memory_for_loader_processes_where_there_are_any(add_options, backend, some):
+    parser = train_imagenet.options() if backend else cifar10.parser("")
+    if add_options:
+        add_options(parser)
+    options = ["--workers", "2", "--enable_gpu", "false", *(["--data_backend", backend] if backend else [])]
+    assert (checks.shared_memory(arguments.parse(parser, options, {}))[0] > 0) == some
 
 
 def test_the_nearest_end():
-    args = arguments.parse(arguments.parser(""), ["--max_hours", "2"], {})
+    args = arguments.parse(cifar10.parser(""), ["--max_hours", "2"], {})
     assert checks.time_limit(args, {}) == (7200, "--max_hours 2")
     left, what = checks.time_limit(args, {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)})
     assert 3590 < left <= 3600 and what == "SLURM_JOB_END_TIME"

@@ -1,6 +1,7 @@
-"""The rules of the house: which way imports go, what importing does, and that the README tells the truth about the tree."""
+"""The rules of the house: which way imports go, what a room offers, what importing does, how long a file may be."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -10,15 +11,30 @@ import pytest
 
 from tests.jobs import ROOT, environment
 
-# Which of our packages each may import.
-MAY_IMPORT = {
-    "jobs": {"datasets", "common"},
-    "datasets": {"datasets", "common"},
-    "common": {"common"},
-    "launch": {"launch", "datasets", "common"},
-}
-OURS = set(MAY_IMPORT) | {"tests"}
-FILES = sorted(path.relative_to(ROOT) for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
+# From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
+FLOORS = [
+    ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.malloc", "common.moments", "common.version"],
+    ["common.world", "common.progress"],
+    ["common.arguments", "common.devices", "common.models", "common.storage"],
+    ["common.processes"],
+    ["common.run"],
+    ["common.doctor"],
+    ["common.job"],
+    ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.loader"],
+    ["datasets.photos", "datasets.cifar10"],
+    ["datasets.kspeed", "datasets.dali", "datasets.dpex"],
+    ["datasets.imagenet", "datasets.pairs"],
+    ["datasets.facade"],
+    ["launch.options"],
+    ["launch.blocks", "launch.bundle", "launch.doctor", "launch.kspeed", "launch.local", "launch.pack"],
+    ["launch.submit"],
+    ["launch.__main__"],
+    ["jobs"],
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+OURS = {"jobs", "datasets", "common", "launch", "tests"}
+FILES = sorted(path.relative_to(ROOT) for package in OURS - {"tests"} for path in (ROOT / package).rglob("*.py"))
+MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 # Needed by some jobs only, so imported inside the function that uses them.
 OPTIONAL = {
@@ -26,23 +42,115 @@ OPTIONAL = {
     "huaweicloudsdkmodelarts", "alibabacloud_credentials", "alibabacloud_pai_dlc20201203", "alibabacloud_tea_openapi", "kubernetes",
 }  # fmt: skip
 
+# What may be longer, and why.
+LONG_FILES = {
+    "common/run/logbook.py": "the life of a run from start to end, in the order in which it happens",
+    "common/processes/supervisor.py": "one program, the parent of a node: start, watch, decide, end",
+    "common/storage/download.py": "one transfer from listing to the file's name; its pieces share the state of one fetch",
+    "jobs/speedrun.py": "a job of one file, with its own optimizer and networks",
+}
+LONG_FUNCTIONS = {"jobs/.*:main": "a job is read from top to bottom"}
+MOST_LINES, MOST_OF_A_FUNCTION = 300, 60
+
+
+def room(module):
+    """common.run for common.run.saver, common.errors for itself, jobs for any job."""
+    parts = module.split(".")
+    return parts[0] if parts[0] == "jobs" else ".".join(parts[:2])
+
 
 def imports(tree):
+    """(module, name or None) of every import, also of those inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            assert not node.level, "relative imports do not survive in a bundle"
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
-def test_there_are_files_to_check():
-    assert len(FILES) > 15
+def arrows(path):
+    """The modules of ours that a file imports from."""
+    for module, name in imports(ast.parse((ROOT / path).read_text())):
+        if module.split(".")[0] in OURS:
+            yield f"{module}.{name}" if f"{module}.{name}" in MODULES else module
+
+
+def name_of(path):
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_every_file_has_its_floor():
+    assert {room(name_of(path)) for path in FILES} - {"common", "datasets", "launch"} == set(FLOOR) | {"jobs"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_arrows_run_one_way(path):
-    found = {name.split(".")[0] for name in imports(ast.parse((ROOT / path).read_text()))}
-    assert found & OURS <= MAY_IMPORT[path.parts[0]]
+def test_imports_between_rooms_go_down_only(path):
+    mine = room(name_of(path))
+    for module in arrows(path):
+        target = room(module)
+        assert target != "tests" and (target == mine != "jobs" or FLOOR[target] < FLOOR[mine]), f"{path} imports {module}"
+        assert not (mine == "jobs" and target.startswith("launch")), "a job never imports launch"
+
+
+def test_no_circles_inside_a_room():
+    graph = {name: set() for name in MODULES}
+    for name, path in MODULES.items():
+        offers = {target for target in arrows(path) if room(target) == room(name) and target != room(name)}
+        graph[name] = offers - {name}
+    done, under_way = set(), []
+
+    def visit(name):
+        assert name not in under_way, " -> ".join([*under_way[under_way.index(name) :], name])
+        if name not in done:
+            under_way.append(name)
+            for target in sorted(graph[name]):
+                visit(target)
+            done.add(under_way.pop())
+
+    for name in sorted(graph):
+        visit(name)
+
+
+def rooms():
+    """Folders with an inside."""
+    return sorted(name for name, path in MODULES.items() if path.name == "__init__.py" and name.count("."))
+
+
+@pytest.mark.parametrize("name", rooms())
+def test_a_room_says_what_it_is_for_and_offers_what_there_is(name):
+    module = importlib.import_module(name)
+    assert module.__doc__ and module.__doc__.strip().endswith("."), "one sentence: the question that the room answers"
+    for offered in module.__all__:
+        assert f"{name}.{offered}" in MODULES or hasattr(module, offered), f"{name} does not have the {offered} that it offers"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_no_room_reaches_into_another(path):
+    mine = room(name_of(path))
+    for module, name in imports(ast.parse((ROOT / path).read_text())):
+        target = room(module)
+        if target == mine or target not in rooms():
+            continue
+        offered = importlib.import_module(target).__all__
+        wanted = name if module == target else module[len(target) + 1 :]
+        assert wanted in offered, f"{path} takes {wanted} out of {target}, which offers {', '.join(offered)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_no_file_and_no_function_is_long_without_a_reason(path):
+    text = (ROOT / path).read_text()
+    lines = len(text.splitlines())
+    assert lines <= MOST_LINES or str(path) in LONG_FILES, f"{path} has {lines} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            known = any(re.fullmatch(pattern, f"{path}:{node.name}") for pattern in LONG_FUNCTIONS)
+            assert length <= MOST_OF_A_FUNCTION or known, f"{path}:{node.name} has {length} lines"
+
+
+def test_no_reason_is_left_over():
+    assert all(len((ROOT / path).read_text().splitlines()) > MOST_LINES for path in LONG_FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -50,12 +158,12 @@ def test_optional_packages_are_imported_where_they_are_used(path):
     top = ast.Module(
         [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))], []
     )
-    assert not {name.split(".")[0] for name in imports(top)} & OPTIONAL
+    assert not {module.split(".")[0] for module, _ in imports(top)} & OPTIONAL
 
 
 def test_importing_does_nothing():
     """No output, no file, no thread, no GPU, no signal handler."""
-    modules = [".".join(path.with_suffix("").parts) for path in FILES if path.parts[0] != "jobs" and "__" not in path.name]
+    modules = [name for name, path in MODULES.items() if path.parts[0] != "jobs" and "__main__" not in name]
     script = (
         "import signal, sys, threading\nbefore = [signal.getsignal(n) for n in (15, 2, 10)]\n"
         + "".join(f"import {module}\n" for module in modules)
@@ -66,30 +174,20 @@ def test_importing_does_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_tree_in_the_readme_is_the_tree():
-    """Every file the README's tree names exists, and every source file of ours is named in it."""
-    tree = re.search(r"## What is where\n.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    folder, named = "", set()
-    for line in tree.splitlines():
-        indent, names = re.match(r"( *)((?:[\w.\-/]+ ?)+?)(?:  |$)", line).groups()
-        for name in names.split():
-            if not indent and name.endswith("/"):
-                folder = name
-            named.add(Path(folder if indent else "") / name)
-    missing = [str(path) for path in named if not (ROOT / path).exists()]
-    assert not missing, missing
-    tracked = subprocess.run(
-        ["git", "ls-files", "jobs", "common", "datasets", "launch"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
-    unnamed = [
-        path for path in tracked if path.endswith(".py") and not path.endswith("__init__.py") and Path(path) not in named
-    ]
-    unnamed = [
-        path
-        for path in unnamed
-        if not any(Path(path).is_relative_to(folder) for folder in named if folder.parent.name and (ROOT / folder).is_dir())
-    ]
-    assert not unnamed, unnamed
+def test_nobody_asks_which_kind_of_job_it_is_in():
+    """A part is told what it needs to know: no option that may be there or not, no state on functions."""
+    asked = re.compile(r"(getattr|hasattr)\((self\.)?(args|parser)\b")
+    for path in FILES:
+        text = (ROOT / path).read_text()
+        assert not asked.search(text), path
+        functions = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(ast.parse(text)):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                on_function = (
+                    isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in functions
+                )
+                assert not on_function, f"{path}:{node.lineno} keeps state on a function"
 
 
 def test_no_object_is_ever_pickled_or_unpickled_but_by_the_reader_of_batches():

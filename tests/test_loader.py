@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from common import arguments, devices
+from common import arguments, cores
 from common.run import timing
-from datasets import imagenet
+from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
 from datasets.loader import Clock, DeviceLoader, ahead
@@ -133,14 +133,14 @@ def test_a_profile_leaves_the_warm_up_out(monkeypatch):
 def test_advice_is_given_where_the_loader_holds_the_network_up(job, options, waiting, words, others):
     """And none that this job would refuse."""
     args = arguments.parse(job.options(), options, {})
-    args.workers = devices.loader_workers(args)
-    line = timing.advice(args, waiting, ranks_here=1)
+    line = timing.advice(args.input.remedies, waiting)
     assert (line is None) == (words is None)
     assert all(word in line for word in words or []) and not any(word in line for word in others)
 
 
-def test_no_advice_where_there_is_no_other_loader():
-    assert timing.advice(arguments.parse(arguments.parser(""), [], {}), 0.9, ranks_here=1) is None
+def test_no_advice_where_nothing_can_be_done(monkeypatch):
+    monkeypatch.setattr(cores, "count", lambda: 1)
+    assert timing.advice(arguments.parse(cifar10.parser(""), [], {}).input.remedies, 0.9) is None
 
 
 def test_two_threads_may_read_the_clock():

@@ -70,14 +70,16 @@ def test_not_where_a_gpu_computes(monkeypatch):
 JOB = """
 import os, sys
 sys.path.insert(0, {root!r})
-from common import arguments, group, pulse
-parser = arguments.parser("A job.")
+from common import arguments, heartbeat
+from common.processes import group
+from datasets import cifar10
+parser = cifar10.parser("A job.")
 group.add_options(parser)
 args = arguments.parse(parser)
 print("started with", os.environ.get("GLIBC_TUNABLES"), flush=True)
 group.start_workers(args)
 print("worker has", os.environ.get("GLIBC_TUNABLES"), flush=True)
-pulse.of_this_process().set("done", 0)
+heartbeat.of_this_process().set("done", 0)
 """
 
 

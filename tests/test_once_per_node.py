@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
 FETCHER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from common import lease, storage
+from common import storage
 print("done", os.path.getsize(os.path.join(storage.fetch("s3://data/set"), "2/29.bin")))
 """
 

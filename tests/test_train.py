@@ -13,8 +13,10 @@ import torch
 
 from common import arguments
 from common.models.resnet import resnet18
-from common.run import opening
+from common.run import restore
 from common.run.logbook import Run
+from common.version import VERSION
+from datasets import cifar10
 from datasets.sampler import EpochSampler
 from tests.jobs import (
     ROOT,
@@ -347,13 +349,14 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
 @pytest.mark.parametrize("wrapped, idle", [(False, True), (True, False)])
 def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wrapped, idle):
     """Eight GPUs are faked; DataParallel uses them all."""
-    args = arguments.parse(arguments.parser(""), ["--output_dir", str(tmp_path)], {})
+    args = arguments.parse(cifar10.parser(""), ["--output_dir", str(tmp_path)], {})
     model = torch.nn.Linear(1, 1)
     run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.DataParallel(model) if wrapped else model)
+    run.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
-    said = list(opening.lines(run, torch.device("cuda", 0), None))
-    assert said[0].startswith(f"{args.job}: cuda:0 (fake)")
+    said = list(restore.first_lines(run, None))
+    assert said[0].startswith(f"{args.job}: anyrank {VERSION}, cuda:0 (fake)")
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 
 

@@ -38,7 +38,8 @@ def test_who_holds_the_others_up(what, statuses, culprit):
 PATCHED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from common import checkpoint, watch
+from common.processes import worker
+from common.run import checkpoint
 from datasets import loader, sampler
 worker.STALL_SECONDS = 3
 batches, write, in_order = loader.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__

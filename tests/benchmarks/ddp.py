@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from datasets import cifar10
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.jobs import ROOT, environment
@@ -113,11 +114,12 @@ def checks(steps=3000):
             return iter(lambda: (None, None), 0)
 
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments.parse(arguments.parser(""), ["--output_dir", folder, "--enable_gpu", "false", "--epochs", "1"])
+        args = arguments.parse(cifar10.parser(""), ["--output_dir", folder, "--enable_gpu", "false", "--epochs", "1"])
         model = torch.nn.Linear(1, 1)
         sampler = EpochSampler(steps, 1, seed=0)
         run = Run(args, sampler, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         run.say = run._display.say = lambda _: None
+        run.resume()
         loss, begun = torch.zeros(()), time.perf_counter()
         for _ in run.epochs():
             for _ in run.steps(NoWork()):

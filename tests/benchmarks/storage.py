@@ -208,7 +208,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    import common.download  # noqa: F401 (before the forks)
+    import common.storage.download  # noqa: F401 (before the forks)
 
     if os.path.isdir("/dev/shm"):
         tempfile.tempdir = "/dev/shm"

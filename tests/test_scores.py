@@ -1,0 +1,101 @@
+"""What `evaluate` collects: the answers against plain torch, whatever the batches and the number of ranks."""
+
+import json
+
+import pytest
+import torch
+
+from common.run import Scores
+from tests.jobs import forked
+from tests.ranks import free_port
+
+CLASSES = [f"class {number}" for number in range(7)]
+
+
+def made(count=53, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(count, len(CLASSES), generator=draw), torch.randint(0, len(CLASSES), (count,), generator=draw)
+
+
+def scored(logits, labels, ids, batch=10):
+    scores = Scores(CLASSES, torch.device("cpu"))
+    for part in torch.arange(len(ids)).split(batch):
+        scores.add(logits[part], labels[part], ids[part])
+    return scores.share()
+
+
+def test_the_answers_are_those_of_plain_torch():
+    logits, labels = made()
+    scores = scored(logits, labels, torch.arange(len(labels)))
+    predicted, losses = logits.argmax(dim=1), torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    assert scores.samples == len(labels)
+    assert scores.accuracy == (predicted == labels).sum().item() / len(labels)
+    assert scores.top5 == (logits.topk(5).indices == labels[:, None]).any(dim=1).sum().item() / len(labels)
+    assert scores.loss == pytest.approx(losses.mean().item(), rel=1e-6)
+    for true in range(len(CLASSES)):
+        for guess in range(len(CLASSES)):
+            assert scores.confusion[true, guess] == ((labels == true) & (predicted == guess)).sum()
+    for name, count, share in scores.per_class():
+        mine = labels == CLASSES.index(name)
+        assert count == mine.sum() and share == pytest.approx((predicted[mine] == labels[mine]).float().mean().item())
+
+
+def test_the_worst_are_those_with_the_largest_losses_by_their_sample_ids():
+    logits, labels = made(100)
+    ids = torch.randperm(1000)[:100]
+    scores = scored(logits, labels, ids, batch=33)
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    order = losses.argsort(descending=True)[:32]
+    assert [row[1] for row in scores.worst] == ids[order].tolist()
+    loss, number, label, predicted = scores.worst[0]
+    place = ids.tolist().index(number)
+    assert (loss, label, predicted) == (losses.max().item(), labels[place], logits[place].argmax())
+
+
+def test_batches_do_not_matter():
+    logits, labels = made()
+    one, other = (scored(logits, labels, torch.arange(len(labels)), batch) for batch in (53, 4))
+    assert torch.equal(one.confusion, other.confusion) and (one.accuracy, one.top5) == (other.accuracy, other.top5)
+    assert [row[1:] for row in one.worst] == [row[1:] for row in other.worst]
+
+
+def test_fewer_than_five_classes_and_no_sample_at_all():
+    scores = Scores(["a", "b"], torch.device("cpu"))
+    scores.add(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), torch.tensor([0, 1]))
+    assert (scores.share().top5, scores.accuracy) == (1.0, 0.5)
+    assert Scores(["a", "b"], torch.device("cpu")).share().worst == []
+
+
+# Two ranks, each with every second sample; the first prints what all have found.
+RANK = """
+import json, os, sys, torch
+sys.path.insert(0, sys.argv[1])
+from tests.test_scores import CLASSES, Scores, made
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+logits, labels = made()
+ids = torch.arange(rank, len(labels), 2)
+scores = Scores(CLASSES, torch.device("cpu"))
+for part in ids.split(10):
+    scores.add(logits[part], labels[part], part)
+scores.share()
+print(json.dumps([scores.confusion.tolist(), scores.accuracy, scores.top5, scores.loss, scores.worst]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_that_saw_half_each_know_what_one_knows_that_saw_all(tmp_path):
+    from tests.jobs import ROOT
+
+    (tmp_path / "rank.py").write_text(RANK)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = forked([tmp_path / "rank.py", ROOT], tmp_path, *({**shared, "RANK": str(rank)} for rank in range(2)))
+    assert [done.returncode for done in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    answers = [json.loads(done.stdout.splitlines()[-1]) for done in ranks]
+    assert answers[0] == answers[1]
+    logits, labels = made()
+    alone = scored(logits, labels, torch.arange(len(labels)))
+    confusion, accuracy, top5, loss, worst = answers[0]
+    assert confusion == alone.confusion.tolist() and (accuracy, top5) == (alone.accuracy, alone.top5)
+    assert loss == pytest.approx(alone.loss, rel=1e-6)
+    assert [row[1:] for row in worst] == [list(row[1:]) for row in alone.worst]
