@@ -1,23 +1,36 @@
-# make run: train once on synthetic images.  make test: everything CI runs.  The environment is made at the first call.
+# make run: train once on synthetic images.  make quick: the checks that catch most mistakes.  make test: all of them.
+# The environment is made at the first call.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+QUICK := house alike blocks arguments world checkpoint scores formats smoke
 
 $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 
-.PHONY: run test lint chaos bench
+.PHONY: run quick test rehearsal lint format chaos bench
 run: $(VENV)/ready
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run --resume never --overwrite true
 
-test: $(VENV)/ready
+lint: $(VENV)/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+# Under a minute on two cores.
+quick: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python -m pytest --durations 3 $(QUICK:%=tests/test_%.py)
+
+test: lint
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/ready
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+# What takes long; CI runs it too.
+rehearsal: $(VENV)/ready
+	$(BIN)/python -m pytest -m rehearsal
 
 # The last program keeps its rows between calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
 chaos: $(VENV)/ready

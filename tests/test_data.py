@@ -97,15 +97,15 @@ def test_a_picture_looks_the_same_in_every_batch():
 def test_every_result_is_a_crop_of_the_padded_image_flipped_or_not_and_all_162_occur_alike():
     image = pictures(1)
     padded = torch.nn.functional.pad(image, (4, 4, 4, 4))[0]
-    crops = {}
+    counts = {}
     for top in range(9):
         for left in range(9):
             crop = padded[:, top : top + 32, left : left + 32]
-            crops[crop.numpy().tobytes()], crops[crop.flip(2).contiguous().numpy().tobytes()] = 0, 0
+            counts[crop.numpy().tobytes()], counts[crop.flip(2).contiguous().numpy().tobytes()] = 0, 0
     count = 162 * 50
     for image_out in crops.crop_and_flip(image.expand(count, -1, -1, -1), torch.arange(count), seed=0, epoch=0):
-        crops[image_out.contiguous().numpy().tobytes()] += 1  # a KeyError is a picture that is no crop
-    assert len(crops) == 162 and min(crops.values()) > 20 and max(crops.values()) < 90
+        counts[image_out.contiguous().numpy().tobytes()] += 1  # a KeyError is a picture that is no crop
+    assert len(counts) == 162 and min(counts.values()) > 20 and max(counts.values()) < 90
 
 
 def test_the_loader_gives_normalised_channels_last_batches_and_knows_their_ids():

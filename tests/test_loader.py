@@ -140,7 +140,7 @@ def test_advice_is_given_where_the_loader_holds_the_network_up(job, options, wai
 
 def test_no_advice_where_nothing_can_be_done(monkeypatch):
     monkeypatch.setattr(cores, "count", lambda: 1)
-    assert timing.advice(arguments.parse(cifar10.parser(""), [], {}).input.remedies, 0.9) is None
+    assert timing.advice(arguments.parse(cifar10.parser(""), ["--workers", "1"], {}).input.remedies, 0.9) is None
 
 
 def test_two_threads_may_read_the_clock():

@@ -59,7 +59,7 @@ def test_a_run_leaves_everything_it_promises(finished):
 
 def test_the_log_names_device_and_platform_and_is_key_value(finished):
     lines = finished[1].splitlines()
-    assert lines[0].startswith("train: cpu (1 threads), rank 0 of 1, platform plain")
+    assert lines[0].startswith(f"train: anyrank {VERSION}, cpu (1 threads), rank 0 of 1, platform plain")
     assert "synthetic" in lines[1] and "means nothing" in lines[1]
     line = next(line for line in lines if "images_per_s" in line)
     form = r"epoch=1/2 step=1/4 loss=\d+\.\d{4} lr=\d\.\d{6} images_per_s=\d+ left=\d:\d\d:\d\d waiting_for_data=\d+% transfer=\d+% compute=\d+%"

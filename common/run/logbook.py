@@ -192,6 +192,11 @@ class Run:
         if self._trace:
             for line in self._trace.step(self._waited[0]):
                 self.say(line)
+        if not self.trial:
+            self._keep_up()
+
+    def _keep_up(self):
+        """Save or stop, if it is time to."""
         stop_signal, hours_over, save = self._agreement.due()
         by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
         if (save or by_steps) and self.consumed < self._samples_per_epoch:  # else end_epoch saves, after the evaluation
