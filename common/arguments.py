@@ -96,7 +96,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return "true|false" if action.type is boolean else super()._get_default_metavar_for_optional(action)
 
 
-def add_label_smoothing(group):
+def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--label_smoothing",
         type=number(float, at_least=0, below=1),
@@ -105,7 +105,7 @@ def add_label_smoothing(group):
     )
 
 
-def bare_parser(doc: str, data: str) -> Parser:
+def bare_parser(doc: Optional[str], data: str) -> Parser:
     """What a program needs that trains in its own way: its device and seed, data and output, what platforms append."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     parser.set_defaults(doctor=False, evaluate=False, nproc_per_node=None, trial=False)  # what only some jobs have options for
@@ -123,7 +123,7 @@ def bare_parser(doc: str, data: str) -> Parser:
     return parser
 
 
-def general_parser(doc: str, data: str, workers: Optional[int]) -> Parser:
+def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Parser:
     """The options of every job; `data` says what --data_url has to hold. A job sets its own defaults with set_defaults."""
     parser = bare_parser(doc, data)
     _training_options(group(parser, "training"))
@@ -139,9 +139,9 @@ def explain(parser: Parser, **texts: str) -> None:
         action.help = texts.get(action.dest, action.help)
 
 
-def group(parser: Parser, title: str):
+def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
     """The group of options whose title begins so."""
-    return next(group for group in parser._action_groups if group.title.startswith(title))
+    return next(group for group in parser._action_groups if (group.title or "").startswith(title))
 
 
 def _device_options(group):

@@ -3,14 +3,15 @@
 import contextlib
 import math
 import os
+from typing import Optional
 
 
-def count():
-    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def count() -> int:
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(seen, quota() or seen)
 
 
-def quota(root="/sys/fs/cgroup"):
+def quota(root: str = "/sys/fs/cgroup") -> Optional[int]:
     """Of how many cores this container may use the time (docker --cpus, a limit of Kubernetes'), or None."""
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # the second two of an old kernel
         with contextlib.suppress(OSError, ValueError):

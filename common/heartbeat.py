@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import struct
+from typing import Any, Optional
 
 FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
 PARENT = "ANYRANK_PARENT"  # and the parent's process id
@@ -32,38 +33,38 @@ _FORM = struct.Struct("<2q")
 
 
 class Pulse:
-    def __init__(self, prefix):
-        self._memory = None
+    def __init__(self, prefix: Optional[str]):
+        self._memory: Any = None
         if prefix:
             with open(f"{prefix}.pulse", "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _FORM.size)
 
-    def set(self, phase, steps):
+    def set(self, phase: str, steps: int) -> None:
         if self._memory:
             _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
 
-    def read(self):
+    def read(self) -> tuple:
         """(phase, steps done)"""
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
 
-def create(prefix):
+def create(prefix: str) -> Pulse:
     """The files of a worker that is about to start."""
     with open(f"{prefix}.pulse", "wb") as file:
         file.write(bytes(_FORM.size))
     return Pulse(prefix)
 
 
-def of_this_process():
+def of_this_process() -> Pulse:
     return Pulse(os.environ.get(FILES))
 
 
-def has_parent():
+def has_parent() -> bool:
     return FILES in os.environ
 
 
-def report_fault(text, code, victim):
+def report_fault(text: str, code: int, victim: bool) -> None:
     """Tell the parent why this worker fails; `victim`: only because another one did."""
     prefix = os.environ[FILES]
     with open(f"{prefix}.writing", "w") as file:

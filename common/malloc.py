@@ -8,6 +8,7 @@ launch local, the parent of a node), never by a job itself, and what a user has 
 
 import glob
 import platform
+from collections.abc import Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
 OLD_GLIBC = platform.libc_ver()[0] == "glibc" and [int(part) for part in platform.libc_ver()[1].split(".")[:2]] < [2, 35]
@@ -20,12 +21,12 @@ SETTINGS = {
 }
 
 
-def tuned(environ):
+def tuned(environ: Mapping) -> dict:
     """What to add to the environment of processes that train here; nothing where there is a GPU, which it does not help."""
     return {} if VARIABLE in environ or glob.glob("/dev/nvidia[0-9]*") else {VARIABLE: text()}
 
 
-def text():
+def text() -> str:
     return ":".join(f"{name}={value}" for name, value in SETTINGS.items())
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from typing import Optional
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ DATA = (
 )
 
 
-def parser(doc: str) -> arguments.Parser:
+def parser(doc: Optional[str]) -> arguments.Parser:
     """The options that every CIFAR job shares, described by the job's docstring."""
     made = arguments.general_parser(doc, data=DATA, workers=0)
     training = arguments.group(made, "training")

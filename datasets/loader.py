@@ -4,6 +4,7 @@ The images stay uint8 until they are on the device; there the whole batch is aug
 that on a stream of its own, beside the training step.
 """
 
+import argparse
 import atexit
 import contextlib
 import queue
@@ -11,6 +12,8 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -22,11 +25,21 @@ AHEAD = 2  # batches that wait on the GPU while the network computes
 class DeviceLoader:
     """`batches` gives (uint8 images, labels, ids) in the sampler's order; `ids` are those of the batch that was last given."""
 
-    def __init__(self, batches, sampler, device, mean, std, augment=None, dtype=torch.float32, pin_memory=True):
+    def __init__(
+        self,
+        batches: Any,
+        sampler: Any,
+        device: torch.device,
+        mean: Any,
+        std: Any,
+        augment: Optional[Callable] = None,
+        dtype: torch.dtype = torch.float32,
+        pin_memory: bool = True,
+    ):
         self.sampler, self.device, self.dtype = sampler, device, dtype
         self._batches, self._augment = batches, augment
         self._pin = pin_memory and device.type == "cuda"
-        self.ids = None
+        self.ids: Any = None
         self.beside = device.type == "cuda"  # whether the transfer goes on beside the training step
         self._clock = Clock(device)
         mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (mean, std))
@@ -45,14 +58,14 @@ class DeviceLoader:
             self.ids = ids
             yield images, labels
 
-    def transfer_seconds(self):
+    def transfer_seconds(self) -> float:
         """What moving and normalising has taken since this was last asked."""
         return self._clock.read()
 
     def _moved(self):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a thread begins with the first GPU, and would hold memory there
-        epoch, batches = self.sampler.epoch, iter(self._batches)
+        epoch, batches, augment = self.sampler.epoch, iter(self._batches), self._augment
         while True:
             with self._clock.stream():
                 found = next(batches, None)
@@ -63,8 +76,8 @@ class DeviceLoader:
                 if self._pin and images.device.type == "cpu":  # then the GPU fetches it beside its computing
                     images = images.pin_memory()
                 images = images.to(self.device, non_blocking=True)
-                if self._augment:
-                    images = self._augment(images, ids, epoch=epoch)
+                if augment:
+                    images = augment(images, ids, epoch=epoch)
                 images = images.to(torch.float32).mul_(self._scale).add_(self._shift).to(self.dtype)
                 labels = labels.to(self.device, non_blocking=True)
             yield images, labels, ids, clock.end
@@ -75,7 +88,8 @@ class Clock:
 
     def __init__(self, device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._seconds, self._events, self.end = 0.0, [], None
+        self._seconds, self._events = 0.0, []
+        self.end: Any = None  # an event behind the work, for other streams to wait for
         self._reading = threading.Lock()  # the thread that loads and the one that trains both look at the events
 
     def stream(self):
@@ -95,7 +109,7 @@ class Clock:
         else:
             self._seconds += time.perf_counter() - self._began
 
-    def _mark(self):
+    def _mark(self) -> Any:
         if not self._stream:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -143,14 +157,14 @@ def ahead(items, depth):
         items.close()
 
 
-def more_workers(args):
+def more_workers(args: argparse.Namespace) -> Iterator[str]:
     """What to try where the loader is slow and has fewer processes than cores."""
     mine = devices.cores_of_a_rank(args)
     if devices.loader_workers(args) < mine:
         yield f"--workers {mine} (this node has so many cores for each rank; now {devices.loader_workers(args)})"
 
 
-def torch_batches(data_set, sampler, workers=0):
+def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.data.DataLoader:
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
     loader = torch.utils.data.DataLoader(
         data_set,
@@ -186,7 +200,7 @@ def _end_workers(loader):
         iterator._shutdown_workers()
 
 
-def leave_signals_to_the_parent(_worker):
+def leave_signals_to_the_parent(_worker: int) -> None:
     """A platform stops a job with a signal to every process; the loader must live until the job has saved."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -13,6 +13,7 @@ import shutil
 import tarfile
 import tempfile
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class _Bounded(io.RawIOBase):
         return self._stream.read(size)
 
 
-def unpack(archive, folder, names, max_bytes):
+def unpack(archive: str, folder: str, names: list, max_bytes: int) -> None:
     """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all."""
     parent = os.path.dirname(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
@@ -64,8 +65,9 @@ def _write_members(stream, folder, names):
                 raise UserError(f"{one_line(member.name)[:80]!r} in it is not a plain file")
             if name not in names or name in found or path.count("/") or path in ("..", "."):
                 raise UserError(f"{one_line(member.name)[:80]!r} in it does not belong to the data set, or is there twice")
+            content: Any = archive.extractfile(member)
             with open(os.path.join(folder, name), "xb") as file:
-                shutil.copyfileobj(archive.extractfile(member), file)
+                shutil.copyfileobj(content, file)
             found.add(name)
     return found
 
@@ -123,7 +125,7 @@ class _BatchUnpickler(pickle._Unpickler):
         return self._NAMES[module, name]
 
 
-def read_batch(path):
+def read_batch(path: str) -> tuple:
     """(images uint8 (N, 3, 32, 32), labels int64 (N,)) of one file of CIFAR-10's Python version."""
     with open(path, "rb") as file:
         content = file.read(64 * 2**20)

@@ -73,13 +73,13 @@ def main():
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.suppress_errors = True  # where nothing can be compiled, go on without
         clock = Clock(device)
-        run(args, device, *train, seed=0, steps_of_a_size=3)
+        run(args, device, train, seed=0, steps_of_a_size=3)
         print(f"{clock.seconds():.1f} s to compile", flush=True)
 
     found = []
     for seed in range(args.seed, args.seed + args.runs):
         clock = Clock(device)
-        model = run(args, device, *train, seed)
+        model = run(args, device, train, seed)
         row, clock = {"seed": seed, "seconds": clock.seconds()}, Clock(device)
         row["accuracy"] = accuracy(model, *test)
         print(" ".join(f"{name}={value:.4g}" for name, value in row.items()), f"tested_in={clock.seconds():.1f}", flush=True)
@@ -140,7 +140,8 @@ class Clock:
 # --- One run -----------------------------------------------------------------------------------------------------------
 
 
-def run(args, device, images, labels, seed, steps_of_a_size=None):
+def run(args, device, train, seed, steps_of_a_size=None):
+    images, labels = train
     torch.manual_seed(seed)
     batch, smoothing, passes = RECIPES[args.net, args.target]
     steps = {size: steps_of_a_size or max(1, round(share * len(images) / batch)) for size, share in passes.items()}
@@ -148,7 +149,7 @@ def run(args, device, images, labels, seed, steps_of_a_size=None):
     order = torch.cat([torch.randperm(len(images)) for _ in range(len(sizes) * batch // len(images) + 1)]).to(device)
     flipped = (torch.rand(len(images)) < 0.5).to(device)
 
-    model = NETS[args.net](images).to(device, memory_format=torch.channels_last)
+    model = NETS[args.net](images).to(device).to(memory_format=torch.channels_last)
     learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
     muon = Muon([parameter for parameter in learns if parameter.ndim == 4], FILTER_MOMENTUM)
     others = [
@@ -272,7 +273,7 @@ def resnet(images):
     model = resnet18()
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
-            module.forward = functools.partial(convolved, module)
+            module.forward = functools.partial(convolved, module)  # pyright: ignore[reportAttributeAccessIssue] (a method)
     for name, parameter in model.named_parameters():
         if name.endswith("residual_function.4.weight"):
             nn.init.zeros_(parameter)

@@ -43,7 +43,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 

@@ -9,7 +9,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 """
 
 ### AMP: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
 heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
 
@@ -59,7 +59,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 

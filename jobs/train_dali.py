@@ -9,7 +9,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 """
 
 ### DALI: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 NVIDIA's library makes the batches, on a GPU the cropping and flipping, too: the same pictures as in the base, bit for bit.
 Images as small as CIFAR's gain nothing by it; for photographs see train_imagenet.py --data_backend dali-cpu or dali-gpu.
 --workers are DALI's threads, at least one.
@@ -60,7 +60,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 

@@ -9,7 +9,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 """
 
 ### DDP: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
 
     python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
@@ -70,7 +70,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if device.type == "cuda":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

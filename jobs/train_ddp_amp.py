@@ -9,7 +9,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 """
 
 ### DDP: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
 
     python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
@@ -21,7 +21,7 @@ on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --ran
 """
 ### end DDP ###
 ### AMP: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
 heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
 
@@ -86,7 +86,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if device.type == "cuda":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

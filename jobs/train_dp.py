@@ -9,7 +9,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 """
 
 ### DP: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 One process drives all GPUs of one machine: it scatters each batch over them and gathers the results. One line of change,
 but the first GPU does more work, the weights are copied in every step, and it ends at the machine. Prefer train_ddp.py.
 --batch_size is that of all GPUs together.
@@ -52,7 +52,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
     ### DP: every batch is split over the visible GPUs; on a CPU this changes nothing ###
     model = torch.nn.DataParallel(model)
     ### end DP ###

@@ -9,7 +9,7 @@ Started again, it goes on where it stopped. The recipe of the ModelArts sample:
 """
 
 ### DPEX: how to start it, and when ###
-__doc__ += """
+__doc__ = f"""{__doc__}
 Worker processes on the machines of a Ray cluster make the batches: the same ones in the same order, also when some are lost.
 It is for preprocessing that the processors beside the GPUs cannot keep up with; CIFAR's is not, see train_imagenet.py
 --data_backend dpex. Without RAY_ADDRESS or a cluster that this machine has joined, it starts one of its own.
@@ -61,7 +61,7 @@ def main():
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device, memory_format=torch.channels_last)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 

@@ -60,7 +60,7 @@ def main():
     train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, args.data_backend)
     val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, args.data_backend)
 
-    network = build(args, num_classes=len(train_set.classes)).to(device, memory_format=torch.channels_last)
+    network = build(args, num_classes=len(train_set.classes)).to(device).to(memory_format=torch.channels_last)
     ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True) if args.ema else None
     # Averages the gradients over all ranks.
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)

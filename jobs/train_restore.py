@@ -47,7 +47,7 @@ def main():
     test_loader = pairs.loader(test_set, test_sampler, device, args.workers, args.data_backend)
     watch.lap("data")
 
-    network = Restorer(args.width).to(device, memory_format=torch.channels_last)
+    network = Restorer(args.width).to(device).to(memory_format=torch.channels_last)
     model = torch.nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     loss_fn = torch.nn.L1Loss()
@@ -80,7 +80,8 @@ def main():
             run.step(loss)
 
         metrics, strip = evaluate(run.model, test_loader)
-        run.picture(f"epoch_{epoch + 1}", strip)
+        if strip is not None:
+            run.picture(f"epoch_{epoch + 1}", strip)
         run.end_epoch(**metrics)
 
     watch.lap("training")

@@ -38,7 +38,7 @@ def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_d
     for tag in {block.tag for block in found}:
         first = next(block for block in found if block.tag == tag)
         assert first.at == below_the_docstring and "how to start it, and when" in first.text[0]
-        assert first.text[1] == '__doc__ += """' and first.text[-2] == '"""'
+        assert first.text[1] == '__doc__ = f"""{__doc__}' and first.text[-2] == '"""'
 
 
 @pytest.mark.parametrize("tag", ["DDP", "DP"])

@@ -6,6 +6,7 @@ It listens to the job's course (common/moments.py). Each node looks at itself (c
 the training, only that nobody waits long; the ranks begin the job, load its data, take a few steps as a trial, and end.
 """
 
+import argparse
 import faulthandler
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from typing import Any
 
 import torch
 
@@ -30,9 +32,12 @@ FOLDER = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: where ra
 class Examination:
     """Hears the moments of a job; what it finds is (node or None for the whole job, Finding)."""
 
-    def __init__(self, args):
-        self.args, self.here, self.found = args, None, []
-        self._rate = self._meeting = self._supervisor = self._guard = None
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.found = args, []
+        self.here: Any = None  # the World, once it is known
+        self._rate = self._meeting = self._supervisor = None
+        self._guard = threading.Timer(measure.HANG_SECONDS, self._hangs)
+        self._guard.daemon = True
         self._seconds = args.doctor_seconds
         if args.evaluate:
             raise UserError("--doctor true looks at a training: leave --evaluate out")
@@ -143,8 +148,6 @@ class Examination:
 
     def batches(self, run, loader):
         """The first step: measure the loader, and give the job one of its batches for a few steps."""
-        self._guard = threading.Timer(measure.HANG_SECONDS, self._hangs)
-        self._guard.daemon = True
         self._guard.start()
         batch, load_seconds = measure.time_loader(loader, self.args.workers or 0, counts=not self._loader_would_hang)
         return self._steps(run, loader, batch, load_seconds)

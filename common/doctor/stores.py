@@ -93,7 +93,7 @@ def check_bucket(url, what, writes=False, fetches=False):
             place.ask("put_object", key, patience, Body=b"a doctor was here")
             place.ask("delete_object", key, patience)
         elif items:
-            smallest = min(items, key=items.get)
+            smallest = min(items, key=lambda key: items[key])
             place.ask("get_object", smallest, patience, work=lambda answer: answer["Body"].read())
     except UserError as error:
         yield refusal(what, error)

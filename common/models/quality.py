@@ -7,12 +7,12 @@ WINDOW, SIGMA = 11, 1.5  # of SSIM, as its authors chose them
 K1, K2 = 0.01, 0.03
 
 
-def psnr(images, targets):
+def psnr(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Peak signal to noise ratio in dB."""
     return -10 * torch.log10((images - targets).square().flatten(1).mean(dim=1).clamp(min=1e-10))
 
 
-def ssim(images, targets):
+def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Structural similarity (Wang and others, 2004), over windows that lie inside the picture."""
     place = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
     weights = torch.exp(-place.square() / (2 * SIGMA**2))

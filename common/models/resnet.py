@@ -52,5 +52,5 @@ class ResNet(nn.Module):
         return self.dense_layer(self.avg_pool(x).flatten(1))
 
 
-def resnet18(num_classes=10, width=64):
+def resnet18(num_classes: int = 10, width: int = 64) -> ResNet:
     return ResNet(num_classes, width)

@@ -17,13 +17,13 @@ class Block(nn.Module):
 class Restorer(nn.Module):
     """Pictures in [-1, 1] of any size to the same, sharper; untrained, it changes nothing."""
 
-    def __init__(self, width=48):
+    def __init__(self, width: int = 48):
         super().__init__()
         self.head = nn.Conv2d(12, width, 3, padding=1)
         self.body = nn.Sequential(*(Block(width) for _ in range(6)))
         self.tail = nn.Conv2d(width, 12, 3, padding=1)
-        nn.init.zeros_(self.tail.weight)
-        nn.init.zeros_(self.tail.bias)
+        for parameter in self.tail.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, images):
         height, width = images.shape[2:]

@@ -23,7 +23,7 @@ OWN_OPTIONS = (
 
 def code_digest(job: str, root: Path = ROOT) -> str:
     """Of the job and of every module of ours below `root`, each under its path there, so that a stale upload is noticed."""
-    files = {os.path.basename(job): job}  # a bundled job has its modules in its own file
+    files = {os.path.basename(job): Path(job)}  # a bundled job has its modules in its own file
     for folder in FOLDERS:
         for where, folders, names in os.walk(root / folder):
             folders[:] = [name for name in folders if name != "__pycache__"]

@@ -7,6 +7,7 @@ failed or died is everyone's failure at once.
 import json
 import threading
 import time
+from typing import Any, Callable
 
 from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
@@ -16,7 +17,7 @@ POLL_SECONDS, LINE_SECONDS = 0.1, 10
 BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank that has not beaten for so long while the others wait for it is dead
 
 
-def on_every_rank(what, work):
+def on_every_rank(what: str, work: Callable) -> Any:
     """The result of `work()`, once every rank of the job has its own; the first failure is everyone's."""
     rank, world_size = rank_and_size()
     if world_size == 1:
@@ -36,7 +37,7 @@ def on_every_rank(what, work):
 class Board:
     """A few keys in the job's store: who is ready, who is alive, and what the first failure was."""
 
-    def __init__(self, store, what, rank):
+    def __init__(self, store: Any, what: str, rank: int):
         self._store, self._what, self._rank = store, what, rank
         self._over = threading.Event()
         self._beater = threading.Thread(target=self._beat, name=f"beat while waiting for {what}", daemon=True)

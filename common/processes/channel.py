@@ -11,6 +11,7 @@ import json
 import selectors
 import socket
 import time
+from typing import Any, Callable
 
 from common.errors import UserError, one_line
 
@@ -28,7 +29,7 @@ class Gone(Exception):
 class Line:
     """One connection: whole messages in and out, never blocking for long."""
 
-    def __init__(self, connection):
+    def __init__(self, connection: socket.socket):
         self.connection = connection
         connection.settimeout(SILENCE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -38,13 +39,13 @@ class Line:
     def fileno(self):
         return self.connection.fileno()
 
-    def send(self, **message):
+    def send(self, **message: Any) -> None:
         try:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise Gone(one_line(error)) from None
 
-    def receive(self):
+    def receive(self) -> list:
         """The messages that have arrived; call it when the connection is readable."""
         try:
             chunk = self.connection.recv(65536)
@@ -64,7 +65,7 @@ class Line:
             raise Gone("it does not speak our language")
         return messages
 
-    def wait(self, seconds):
+    def wait(self, seconds: float) -> list:
         """The next messages, or Gone after so long without any."""
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
@@ -81,13 +82,13 @@ class Line:
             self.connection.close()
 
 
-def describe_nodes(nodes, workers):
+def describe_nodes(nodes: list, workers: int) -> str:
     """ "node 1 (ranks 2-3)" for each, so that a person can find the machine in the console."""
     ranks = [f"{n * workers}-{n * workers + workers - 1}" if workers > 1 else str(n) for n in nodes]
     return ", ".join(f"node {n} (rank{'s' * (workers > 1)} {r})" for n, r in zip(nodes, ranks))
 
 
-def first_difference(one, other):
+def first_difference(one: str, other: str) -> tuple:
     """The first differing words of two texts."""
     for left, right in zip(one.split(" "), other.split(" ")):
         if left != right:
@@ -98,7 +99,7 @@ def first_difference(one, other):
 class Hub:
     """Node 0's side: knows every other node by its number, and hears from all of them."""
 
-    def __init__(self, port, hello, say):
+    def __init__(self, port: int, hello: dict, say: Callable):
         self._hello, self._say = hello, say
         self.lines = {}
         self.hellos = {}  # of every node that has ever been one of us, and by how many seconds its clock is ahead of ours
@@ -108,7 +109,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def meet(self, seconds):
+    def meet(self, seconds: float) -> None:
         """Wait until every node has introduced itself; name those that have not when the time is over."""
         begun = told = time.monotonic()
         while len(self.lines) < self._hello["nodes"] - 1:
@@ -126,14 +127,14 @@ class Hub:
                 self._refuse_all(f"{describe_nodes(missing, self._hello['workers'])} did not come within {seconds:.0f} s")
         self._complete = True
 
-    def poll(self, seconds):
+    def poll(self, seconds: float) -> list:
         """[(node, message)], a message of None for a node that has gone."""
         found = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
                 continue
-            line = key.fileobj
+            line: Any = key.fileobj
             node = next((n for n, other in self.lines.items() if other is line), None)
             try:
                 messages = line.receive()
@@ -170,7 +171,7 @@ class Hub:
             line.close()
         self._listener.close()
 
-    def address(self):
+    def address(self) -> str:
         """The address by which the others reach this node."""
         return next(iter(self.lines.values())).connection.getsockname()[0].replace("::ffff:", "")
 
@@ -249,7 +250,7 @@ def _listen(port):
             time.sleep(0.2)
 
 
-def connect(address, port, seconds, say):
+def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
     """A socket to node 0, once its name and port answer."""
     begun = told = time.monotonic()
     while True:
@@ -267,7 +268,7 @@ def connect(address, port, seconds, say):
             time.sleep(0.2)
 
 
-def join(address, port, hello, seconds, say):
+def join(address: str, port: int, hello: dict, seconds: float, say: Callable) -> tuple:
     """Another node's side: the line to node 0, and what it said when all had come."""
     line = Line(connect(address, port, seconds, say))
     try:

@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import json
 import socket
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import distributed
@@ -25,7 +25,7 @@ class Group:
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
         self._control = None
 
-    def control(self):
+    def control(self) -> Any:
         """The Gloo group; the first call is a collective of all ranks."""
         if distributed.get_backend() == "gloo":
             return distributed.group.WORLD

@@ -5,16 +5,17 @@ import fcntl
 import os
 import socket
 import struct
+from typing import Optional
 
 SIOCGIFADDR = 0x8915
 
 
-def free_port():
+def free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
 
-def route_to(address):
+def route_to(address: str) -> Optional[str]:
     """The address of this host from which packets to `address` leave; nothing is sent."""
     for family, kind, protocol, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -23,7 +24,7 @@ def route_to(address):
     return None
 
 
-def interfaces(own_address):
+def interfaces(own_address: Optional[str]) -> dict:
     """{GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME} for the interface with this address, where the platform has not set them.
 
     Without them Gloo asks for the host's own name, which in many containers is the loopback, and no node reaches another.
@@ -37,7 +38,7 @@ def interfaces(own_address):
     return {variable: value for variable, value in wanted.items() if variable not in os.environ}
 
 
-def interface_of(address):
+def interface_of(address: Optional[str]) -> Optional[str]:
     """eth0 for 10.0.0.7; None where no interface has it."""
     if address is None:
         return None

@@ -14,19 +14,21 @@ import socket
 import sys
 import tempfile
 import time
+from typing import Any
 
 from common import cores, heartbeat, malloc, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.processes import channel, network
 from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
 from common.processes.worker import STOP, Worker, cause, stalled
+from common.world import World
 
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a victim waits for its cause to turn up
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
 
 
 class Supervisor:
-    def __init__(self, here, max_restarts, join_seconds, alike):
+    def __init__(self, here: World, max_restarts: int, join_seconds: float, alike: dict):
         self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
         self.host = socket.gethostname()
         self._home = f"node {here.node_rank}, host {self.host}"
@@ -34,20 +36,22 @@ class Supervisor:
             "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
             "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
         }  # fmt: skip
-        self.hub = self.line = None
+        self.hub: Any = None  # on node 0: the lines to the others
+        self.line: Any = None  # on every other node: the line to node 0
         self.workers = []
         self.statuses, self.finished, self.ready = {}, set(), set()
         self.suspects = []
         self.attempt = 0
-        self.stop_signal = self.stop_began = None
-        self.verdict = None
+        self.stop_signal: Any = None
+        self.stop_began: Any = None
+        self.verdict: Any = None  # what node 0 has decided
 
     def say(self, text):
         print(f"node {self.here.node_rank}: {text}", flush=True)
 
     # --- From start to end ---
 
-    def run(self):
+    def run(self) -> int:
         """Start the workers, and again after a fault while restarts are left; returns the exit code."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -145,7 +149,7 @@ class Supervisor:
         self.say(f"starting {ranks} of {here.world_size} ({here.platform}: {here.rule})")
         handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
         try:
-            started = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
+            started: Any = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
             for number, handler in handlers.items():  # the launcher has put its own there
                 signal.signal(number, handler)
         except SignalException as stop:  # nothing has been trained yet, and the workers die with their parent

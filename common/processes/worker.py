@@ -6,6 +6,7 @@ import json
 import signal
 import statistics
 import time
+from typing import Any
 
 from common import heartbeat
 from common.errors import STOP_SIGNALS
@@ -23,9 +24,9 @@ def cause(text, direct=True, code=1, restart=True):
 class Worker:
     """One process of this node, and what its pulse has shown."""
 
-    def __init__(self, rank, files):
+    def __init__(self, rank: int, files: str):
         self.rank, self.files = rank, files
-        self.process = None
+        self.process: Any = None  # a Popen, once it is started
         self.pulse = heartbeat.create(files)
         self.changed = time.monotonic()
         self.last = self.pulse.read()

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,7 +23,8 @@ class Display:
     def __init__(self, output_dir, tensorboard_dir, active, writes=True):
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
         self._writes = active and writes  # files; a trial leaves none
-        self._bar = self._events = None
+        self._bar = None
+        self._events: Any = None  # TensorBoard's writer, once there is something to write
         self._window = Window()
 
     def say(self, text):
@@ -135,9 +137,8 @@ class Display:
         true, predicted = zip(*pairs)
         weights = confusion.flatten().tolist()
         labels = list(range(len(classes)))
-        table = classification_report(
-            true, predicted, sample_weight=weights, labels=labels, target_names=classes, digits=4, zero_division=0
-        )
+        how: dict = {"labels": labels, "target_names": classes, "digits": 4, "zero_division": 0}
+        table = classification_report(true, predicted, sample_weight=weights, **how)
         rows = [
             f"{name[:12]:>12} " + " ".join(f"{count:5d}" for count in row) for name, row in zip(classes, confusion.tolist())
         ]

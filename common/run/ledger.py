@@ -8,11 +8,12 @@ tests/check_ledger.py adds them up.
 import json
 import os
 import time
+from typing import Any
 
 
 class Ledger:
     def __init__(self, output_dir, rank, wanted, epoch, consumed):
-        self._file = None
+        self._file: Any = None
         if wanted:
             os.makedirs(os.path.join(output_dir, "ledger"), exist_ok=True)
             self._file = open(  # noqa: SIM115 (it stays open for the whole run)

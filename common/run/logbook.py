@@ -12,12 +12,15 @@ Samples count as consumed after the step that used them. The random numbers of a
 rank), so there is no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
 """
 
+import argparse
 import os
 import platform
 import signal
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -31,17 +34,28 @@ from common.run.display import Display
 from common.run.ledger import Ledger
 from common.run.losses import Losses
 from common.run.saver import Saver
+from common.run.scores import Scores
 
 CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
 POSITION = ("samples_seen", "total_steps", "epoch", "consumed", "best")  # as a checkpoint names it
 
 
 class Run:
-    def __init__(self, args, sampler, model, best_by="accuracy", patience=None, prof=None, **parts):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        sampler: Any,
+        model: torch.nn.Module,
+        best_by: str = "accuracy",
+        patience: Optional[int] = None,
+        prof: Optional[int] = None,
+        **parts: Any,
+    ):
         """`best_by`: the metric of end_epoch by which the best checkpoint is kept; more is better. `patience`: the run ends
         after so many epochs without a better one. `prof`: measure so many steps, then end. `parts`: what else to save."""
         self.args, self.sampler, self._parts = args, sampler, parts
         self._best_by, self._patience = best_by, patience
+        self._lock = None  # on the output folder, held until this process ends
         self.arguments = arguments.plain(args)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
@@ -68,11 +82,11 @@ class Run:
 
             self._trace = Trace(args.output_dir)
 
-    def register(self, **parts):
+    def register(self, **parts: Any) -> None:
         """More state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
         self._parts.update(parts)
 
-    def resume(self):
+    def resume(self) -> None:
         """Find where to go on and restore it; from here on a signal saves and stops."""
         restore.prepare(self._parts)
         self._losses = Losses(self.device, self.rank, self.world_size)
@@ -104,20 +118,20 @@ class Run:
     # --- Where the run stands ---
 
     @property
-    def global_batch(self):
+    def global_batch(self) -> int:
         """Samples that all ranks together take in one step; a resumed run keeps the one it began with."""
         self._require_resumed("run.global_batch")
         return self.sampler.global_batch
 
     @property
-    def progress(self):
+    def progress(self) -> float:
         """Share of the run's samples seen, at the middle of the coming step: what a schedule should depend on."""
         self._require_resumed("run.progress")
         in_epoch = (self.consumed + self.sampler.global_batch / 2) / self._samples_per_epoch
         return min(1.0, (self.epoch + in_epoch) / self.args.epochs)
 
     @property
-    def goes_on(self):
+    def goes_on(self) -> bool:
         """Whether there was a checkpoint to go on from; what a run does only when it begins, a trial leaves out."""
         self._require_resumed("run.goes_on")
         return self._goes_on or self.trial
@@ -131,7 +145,7 @@ class Run:
 
     # --- The loop ---
 
-    def epochs(self):
+    def epochs(self) -> Iterator[int]:
         self._require_resumed("run.epochs()")
         if self._over():
             place = f"{self.epoch} epochs, {self.total_steps} steps"
@@ -151,7 +165,7 @@ class Run:
             yield self.epoch
         self._finish()
 
-    def steps(self, loader):
+    def steps(self, loader: Any) -> Iterator:
         self._loader = loader
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
@@ -174,7 +188,7 @@ class Run:
         if self._agreement.signal:
             self._on_signal(self._agreement.signal, None)
 
-    def step(self, loss):
+    def step(self, loss: torch.Tensor) -> None:
         """One step is done: count it; report, save or stop if it is time to."""
         loss, ids = loss.detach(), self._loader.ids
         self._ledger.step(self.epoch, self.consumed, ids)
@@ -207,7 +221,7 @@ class Run:
         if hours_over:
             self._stop(f"--max_hours {self.args.max_hours} is over", 0)
 
-    def end_epoch(self, scores=None, **metrics):
+    def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
         """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the latter.
 
         `scores`: what the evaluation found, for report.txt.
@@ -231,7 +245,7 @@ class Run:
         if self._agreement.signal and self.world_size == 1:
             self._stop_on(self._agreement.signal)
 
-    def picture(self, name, pixels):
+    def picture(self, name: str, pixels: torch.Tensor) -> None:
         """Show uint8 (3, H, W) as examples/NAME.png and in TensorBoard."""
         self._display.picture(name, pixels, self.total_steps)
 
@@ -293,7 +307,7 @@ class Run:
 
     # --- Saving and restoring ---
 
-    def save(self, weights_of_epoch=None):
+    def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
         self._check_losses()
         self._losses.share()
@@ -316,7 +330,7 @@ class Run:
         }
         self._saver.save(checkpoint.snapshot(self.state()), about, weights_of_epoch)
 
-    def state(self):
+    def state(self) -> dict:
         """What a checkpoint holds."""
         state = {name: part.state_dict() for name, part in self._parts.items()}
         state["model"] = checkpoint.plain_keys(self.model.state_dict())

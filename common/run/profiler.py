@@ -7,6 +7,7 @@ option nothing here is imported.
 import atexit
 import os
 import time
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ MOST = 10  # operations in the table
 class Trace:
     def __init__(self, folder):
         self.path = os.path.join(folder, "trace.json.gz")
-        self._seen, self._recorder, self._waited, self._done = 0, None, 0.0, False
+        self._seen, self._waited, self._done = 0, 0.0, False
+        self._recorder: Any = None
 
     def step(self, waiting_for_data):
         """Count a step that has ended; after the last one of those recorded, the lines that say what they did."""

@@ -61,7 +61,7 @@ def choose(args, ours, say):
         bucket_run.bring_what_grows(args, say)
     if has_run and here.restart_count:  # the same command again: whatever it asked for was done the first time
         found = checkpoint.newest(folder, say)
-        if args.resume != "never" or found[1].get("job", "") == here.job_id:  # else the first time ended before it came here
+        if found and (args.resume != "never" or found[1].get("job", "") == here.job_id):  # else the first start ended before
             _refuse_another_run(found[1]["identity"], ours, found[2])
             return found
     if args.resume == "never":

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from typing import Any
 
 from common import moments
 from common.errors import TrainingFailed, UserError, one_line
@@ -43,7 +44,8 @@ class Saver:
     def __init__(self, args, say):
         self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
         self._url, self._say = args.output_url, say
-        self._writer, self._publisher = Writer(), None
+        self._writer = Writer()
+        self._publisher: Any = None  # where the output goes to a bucket
 
     def start_publishing(self):
         """On the rank that writes, where the output goes to a bucket."""

@@ -18,7 +18,7 @@ WORST = 32  # samples that are remembered, of each rank and of all
 class Scores:
     """Sums are exact: counts are whole numbers, losses are added in float64. Nothing waits for the device before share()."""
 
-    def __init__(self, classes, device):
+    def __init__(self, classes: list, device: torch.device):
         self.classes = classes
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # right, among the best five, loss

@@ -44,13 +44,13 @@ class Stopwatch:
     def __init__(self):
         self._last, self._laps = time.monotonic(), {}
 
-    def lap(self, name):
+    def lap(self, name: str) -> None:
         """The time since the last lap went into this."""
         now = time.monotonic()
         self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
 
-    def summary(self, seconds):
+    def summary(self, seconds: tuple) -> str:
         """One line; `seconds` are those of a Run, of which the training consists."""
         parts = ", ".join(f"{name.replace('_', ' ')} {spent:.1f} s" for name, spent in zip(PHASES, seconds))
         return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"

@@ -4,9 +4,11 @@ Four places, because platforms keep them apart: the data, the output (what is wo
 (must survive a restart) and the TensorBoard events. Where a platform names only the output, the other two lie inside it.
 """
 
+import argparse
 import os
 import re
 import urllib.parse
+from collections.abc import Mapping
 
 from common.errors import UserError, one_line
 
@@ -33,7 +35,7 @@ SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
 SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
-def resolve(args, environ):
+def resolve(args: argparse.Namespace, environ: Mapping) -> dict:
     """{data_url, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
     output = args.output_dir or _first(environ, OUTPUT)
     checkpoints = tensorboard = None
@@ -80,12 +82,12 @@ def _place(what, path):
     return path
 
 
-def is_address(text):
+def is_address(text: object) -> bool:
     """Also of a mistyped address, which must not become a folder of that name."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
-def local_folder(url, root):
+def local_folder(url: str, root: str) -> str:
     """Where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
     parts = urllib.parse.urlsplit(url)
     words = [parts.scheme, parts.hostname or "", *parts.path.strip("/").split("/")]

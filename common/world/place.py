@@ -16,8 +16,8 @@ class World:
     local_world_size: int
     rank: int
     world_size: int
-    master_addr: str
-    master_port: int
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
     gpus_promised: int = 0  # what the platform says this node has; 0 when it says nothing
     job_id: str = ""
     restart_count: int = 0

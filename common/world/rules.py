@@ -49,7 +49,7 @@ def agree(name, value, other_name, other):
 
 def process(platform, rule, rank, size, local_rank, local_size, node_rank, master=None, port=None):
     nodes = max(1, size // max(1, local_size))
-    return World(platform, rule, "process", node_rank, nodes, local_rank, local_size, rank, size, master, port)
+    return World(platform, rule, "process", node_rank, nodes, local_rank, local_size, rank, size, master or "", port or 0)
 
 
 def torchrun(given):
@@ -112,8 +112,10 @@ def slurm(given):
 
 def first_slurm_host(nodelist):
     """node[01-03,07],gpu5 -> node01"""
-    name, number = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist).groups()
-    return name + (number or "")
+    first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
+    if not first:
+        raise UserError(f"the list of nodes that SLURM gives is {nodelist[:80]!r}: a host's name was expected at its beginning")
+    return first[1] + (first[2] or "")
 
 
 def slurm_tasks_on(tasks_per_node, node_rank):
@@ -138,7 +140,7 @@ def node(given, platform, rule, node_rank, nodes, master=None, port=None, promis
     elif workers == 1 and given.gpus:
         local_rank = given.args.local_rank if given.args.local_rank is not None else node_rank % given.gpus
     ranks = (local_rank, workers, node_rank * workers, nodes * workers)
-    return World(platform, rule, "node", node_rank, nodes, *ranks, master, port, promised)
+    return World(platform, rule, "node", node_rank, nodes, *ranks, master or "", port or 0, promised)
 
 
 def modelarts_arguments(given):
