@@ -76,7 +76,7 @@ def main():
         run(args, device, train, seed=0, steps_of_a_size=3)
         print(f"{clock.seconds():.1f} s to compile", flush=True)
 
-    found = []
+    rows = []
     for seed in range(args.seed, args.seed + args.runs):
         clock = Clock(device)
         model = run(args, device, train, seed)
@@ -84,12 +84,12 @@ def main():
         row["accuracy"] = accuracy(model, *test)
         print(" ".join(f"{name}={value:.4g}" for name, value in row.items()), f"tested_in={clock.seconds():.1f}", flush=True)
         keep(args, device, row)
-        found.append(row)
+        rows.append(row)
     for name, form in (("accuracy", "{:.2%}"), ("seconds", "{:.1f}")):
-        values = [row[name] for row in found]
+        values = [row[name] for row in rows]
         low, middle, high = (form.format(value) for value in (min(values), statistics.mean(values), max(values)))
         print(f"{name}: {middle} in the mean of {len(values)}, {low} to {high}")
-    outcome = "reached" if statistics.mean(row["accuracy"] for row in found) >= args.target else "missed"
+    outcome = "reached" if statistics.mean(row["accuracy"] for row in rows) >= args.target else "missed"
     print(f"done: {args.target:.0%} {outcome}; the runs are in {args.output_url or args.output_dir}", flush=True)
 
 
@@ -124,7 +124,7 @@ def keep(args, device, row):
 
 
 class Clock:
-    """Seconds since it was made: of all threads together on a CPU, on the wall where a GPU works."""
+    """Seconds since it was made: CPU-seconds of all threads, or wall-clock seconds on a GPU."""
 
     def __init__(self, device):
         self.device, self.begun = device, 0.0
@@ -150,23 +150,23 @@ def run(args, device, train, seed, steps_of_a_size=None):
     flipped = (torch.rand(len(images)) < 0.5).to(device)
 
     model = NETS[args.net](images).to(device).to(memory_format=torch.channels_last)
-    learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    muon = Muon([parameter for parameter in learns if parameter.ndim == 4], FILTER_MOMENTUM)
-    others = [
-        {"params": [parameter for parameter in learns if parameter.ndim == dimensions], "weight_decay": decay}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    muon = Muon([parameter for parameter in trained if parameter.ndim == 4], FILTER_MOMENTUM)
+    norms_and_last_layer = [
+        {"params": [parameter for parameter in trained if parameter.ndim == dimensions], "weight_decay": decay}
         for dimensions, decay in ((1, 0), (2, 5e-4))
     ]
-    sgd = torch.optim.SGD(others, lr=OTHER_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=True)
-    fast = torch.compile(model, dynamic=False) if device.type == "cuda" else model
+    sgd = torch.optim.SGD(norms_and_last_layer, lr=OTHER_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=True)
+    compiled = torch.compile(model, dynamic=False) if device.type == "cuda" else model
 
     model.train()
     for number, size in enumerate(tqdm(sizes, desc=f"seed {seed}", unit="step", disable=None, leave=False)):
-        place = torch.arange(number * batch, (number + 1) * batch, device=device)
-        ids = order[place]
-        mirrored = flipped[ids] ^ (place // len(images) % 2 == 1)  # in every second pass the other way round
+        positions = torch.arange(number * batch, (number + 1) * batch, device=device)
+        ids = order[positions]
+        mirrored = flipped[ids] ^ (positions // len(images) % 2 == 1)  # in every second pass the other way round
         with torch.autocast(device.type, torch.bfloat16):
-            answers = fast(pictures(images, ids, mirrored, size))
-            loss = functional.cross_entropy(answers, labels[ids], label_smoothing=smoothing)
+            logits = compiled(pictures(images, ids, mirrored, size))
+            loss = functional.cross_entropy(logits, labels[ids], label_smoothing=smoothing)
         model.zero_grad()
         loss.backward()
         done = number / len(sizes)
@@ -184,11 +184,11 @@ def pictures(images, ids, mirrored, size):
     along = torch.arange(last + 1, device=images.device)
     shifts = torch.randint(-SHIFT, SHIFT + 1, (2, len(ids), 1), device=images.device)
     rows, columns = along + shifts[0], torch.where(mirrored[:, None], last - along, along) + shifts[1]
-    rows, columns = (last - (last - places.abs()).abs() for places in (rows, columns))  # beyond the edge: what lies before it
-    found = images.permute(0, 2, 3, 1)[ids[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).float()
+    rows, columns = (last - (last - places.abs()).abs() for places in (rows, columns))  # reflected at the edges
+    batch = images.permute(0, 2, 3, 1)[ids[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).float()
     if size < images.shape[-1]:
-        found = functional.interpolate(found, size=size, mode="bilinear", antialias=True)
-    return normalised(found)
+        batch = functional.interpolate(batch, size=size, mode="bilinear", antialias=True)
+    return normalised(batch)
 
 
 def normalised(images):
@@ -198,17 +198,17 @@ def normalised(images):
 
 @functools.cache
 def constants(device):
-    """Moved there once: a copy to a GPU would hold up every step."""
+    """Copied to the device once: a copy in every step would make the host wait for the GPU."""
     return [255 * torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (cifar10.MEAN, cifar10.STD)]
 
 
 @torch.no_grad()
 def measure_norms(model, images, batches):
-    """The means and variances of the norms at full size, which the small pictures have left elsewhere."""
+    """Set the running means and variances of the norms for full-size pictures; training ended with those of smaller ones, too."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # of all batches alike
+        norm.momentum = None  # the average of all batches
     for ids in batches:
         with torch.autocast(images.device.type, torch.bfloat16):
             model(normalised(images[ids]))
@@ -218,9 +218,9 @@ def measure_norms(model, images, batches):
 def accuracy(model, images, labels):
     model.eval()
     right = torch.zeros((), dtype=torch.int64, device=images.device)
-    for some, theirs in zip(images.split(500), labels.split(500)):
+    for batch, targets in zip(images.split(500), labels.split(500)):
         with torch.autocast(images.device.type, torch.bfloat16):
-            right += (model(normalised(some)).argmax(dim=1) == theirs).sum()
+            right += (model(normalised(batch)).argmax(dim=1) == targets).sum()
     return right.item() / len(labels)
 
 
@@ -228,48 +228,51 @@ def accuracy(model, images, labels):
 
 
 class Muon:
-    """Momentum that is made orthogonal, so that a filter bank moves as far in every direction; banks of a shape go together."""
+    """SGD with momentum whose update of each filter bank is made orthogonal; banks of the same shape are updated together."""
 
     def __init__(self, parameters, momentum):
         shapes = sorted({parameter.shape for parameter in parameters})
         self.groups = [[parameter for parameter in parameters if parameter.shape == shape] for shape in shapes]
-        self.momentum, self.kept = momentum, [torch.tensor(0.0)] * len(shapes)
+        self.momentum, self.velocities = momentum, [torch.tensor(0.0)] * len(shapes)
 
     @torch.no_grad()
     def step(self, rate):
         for number, group in enumerate(self.groups):
             gradients = torch.stack([parameter.grad.permute(0, 2, 3, 1).flatten(1) for parameter in group])
-            self.kept[number] = gradients.add(self.kept[number], alpha=self.momentum)
-            moves = orthogonal(gradients.add_(self.kept[number], alpha=self.momentum))
-            for filters, move in zip(group, moves):
-                filters.mul_(len(filters) ** 0.5 / filters.norm())  # its length is not for the loss to choose
-                filters.permute(0, 2, 3, 1).sub_(move.view(len(filters), *filters.shape[2:], -1), alpha=rate)
+            self.velocities[number] = gradients.add(self.velocities[number], alpha=self.momentum)
+            updates = orthogonal(gradients.add_(self.velocities[number], alpha=self.momentum))
+            for filters, update in zip(group, updates):
+                filters.mul_(len(filters) ** 0.5 / filters.norm())  # a norm follows, so only the direction matters
+                filters.permute(0, 2, 3, 1).sub_(update.view(len(filters), *filters.shape[2:], -1), alpha=rate)
 
 
 def orthogonal(matrices):
-    """Their singular values moved to about 1, by three steps of Newton and Schulz, of which only the products with small
-    matrices are done one by one: with G = X X', each step is X -> P X and G -> P G P, where P is a polynomial of G."""
-    wide = matrices.bfloat16() / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16()
-    gram = wide @ wide.mT
+    """The same matrices with singular values near 1: three Newton-Schulz steps X -> P X, where P is a polynomial of G = X X'.
+
+    The three factors P are multiplied first, as they are smaller than X; the next G is P G P.
+    """
+    scaled = matrices.bfloat16() / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16()
+    gram = scaled @ scaled.mT
     step = all_steps = polynomial(gram)
     for _ in range(2):
         gram = step @ gram @ step
         step = polynomial(gram)
         all_steps = step @ all_steps
-    return all_steps @ wide
+    return all_steps @ scaled
 
 
 def polynomial(gram):
-    found = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-    found.diagonal(dim1=1, dim2=2).add_(3.4445)
-    return found
+    """3.4445 I - 4.7750 G + 2.0315 G G: the coefficients of Muon's authors."""
+    result = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+    result.diagonal(dim1=1, dim2=2).add_(3.4445)
+    return result
 
 
 # --- The networks ------------------------------------------------------------------------------------------------------
 
 
 def resnet(images):
-    """That of every CIFAR job here; each block begins as one that adds nothing to its shortcut."""
+    """The network of the CIFAR jobs, with the last norm of each block at zero, so that a block begins as its shortcut alone."""
     model = resnet18()
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
@@ -281,7 +284,7 @@ def resnet(images):
 
 
 def convolved(conv, images):
-    """A CPU's kernels are slow where 4 x 4 pixels or fewer come out: there the neighbourhoods are gathered, for one product."""
+    """conv(images). A CPU's kernels are slow for outputs of 4 x 4 pixels or fewer: there it is one matrix product."""
     stride, height, width = conv.stride[0], *images.shape[2:]
     if width > 4 * stride:
         return nn.Conv2d.forward(conv, images)

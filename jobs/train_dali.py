@@ -1,4 +1,4 @@
-"""Train ResNet-18 on CIFAR-10. The jobs beside this one add one feature each, in marked blocks.
+"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; the other jobs add a feature each to it, in marked blocks.
 
     python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
     python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz

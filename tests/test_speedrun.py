@@ -61,7 +61,7 @@ def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(mon
     seen, pictures = [], speedrun.pictures
     monkeypatch.setattr(speedrun, "pictures", lambda *given: (seen.append(given[1:]), pictures(*given))[1])
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
-    speedrun.run(arguments, torch.device("cpu"), images, torch.randint(10, (60,)), seed=0)
+    speedrun.run(arguments, torch.device("cpu"), (images, torch.randint(10, (60,))), seed=0)
     assert [size for _, _, size in seen] == [16] * 12 + [32] * 12
     ids, mirrored = (torch.cat([step[place] for step in seen]).view(2, 60) for place in (0, 1))
     order = ids.argsort(dim=1)
@@ -178,7 +178,7 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
     monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, 0.1, {32: 1}))
     images, labels = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,))
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
-    one, same, other = (speedrun.run(arguments, torch.device("cpu"), images, labels, seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (speedrun.run(arguments, torch.device("cpu"), (images, labels), seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["0.bias"], other["0.bias"])
 
