@@ -204,7 +204,7 @@ def constants(device):
 
 @torch.no_grad()
 def measure_norms(model, images, batches):
-    """Set the running means and variances of the norms for full-size pictures; training ended with those of smaller ones, too."""
+    """Set the running means and variances of the norms anew: for pictures of full size alone."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.reset_running_stats()

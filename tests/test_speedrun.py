@@ -165,7 +165,7 @@ def test_it_learns_synthetic_images_and_keeps_its_runs(tmp_path, monkeypatch, ca
 
 def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
     kept = {}
-    monkeypatch.setattr(speedrun, "run", lambda args, device, images, labels, seed: kept.update(trained=[images, labels]))
+    monkeypatch.setattr(speedrun, "run", lambda args, device, train, seed: kept.update(trained=train))
     monkeypatch.setattr(speedrun, "accuracy", lambda model, *data: kept.update(tested=data) or 0.0)
     monkeypatch.setattr(speedrun, "HELD_OUT", 100)
     main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}")
@@ -187,7 +187,7 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
 def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tmp_path):
     there = []
 
-    def run(args, device, images, labels, seed):
+    def run(args, device, train, seed):
         there.append(
             [item["Key"] for item in store.client().list_objects_v2(Bucket="data", Prefix="speed/").get("Contents", [])]
         )
@@ -210,12 +210,17 @@ def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tm
     [
         (["--held_out=true"], "holds out 5000 of the training images, and there are 5000"),
         (["--target=0.94"], "no recipe for --net small --target 0.94"),
-        (["--doctor=true"], "have it look at train.py"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, options, words):
     with pytest.raises(UserError, match=words):
         main(monkeypatch, f"--output_dir={tmp_path}", *options)
+
+
+def test_the_doctor_is_sent_to_another_job(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(monkeypatch, f"--output_dir={tmp_path}", "--doctor=true")
+    assert stop.value.code == 2 and "argument --doctor: speedrun.py has no steps" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(tmp_path):
