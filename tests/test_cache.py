@@ -1,4 +1,4 @@
-"""The shared sample cache on real memcached servers: what they may do, and what it gives all the same."""
+"""The shared sample cache on real memcached servers: its answers, and what it does when a server fails or lies."""
 
 import multiprocessing
 import pickle
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from datasets.kspeed import KSpeedFolder, memcached, samples
 from datasets.kspeed import cache as cache_module
-from datasets.kspeed import memcached, samples
 from datasets.kspeed.cache import SampleCache, addresses
 from tests.memcached import Liar
 from tests.samples import LOGIN, PATIENT, folder, images_below, listed, locked, patient, rewrite_unseen, server, servers  # noqa: F401 (fixtures)
@@ -110,14 +110,18 @@ def test_what_is_no_server_is_refused(iplist):
 
 
 def test_mistakes_are_said_in_a_line(monkeypatch, tmp_path):
-    for login, words in (({"user": "a"}, "both"), ({"password": "a"}, "both"), ({"user": "a b", "password": "c"}, "no space")):
+    for login, words in (
+        ({"user": "a"}, "both"),
+        ({"password": "a"}, "both"),
+        ({"user": "a b", "password": "c"}, "contains a space"),
+    ):
         with pytest.raises(UserError, match=words):
             SampleCache("a", **login)
     monkeypatch.delenv("KSPEED_PASSWORD", raising=False)
     with pytest.raises(UserError, match="set KSPEED_PASSWORD"):
         samples.open_cache("a", "admin")
     with pytest.raises(UserError, match="second argument"):
-        samples.KSpeedFolder(tmp_path, "array", 4, "a")
+        KSpeedFolder(tmp_path, "array", 4, "a")
     monkeypatch.setitem(sys.modules, "pymemcache", None)
     with pytest.raises(UserError, match=r"pip install \.\[cache\]"):
         SampleCache("a")
@@ -130,13 +134,13 @@ def test_mistakes_are_said_in_a_line(monkeypatch, tmp_path):
 def test_of_ten_thousand_damaged_values_none_is_accepted(server, login, monkeypatch):
     from pymemcache.client.base import Client
 
-    monkeypatch.setattr(cache_module, "FEW", 10**9)
+    monkeypatch.setattr(cache_module, "MOST_WRONG", 10**9)
     cache, generator, raw = patient(server, **login), random.Random(1), Client(server.address)
     intruder = patient(server, **({"user": "admin", "password": "guess"} if login else {}))
     content, other = generator.randbytes(400), generator.randbytes(400)
     cache.set("key", content)
     cache.set("other", other)
-    (address, seal), (elsewhere, _) = cache._named("key"), cache._named("other")
+    (address, seal), (elsewhere, _) = cache._hashed("key"), cache._hashed("other")
     good, swapped = raw.get(address), raw.get(elsewhere)
     assert good.endswith(content) and swapped.endswith(other)
 
@@ -157,7 +161,7 @@ def test_of_ten_thousand_damaged_values_none_is_accepted(server, login, monkeypa
         lambda: content,
     ]
     if login:  # all is known but the password
-        kinds.append(lambda: intruder.header(intruder._named("key")[1], other) + other)
+        kinds.append(lambda: intruder.header(intruder._hashed("key")[1], other) + other)
         kinds.append(lambda: SampleCache(server.address).header(seal, other) + other)
     for number in range(10_000):
         raw.set(address, kinds[number % len(kinds)](), noreply=False)
@@ -244,13 +248,13 @@ TIMED = [drip, drip_in_the_value, a_line_without_end, a_value_without_end, silen
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 def test_a_server_that_lies_does_no_harm(folder, server, capsys, lie):
     with Liar(lie) as liar:
-        data = samples.KSpeedFolder(str(folder), None, 0, f"{server.address},{liar.address}")
+        data = KSpeedFolder(str(folder), None, 0, f"{server.address},{liar.address}")
         data.cache, paths = patient(server, liar), images_below(folder)
         data.preload(paths)  # of what it does not have it says so, and lies about the rest
         data.cache = SampleCache(listed([server, liar]), deadline=0.3 if lie in TIMED else PATIENT)
         for path in paths * 3:
             assert data.getBIN(path) == Path(path).read_bytes()
-        assert 0 < liar.gets <= 2 * cache_module.FEW
+        assert 0 < liar.gets <= 2 * cache_module.MOST_WRONG
     assert capsys.readouterr().out.count(f"warning: cache server {liar.address}") == 1
 
 
@@ -302,7 +306,7 @@ def until(condition, seconds=20):
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted empty", "all killed", "never there"])
 def test_the_bytes_are_those_of_the_files_whatever_happens_to_a_server(folder, servers, fault, capsys):
     victims = {"all killed": servers, "never there": []}.get(fault, servers[:1])
-    data = samples.KSpeedFolder(str(folder), None, 0, listed(servers) + ",127.0.0.1:1" * (fault == "never there"))
+    data = KSpeedFolder(str(folder), None, 0, listed(servers) + ",127.0.0.1:1" * (fault == "never there"))
     data.cache.deadline = 5  # which a healthy server on a busy machine does not miss
     paths = images_below(folder)
 

@@ -1,4 +1,4 @@
-"""What uses the sample cache: data sets, DALI, the vendor's own package, the verb; the bytes are those of the files."""
+"""The users of the sample cache: data sets, DALI, the vendor's own package, launch kspeed. They get the bytes of the files."""
 
 import dataclasses
 import io
@@ -16,8 +16,8 @@ import torchvision
 from PIL import Image
 
 from common.errors import UserError
-from datasets import imagenet
-from datasets.kspeed import samples as kspeed
+from datasets import imagenet, kspeed
+from datasets.kspeed import samples
 from datasets.photos import tree
 from launch import kspeed as verb
 from tests.jobs import ROOT, environment
@@ -52,7 +52,7 @@ def test_a_data_loader_gives_the_same_batches(folder, servers, workers):
     ours.folder.cache.deadline = PATIENT
     ours.preload()
     for path, _ in ours.samples:
-        assert ours.folder.cache.has(kspeed.sample_key(ours.root, path, os.stat(path)))
+        assert ours.folder.cache.has(samples.sample_key(ours.root, path, os.stat(path)))
     theirs = torchvision.datasets.ImageFolder(str(folder / "train"), transform)
     expected = list(torch.utils.data.DataLoader(theirs, 5))
     for path, _ in ours.samples:
@@ -86,7 +86,7 @@ def test_nothing_is_kept_of_a_file_that_is_being_written(folder, server):
         return content
 
     content = Path(path).read_bytes()
-    assert kspeed.read_through(cache, str(folder), path, read) == content
+    assert samples.read_through(cache, str(folder), path, read) == content
     assert cache.status()[cache.servers[0]]["curr_items"] == 0
 
 
@@ -105,17 +105,17 @@ def test_two_files_of_one_name_size_and_time_are_told_apart(folder, server):
 def test_however_the_folder_is_written_the_key_is_the_same(folder, monkeypatch):
     path = folder / "train" / "cat" / "0.jpg"
     about = os.stat(path)
-    expected = kspeed.sample_key(str(folder / "train"), str(path), about)
+    expected = samples.sample_key(str(folder / "train"), str(path), about)
     monkeypatch.chdir(folder)
-    assert kspeed.sample_key("train", "train/cat/0.jpg", about) == expected
-    assert kspeed.sample_key("./train/", "./train//cat/0.jpg", about) == expected
+    assert samples.sample_key("train", "train/cat/0.jpg", about) == expected
+    assert samples.sample_key("./train/", "./train//cat/0.jpg", about) == expected
     os.symlink(folder, folder.parent / "elsewhere")
-    assert kspeed.sample_key(str(folder.parent / "elsewhere" / "train"), str(path), about) != expected
+    assert samples.sample_key(str(folder.parent / "elsewhere" / "train"), str(path), about) != expected
 
 
 def test_a_tree_gives_its_photographs_through_the_cache(folder, servers):
     plain = tree.load(str(folder / "train"))
-    cached = kspeed.CachedTree.of(plain, patient(*servers))
+    cached = samples.CachedTree.of(plain, patient(*servers))
     assert (cached.folder, cached.names, len(cached), cached.describe()) == (
         plain.folder,
         plain.names,
@@ -142,7 +142,7 @@ def test_a_tree_gives_its_photographs_through_the_cache(folder, servers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_photo_jobs_batches_are_the_same(folder, servers, workers):
     plain = tree.load(str(folder / "train"))
-    cached = kspeed.CachedTree.of(plain, patient(*servers))
+    cached = samples.CachedTree.of(plain, patient(*servers))
     ids = np.arange(10)
     for files in (plain, cached, cached):
         data = imagenet.Photos(files, 24, True, 3)
@@ -229,7 +229,9 @@ def test_dali_asks_it_in_spawned_workers(folder, servers):
 
 
 def test_the_vendors_package_is_used_where_it_is(folder, tmp_path, monkeypatch):
-    assert kspeed.engine() is kspeed
+    assert samples.vendors_folder() is None
+    files = tree.load(str(folder / "train"))
+    assert isinstance(kspeed.through_cache(files, "127.0.0.1:1"), samples.CachedTree)
     package = tmp_path / "site" / "kspeed" / "utils" / "data"
     package.mkdir(parents=True)
     for place in (package, package.parent, package.parent.parent):
@@ -237,11 +239,12 @@ def test_the_vendors_package_is_used_where_it_is(folder, tmp_path, monkeypatch):
     (package / "kspeeddataset.py").write_text(
         "class KSpeedFolder:\n    def __init__(self, *arguments):\n        self.arguments = arguments\n"
         "    def getBIN(self, path):\n        return b'vendor ' + path.encode()\n"
-        "class KSpeedImageFolder(KSpeedFolder):\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     try:
-        assert kspeed.engine().KSpeedImageFolder.__module__ == "kspeed.utils.data.kspeeddataset"
+        assert samples.vendors_folder().__module__ == "kspeed.utils.data.kspeeddataset"
+        read = kspeed.through_cache(files, "127.0.0.1:1").read(0)
+        assert read == b"vendor " + os.fsencode(files.path(0)), "the jobs' photographs, too"
         part = kspeed.KSpeedCallable(str(folder / "train"), 4, 0, 1, "127.0.0.1:1", **LOGIN)
         sample, _ = part(types.SimpleNamespace(idx_in_epoch=0, iteration=0, epoch_idx=0))
         assert sample.tobytes().startswith(b"vendor " + os.fsencode(folder / "train"))
@@ -249,7 +252,7 @@ def test_the_vendors_package_is_used_where_it_is(folder, tmp_path, monkeypatch):
         (package / "kspeeddataset.py").write_text("import a_part_of_the_vendors_that_is_missing\n")
         forget_vendors()
         with pytest.raises(ModuleNotFoundError, match="a_part_of_the_vendors"):
-            kspeed.engine()
+            samples.vendors_folder()
     finally:
         forget_vendors()
 
@@ -290,7 +293,7 @@ def test_a_tree_is_preloaded_loaded_displayed_and_removed(folder, servers, capsy
     for one, line in zip(servers, out.splitlines()):
         assert line.startswith(one.address) and " up " in line and "evictions 0, memcached 1." in line and "of 67.1 MB" in line
 
-    key = kspeed.sample_key(str(folder / "train"), paths[0], os.stat(paths[0]))
+    key = samples.sample_key(str(folder / "train"), paths[0], os.stat(paths[0]))
     other.delete(key)
     assert "19 hits, 1 misses, 1 put there" in run(capsys, "load", folder, *there)[1]
     code, out, err = run(capsys, "remove", folder, *there)
@@ -304,8 +307,8 @@ def test_load_notices_a_damaged_value_and_preload_does_not(folder, server, capsy
     run(capsys, "preload", folder / "val", "--iplist", server.address)
     path = images_below(folder / "val")[0]
     cache = patient(server)
-    key = kspeed.sample_key(str(folder / "val"), path, os.stat(path))
-    Client(server.address).set(cache._named(key)[0], b"damaged", noreply=False)
+    key = samples.sample_key(str(folder / "val"), path, os.stat(path))
+    Client(server.address).set(cache._hashed(key)[0], b"damaged", noreply=False)
     assert "4 were there, 0 put there" in run(capsys, "preload", folder / "val", "--iplist", server.address)[1]
     assert "3 hits, 1 misses, 1 put there" in run(capsys, "load", folder / "val", "--iplist", server.address)[1]
     assert cache.get(key) == Path(path).read_bytes()

@@ -1,14 +1,22 @@
-"""Photographs through a cache that jobs and nodes share."""
+"""How do jobs and nodes read each photograph from storage only once? Through a cache in memcached that they share."""
 
-from datasets.kspeed.samples import KSpeedCallable, KSpeedFolder, through_cache
+from typing import Any
 
-__all__ = ["KSpeedCallable", "KSpeedFolder", "KSpeedImageFolder", "through_cache"]
+from datasets.kspeed.cache import SampleCache, name_of
+from datasets.kspeed.drop_in import KSpeedCallable, KSpeedFolder
+from datasets.kspeed.memcached import NOT_STORED, STORED, TOO_LARGE
+from datasets.kspeed.samples import through_cache
+
+__all__ = [
+    "NOT_STORED", "STORED", "TOO_LARGE", "KSpeedCallable", "KSpeedFolder", "KSpeedImageFolder", "SampleCache", "name_of",
+    "samples", "through_cache",
+]  # fmt: skip
 
 
-def __getattr__(name):
-    """KSpeedImageFolder is made when it is first asked for: it needs torchvision, and nothing else here does."""
+def __getattr__(name: str) -> Any:
+    """KSpeedImageFolder is made when it is first used: it needs torchvision, and nothing else here does."""
     if name == "KSpeedImageFolder":
-        from datasets.kspeed import samples
+        from datasets.kspeed import drop_in
 
-        return samples.KSpeedImageFolder
+        return drop_in.image_folder()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

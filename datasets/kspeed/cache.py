@@ -1,7 +1,7 @@
-"""A cache of samples over a fleet of memcached servers: many jobs and nodes read a file once, and then from memory.
+"""A cache of samples over several memcached servers: many jobs and nodes read a file from storage once, and then from memory.
 
-The cache is never needed. Whatever a server does (dies, hangs, forgets, lies), an operation ends within its deadline, a wrong
-value is a miss, a server that is no help is left alone for a while, and one line says so. Nothing is ever unpickled.
+No job depends on the cache. Whatever a server does (dies, hangs, loses or changes values), an operation ends within its
+deadline, a wrong value is a miss, a server that fails is not asked for a while, and one line says so. Nothing is unpickled.
 """
 
 import hashlib
@@ -10,39 +10,48 @@ import mmap
 import os
 import threading
 import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional, Union
 
 from common.errors import UserError, one_line
 from datasets.kspeed import memcached
 from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Unfit
 
 PORT = 11211
-FEW = 3  # wrong answers until a server is left alone
+MOST_WRONG = 3  # wrong answers until a server is left alone
 MAGIC = b"ARC1"
-ADDRESS = 20  # bytes of a hashed key
+HASHED_KEY = 20  # bytes
+
+Server = tuple[str, int]  # host, port
+Servers = Union[str, Sequence[str], None]  # "host:port,host:port", or a list of host:port
+Key = Union[str, bytes]
 
 
 class SampleCache:
-    """get and set, for threads, forked workers (each has connections of its own) and spawned ones (it can be pickled)."""
+    """get and set, for threads and forked processes (each with its own connections) and spawned ones (it can be pickled)."""
 
-    def __init__(self, servers, user=None, password=None, deadline=0.05):
+    def __init__(self, servers: Servers, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05):
         try:
             import pymemcache  # noqa: F401
         except ImportError:
             raise UserError("the sample cache needs pymemcache: pip install .[cache]") from None
         if (user is None) != (password is None):
-            raise UserError("a cache with a login needs both the user and the password, and one without needs neither")
+            raise UserError("a cache with a login needs both the user and the password, and a cache without needs neither")
         if any(character.isspace() for character in f"{user}{password}"):
-            raise UserError("the user and the password of the cache may hold no space: memcached takes it for their border")
+            raise UserError(
+                "the user or the password of the cache contains a space: memcached takes that for the end of the user; "
+                "choose others"
+            )
         self.servers, self.deadline = addresses(servers), deadline
-        self.login = user and f"{user} {password}".encode()
-        self.too_large = {}  # {server: the smallest size that it refused}
+        self.login = f"{user} {password}".encode() if user else None
+        self.too_large: dict[Server, int] = {}  # the smallest size that each server refused
         self._secret = hashlib.sha256(password.encode()).digest() if password else b""
         self._start()
 
     def _start(self):
-        self._said = mmap.mmap(-1, len(self.servers))  # a byte each, shared with forked workers: an outage is said once
+        self._said = mmap.mmap(-1, len(self.servers))  # a byte each, shared with forked workers: they report an outage once
         self._wrong = dict.fromkeys(self.servers, 0)
-        self._no_help = set()
+        self._failing: set[Server] = set()
         self._start_process()
 
     def _start_process(self):
@@ -55,56 +64,56 @@ class SampleCache:
         vars(self).update(state)
         self._start()
 
-    def get(self, key):
+    def get(self, key: Key) -> Optional[bytes]:
         """The sample, or None."""
         return self.get_many([key])[key]
 
-    def get_many(self, keys):
-        """{key: the sample, or None}; one request to a server for all that it may have."""
-        named = {key: self._named(key) for key in keys}
-        found = self._fleet().get_many([address for address, _ in named.values()], seals=dict(named.values()))
-        return {key: found.get(address) for key, (address, _) in named.items()}
+    def get_many(self, keys: Iterable[Key]) -> dict[Any, Optional[bytes]]:
+        """{key: the sample, or None}; one request to each server for all that it may have."""
+        hashed = {key: self._hashed(key) for key in keys}
+        samples = self._fleet().get_many([name for name, _ in hashed.values()], seals=dict(hashed.values()))
+        return {key: samples.get(name) for key, (name, _) in hashed.items()}
 
-    def set(self, key, content):
-        """STORED, TOO_LARGE or NOT_STORED, of which a job needs to know nothing."""
+    def set(self, key: Key, content: bytes) -> str:
+        """STORED, TOO_LARGE or NOT_STORED; a job may ignore it."""
         if len(content) > LARGEST:
             return TOO_LARGE
-        address, seal = self._named(key)
-        return self._fleet().set(address, self.header(seal, content) + content) or NOT_STORED
+        name, seal = self._hashed(key)
+        return self._fleet().set(name, self.header(seal, content) + content) or NOT_STORED
 
-    def has(self, key):
-        """Whether there is something under this key; it is neither transferred nor verified."""
-        return bool(self._fleet().touch(self._named(key)[0]))
+    def has(self, key: Key) -> bool:
+        """Whether a value is stored under this key; it is neither transferred nor verified."""
+        return bool(self._fleet().touch(self._hashed(key)[0]))
 
-    def delete(self, key):
+    def delete(self, key: Key) -> bool:
         """Whether there was something to delete."""
-        return bool(self._fleet().delete(self._named(key)[0]))
+        return bool(self._fleet().delete(self._hashed(key)[0]))
 
-    def status(self):
-        """{server: what memcached says of itself, or None}"""
-        found = {}
+    def status(self) -> dict[Server, Optional[dict[str, Any]]]:
+        """The statistics of each server; None where it does not answer."""
+        statistics = {}
         for client in self._fleet().clients.values():
             client.socket_module.begin()
             try:
-                found[client.server] = {name.decode(): value for name, value in client.stats().items()}
+                statistics[client.server] = {name.decode(): value for name, value in client.stats().items()}
             except Exception:
-                found[client.server] = None
-        return found
+                statistics[client.server] = None
+        return statistics
 
-    def unreached(self):
-        """The servers that were no help the last time they were asked in this process."""
-        return [server for server in self.servers if server in self._no_help]
+    def unreached(self) -> list[Server]:
+        """The servers that failed when this process last asked them."""
+        return [server for server in self.servers if server in self._failing]
 
     # --- Keys and values ---
 
-    def _named(self, key):
-        """(the key that the server sees, the secret of this key's checksum): no key of ours can hold a command."""
+    def _hashed(self, key):
+        """(the name of this key on the server, the seal: the secret of its checksum). A hash cannot contain a command."""
         key = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
-        digest = hashlib.blake2b(key, digest_size=ADDRESS + 32, key=self._secret, person=b"anyrank sample").digest()
-        return digest[:ADDRESS].hex(), digest[ADDRESS:]
+        digest = hashlib.blake2b(key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample").digest()
+        return digest[:HASHED_KEY].hex(), digest[HASHED_KEY:]
 
-    def header(self, seal, content):
-        """What has to stand before this content under this key; without the password nobody else can write it."""
+    def header(self, seal: bytes, content: bytes) -> bytes:
+        """What is stored before this content under this key; it cannot be made without the password, where there is one."""
         if self._secret:
             checksum = hmac.digest(seal, content, "sha256")[:16]
         else:
@@ -116,15 +125,15 @@ class SampleCache:
     def _fleet(self):
         if self._process != os.getpid():
             self._start_process()
-        mine = getattr(self._thread, "fleet", None)
-        if mine is None:
-            mine = self._thread.fleet = memcached.connect(self)
-        mine.network.begin()
-        return mine
+        if not hasattr(self._thread, "fleet"):
+            self._thread.fleet = memcached.connect(self)
+        fleet = self._thread.fleet
+        fleet.network.begin()
+        return fleet
 
-    def answered(self, server):
-        """On a new connection: an outage is over, whichever process has spoken of it."""
-        self._no_help.discard(server)
+    def answered(self, server: Server) -> None:
+        """On a new connection: an outage is over, whichever process reported it."""
+        self._failing.discard(server)
         place = self.servers.index(server)
         with self._lock:
             said = self._said[place] & DOWN
@@ -132,24 +141,24 @@ class SampleCache:
         if said:
             print(f"cache server {name_of(server)} answers again", flush=True)
 
-    def is_down(self, server, error):
-        self._no_help.add(server)
+    def is_down(self, server: Server, error: Exception) -> None:
+        self._failing.add(server)
         what = f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {LEFT_ALONE} s"
         self._say(server, DOWN, what)
 
-    def is_wrong(self, server, error):
-        """One wrong answer is a miss; after a few the server is left alone, here and whenever it does so again."""
+    def is_wrong(self, server: Server, error: Union[Exception, str]) -> None:
+        """One wrong answer is a miss; after every MOST_WRONG of them the server is left alone for a while."""
         self._wrong[server] += 1
-        if self._wrong[server] % FEW == 0:
+        if self._wrong[server] % MOST_WRONG == 0:
             self.leave_alone(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
 
-    def leave_alone(self, server, kind, what):
-        self._no_help.add(server)
+    def leave_alone(self, server: Server, kind: int, what: str) -> None:
+        self._failing.add(server)
         self._say(server, kind, what)
         raise Unfit(what)
 
-    def asks_nobody(self, server):
-        self._say(server, OPEN, "asks for no password: whoever reaches it can read and delete what it holds")
+    def asks_nobody(self, server: Server) -> None:
+        self._say(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
 
     def _say(self, server, kind, what):
         place = self.servers.index(server)
@@ -160,22 +169,22 @@ class SampleCache:
             print(f"warning: cache server {name_of(server)} {what}", flush=True)
 
 
-def addresses(iplist):
-    """[(host, port)] of "host:port,host:port" or a list of such words; the port is memcached's own where none is given."""
-    words = iplist.split(",") if isinstance(iplist, str) else iplist or []
-    found = []
-    for word in filter(None, (word.strip() for word in words)):
-        host, colon, port = word.rpartition(":")
-        if not colon or word.endswith("]"):
-            host, port = word, str(PORT)
+def addresses(iplist: Servers) -> list[Server]:
+    """[(host, port)], without duplicates; a server without a port has memcached's own."""
+    entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
+    servers = []
+    for entry in filter(None, (entry.strip() for entry in entries)):
+        host, colon, port = entry.rpartition(":")
+        if not colon or entry.endswith("]"):
+            host, port = entry, str(PORT)
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not host or any(character.isspace() for character in host) or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"{one_line(word)!r} is no cache server: give host:port, several with commas between them")
-        found.append((host, int(port)))
-    if not found:
+            raise UserError(f"{one_line(entry)!r} is no cache server: give host:port, several with commas between them")
+        servers.append((host, int(port)))
+    if not servers:
         raise UserError("no cache server is given: give host:port, several with commas between them, or set KSPEED_IPLIST")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(servers))
 
 
-def name_of(server):
+def name_of(server: Server) -> str:
     return "{}:{}".format(*server)

@@ -1,44 +1,30 @@
-"""Photographs through a sample cache that jobs and nodes share, under the names and call forms of Alibaba's KSpeed.
+"""Photographs as samples of the shared cache: their keys, a Tree that reads through the cache, and filling it in advance.
 
-    data_set = KSpeedImageFolder("imagenet/train", None, 5, "host:11211,host2:11211", user, password, transform)
-
-instead of torchvision's ImageFolder. A sample's key holds its name, size and time of change, so that a changed file is read
-again. Where the vendor's own package is installed, `engine` gives that instead.
+A sample's key holds its name, size and time of change, so that a changed file is read again. Where Alibaba's own KSpeed package
+is installed, through_cache reads through its service instead.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import io
 import os
-import sys
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
+from typing import Any, Callable, Optional, Union
 
 from common.errors import UserError
-from datasets.kspeed.cache import SampleCache
+from datasets.kspeed.cache import SampleCache, Servers
 from datasets.kspeed.memcached import NOT_STORED
 from datasets.photos import tree
 
 THREADS = 16
-AT_ONCE = 1024  # images handed to the threads
-THERE, UNREADABLE = "there", "unreadable"  # what else may come of an image, beside what SampleCache.set says
+QUEUED = 1024  # images handed to the threads at a time
+THERE, UNREADABLE = "there", "unreadable"  # outcomes for an image, besides those of SampleCache.set
 
 
-def engine():
-    """The module with the KSpeedFolder and KSpeedImageFolder to use: the vendor's, which speaks to his service, or this."""
-    try:
-        import kspeed.utils.data.kspeeddataset as vendors
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("kspeed"):
-            raise
-        return sys.modules[__name__]
-    return vendors
-
-
-def open_cache(iplist=None, user=None, password=None, deadline=0.05):
+def open_cache(
+    iplist: Servers = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
+) -> SampleCache:
     """The cache of these servers; what is not given comes from KSPEED_IPLIST and, for a user, KSPEED_PASSWORD."""
     if user and not password:
         password = os.environ.get("KSPEED_PASSWORD")
@@ -47,220 +33,147 @@ def open_cache(iplist=None, user=None, password=None, deadline=0.05):
     return SampleCache(iplist or os.environ.get("KSPEED_IPLIST"), user or None, password or None, deadline)
 
 
+def vendors_folder() -> Optional[type]:
+    """KSpeedFolder of Alibaba's own package; None where that is not installed."""
+    try:
+        from kspeed.utils.data.kspeeddataset import KSpeedFolder  # pyright: ignore[reportMissingImports] (in no registry)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("kspeed"):
+            raise
+        return None
+    return KSpeedFolder
+
+
 # --- One sample --------------------------------------------------------------------------------------------------------
 
 
-def sample_key(root, path, about):
-    """Also with the names of root and of the folder around it: train and val may hold files of one name, size and time."""
+def sample_key(root: str, path: str, info: os.stat_result) -> str:
+    """Also with the names of root and of its parent folder: train and val may hold files of the same name, size and time."""
     name = path[len(root) + 1 :] if path.startswith(root + os.sep) else os.path.relpath(path, root)
-    return f"{_place(root)}\0{name}\0{about.st_size}\0{about.st_mtime_ns}"
+    return f"{_last_two_names(root)}\0{name}\0{info.st_size}\0{info.st_mtime_ns}"
 
 
 @functools.lru_cache(maxsize=64)
-def _place(root):
+def _last_two_names(root):
     return os.sep.join(os.path.abspath(root).split(os.sep)[-2:])
 
 
-def read_through(cache, root, path, read, asked=None):
-    """The bytes of a file below root, from the cache, or by `read`, which fills it. `asked`: what the cache gave before."""
-    about = os.stat(path)
-    key = sample_key(root, path, about)
-    content = asked.pop(key) if asked and key in asked else cache.get(key)
-    if content is None or len(content) != about.st_size:
+def read_through(
+    cache: SampleCache,
+    root: str,
+    path: str,
+    read: Callable[[], bytes],
+    prefetched: Optional[dict[str, Optional[bytes]]] = None,
+) -> bytes:
+    """The bytes of a file below root: from `prefetched`, else from the cache, else by `read`, and then they are cached."""
+    info = os.stat(path)
+    key = sample_key(root, path, info)
+    content = prefetched.pop(key) if prefetched and key in prefetched else cache.get(key)
+    if content is None or len(content) != info.st_size:
         content = read()
-        if _is_still(path, about, content):
+        if _is_unchanged(path, info, content):
             cache.set(key, content)
     return content
 
 
-def _is_still(path, about, content):
-    """Whether the content is that of the file as it was: nothing is kept of one that is being written."""
+def _is_unchanged(path, info, content):
+    """Whether the content is that of the file as it was: a file that is being written is not cached."""
     try:
         now = os.stat(path)
     except OSError:
         return False
-    return len(content) == about.st_size == now.st_size and about.st_mtime_ns == now.st_mtime_ns
+    return len(content) == info.st_size == now.st_size and info.st_mtime_ns == now.st_mtime_ns
 
 
-def _read(path):
+def read_file(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
 
 
-# --- What a job uses ---------------------------------------------------------------------------------------------------
+# --- The samples of a job ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class CachedTree(tree.Tree):
-    """A Tree whose photographs come through a cache."""
+    """A Tree whose photographs are read through a cache."""
 
     in_files = False
 
     cache: SampleCache
-    asked: dict = dataclasses.field(default_factory=dict, repr=False)
+    prefetched: dict[str, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, files, cache):
+    def of(cls, files: tree.Tree, cache: SampleCache) -> "CachedTree":
         return cls(**vars(files), cache=cache)
 
-    def expect(self, numbers):
-        """One request for several costs less than one for each: for the servers, and for whoever waits for them."""
+    def expect(self, numbers: Iterable[int]) -> None:
+        """One request for many samples costs the servers and the caller less than one for each."""
         paths, keys = [self.path(number) for number in numbers], []
         for path in paths:
-            with contextlib.suppress(OSError):  # whoever reads it will say so
+            with contextlib.suppress(OSError):  # read() will raise it
                 keys.append(sample_key(self.folder, path, os.stat(path)))
-        self.asked = self.cache.get_many(keys)
+        self.prefetched = self.cache.get_many(keys)
 
-    def read(self, number):
+    def read(self, number: int) -> bytes:
         read = functools.partial(super().read, number)
-        return read_through(self.cache, self.folder, self.path(number), read, self.asked)
+        return read_through(self.cache, self.folder, self.path(number), read, self.prefetched)
 
 
 @dataclasses.dataclass
 class VendorsTree(tree.Tree):
-    """A Tree whose photographs come from the vendor's service."""
+    """A Tree whose photographs are read through the vendor's service."""
 
     in_files = False
 
-    login: tuple  # iplist, user, password
+    client: type  # the vendor's KSpeedFolder
+    login: tuple[Optional[str], Optional[str], Optional[str]]  # iplist, user, password
 
-    def read(self, number):
-        return _vendors_folder(os.getpid(), self.folder, self.login).getBIN(self.path(number))
+    def read(self, number: int) -> bytes:
+        return _connected(os.getpid(), self.client, self.folder, self.login).getBIN(self.path(number))
 
 
 @functools.lru_cache(maxsize=8)
-def _vendors_folder(_process, root, login):
-    """A client of each process's own."""
-    return engine().KSpeedFolder(root, None, THREADS, *login)
+def _connected(_process, client, root, login):
+    """One client for each process: a forked worker does not share its parent's."""
+    return client(root, None, THREADS, *login)
 
 
-def through_cache(files, iplist=None, user=None):
-    """The Tree, read through the vendor's service where its package is, else through memcached."""
-    if engine() is sys.modules[__name__]:
+def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None) -> Union[CachedTree, VendorsTree]:
+    """The Tree, read through the vendor's service where its package is installed, else through memcached."""
+    client = vendors_folder()
+    if client is None:
         return CachedTree.of(files, open_cache(iplist, user))
-    return VendorsTree(**vars(files), login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
+    return VendorsTree(**vars(files), client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
 
 
-class KSpeedFolder:
-    """The files below a folder. A path is what `open` would take."""
-
-    def __init__(self, root, fileset=None, workers=0, iplist=None, user=None, password=None):
-        if fileset is not None:
-            raise UserError("the second argument of KSpeedFolder and KSpeedImageFolder has no meaning here: give None")
-        self.root, self.workers = os.path.expanduser(os.fspath(root)), workers
-        self.cache = open_cache(iplist, user, password)
-
-    def getBIN(self, path):
-        """The bytes of a file."""
-        return read_through(self.cache, self.root, path, functools.partial(_read, path))
-
-    def getPIL(self, path):
-        """The picture, in RGB, as ImageFolder gives it."""
-        from PIL import Image
-
-        with Image.open(io.BytesIO(self.getBIN(path))) as picture:
-            return picture.convert("RGB")
-
-    def size(self, path):
-        return os.stat(path).st_size
-
-    def preload(self, paths):
-        """Put the files into the cache, `workers` at a time, before the first epoch asks for them."""
-        collections.deque(for_each(self.root, paths, self.workers or THREADS, functools.partial(put, self.cache)), maxlen=0)
+# --- Filling the cache -------------------------------------------------------------------------------------------------
 
 
-def __getattr__(name):
-    """KSpeedImageFolder is made when it is first asked for: it needs torchvision, and this module does not."""
-    if name == "KSpeedImageFolder":
-        return _image_folder()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@functools.cache
-def _image_folder():
-    from torchvision.datasets import ImageFolder
-
-    class KSpeedImageFolder(ImageFolder):
-        """torchvision's ImageFolder, read through the cache. `workers` is the number of threads of preload()."""
-
-        def __init__(self, root, fileset=None, workers=0, iplist=None, user=None, password=None, transform=None):
-            self.folder = KSpeedFolder(root, fileset, workers, iplist, user, password)
-            super().__init__(root, transform=transform, loader=self.folder.getPIL)
-
-        def preload(self):
-            self.folder.preload([path for path, _ in self.samples])
-
-    KSpeedImageFolder.__qualname__ = "KSpeedImageFolder"  # where pickle finds it
-    return KSpeedImageFolder
-
-
-class KSpeedCallable(KSpeedFolder):
-    """The (bytes, label) of each sample for DALI's fn.external_source(parallel=True, batch=False, num_outputs=2).
-
-    In every epoch all files are in a new order, of which each shard takes its part; what makes no whole batch is left out.
-    """
-
-    def __init__(self, root, batch_size, shard_id=0, num_shards=1, iplist=None, user=None, password=None):
-        super().__init__(root, iplist=iplist, user=user, password=password)
-        self._login = iplist, user, password
-        files = tree.load(self.root)
-        self.files, self.labels = files.names, files.labels
-        shard_size = len(self.files) // num_shards
-        self.shard_offset = shard_size * shard_id
-        self.full_iters = shard_size // batch_size
-        if self.full_iters == 0:
-            raise UserError(f"{root}: {len(self.files)} images make no batch of {batch_size} for each of {num_shards} shards")
-        self.dataset = self.perm = self.last_seen_epoch = None
-
-    def load(self):
-        """In DALI's worker process, at its first sample."""
-        folder = engine().KSpeedFolder
-        self.dataset = self if folder is KSpeedFolder else folder(self.root, None, self.workers, *self._login)
-
-    def __call__(self, sample_info):
-        if self.dataset is None:
-            self.load()
-        if sample_info.iteration >= self.full_iters:
-            raise StopIteration
-        if self.last_seen_epoch != sample_info.epoch_idx:
-            self.last_seen_epoch = sample_info.epoch_idx
-            self.perm = np.random.default_rng(seed=42 + sample_info.epoch_idx).permutation(len(self.files))
-        number = self.perm[sample_info.idx_in_epoch + self.shard_offset]
-        content = self.dataset.getBIN(os.path.join(self.root, self.files[number]))
-        return np.frombuffer(content, dtype=np.uint8), np.array([self.labels[number]], dtype=np.int32)
-
-
-# --- Many samples ------------------------------------------------------------------------------------------------------
-
-
-def image_paths(root):
+def image_paths(root: str) -> list[str]:
     """Every file below root with the name of an image."""
-    return [
-        os.path.join(folder, name)
-        for folder, _, names in sorted(os.walk(root, followlinks=True))
-        for name in sorted(names)
-        if name.lower().endswith(tree.EXTENSIONS)
-    ]
+    return [os.path.join(root, name) for name in tree.images_below(root)]
 
 
-def for_each(root, paths, threads, function):
-    """(what `function` says of its key, path and state, bytes) of each file, in order, so many at a time."""
+def for_each(
+    root: str, paths: Sequence[str], threads: int, function: Callable[[str, str, os.stat_result], Any]
+) -> Iterator[tuple[Any, int]]:
+    """(what `function` returns for a file's key, path and stat, its bytes) of each file, in order, by `threads` threads."""
 
     def one(path):
         try:
-            about = os.stat(path)
-            return function(sample_key(root, path, about), path, about), about.st_size
+            info = os.stat(path)
+            return function(sample_key(root, path, info), path, info), info.st_size
         except OSError:
             return UNREADABLE, 0
 
     with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(paths), AT_ONCE):
-            yield from pool.map(one, paths[start : start + AT_ONCE])
+        for start in range(0, len(paths), QUEUED):
+            yield from pool.map(one, paths[start : start + QUEUED])
 
 
-def put(cache, key, path, about, verify=False):
-    """THERE, or what became of putting it there. Without `verify`, what is there under its key is not read back."""
-    if len(cache.get(key) or b"") == about.st_size if verify else cache.has(key):
+def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: bool = False) -> str:
+    """THERE, or the outcome of storing the file. With `verify` a cached sample is read back, not only looked up."""
+    if len(cache.get(key) or b"") == info.st_size if verify else cache.has(key):
         return THERE
-    content = _read(path)
-    return cache.set(key, content) if _is_still(path, about, content) else NOT_STORED
+    content = read_file(path)
+    return cache.set(key, content) if _is_unchanged(path, info, content) else NOT_STORED

@@ -1,0 +1,139 @@
+"""Drop-in replacements for the classes of Alibaba's KSpeed, with its names and call forms.
+
+    data_set = KSpeedImageFolder("imagenet/train", None, 5, "host:11211,host2:11211", user, password, transform)
+
+instead of torchvision's ImageFolder. KSpeedCallable uses the vendor's own package where that is installed.
+"""
+
+import collections
+import functools
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
+
+import numpy as np
+
+from common.errors import UserError
+from datasets.kspeed import samples
+from datasets.kspeed.cache import Servers
+from datasets.photos import tree
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class KSpeedFolder:
+    """The files below a folder. Each path is one that `open` accepts."""
+
+    def __init__(
+        self,
+        root: Union[str, Path],
+        fileset: None = None,
+        workers: int = 0,
+        iplist: Servers = None,
+        user: Optional[str] = None,
+        password: Optional[str] = None,
+    ):
+        if fileset is not None:
+            raise UserError("the second argument of KSpeedFolder and KSpeedImageFolder has no meaning here: give None")
+        self.root, self.workers = os.path.expanduser(os.fspath(root)), workers
+        self.cache = samples.open_cache(iplist, user, password)
+
+    def getBIN(self, path: str) -> bytes:
+        """The bytes of a file."""
+        return samples.read_through(self.cache, self.root, path, functools.partial(samples.read_file, path))
+
+    def getPIL(self, path: str) -> "Image.Image":
+        """The picture, in RGB, as ImageFolder gives it."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.getBIN(path))) as picture:
+            return picture.convert("RGB")
+
+    def size(self, path: str) -> int:
+        return os.stat(path).st_size
+
+    def preload(self, paths: Sequence[str]) -> None:
+        """Put the files into the cache before the first epoch, `workers` at a time."""
+        put = functools.partial(samples.put, self.cache)
+        collections.deque(samples.for_each(self.root, paths, self.workers or samples.THREADS, put), maxlen=0)
+
+
+@functools.cache
+def image_folder() -> type:
+    """The class KSpeedImageFolder."""
+    from torchvision.datasets import ImageFolder
+
+    class KSpeedImageFolder(ImageFolder):
+        """torchvision's ImageFolder, read through the cache. `workers` is the number of threads of preload()."""
+
+        def __init__(
+            self,
+            root: Union[str, Path],
+            fileset: None = None,
+            workers: int = 0,
+            iplist: Servers = None,
+            user: Optional[str] = None,
+            password: Optional[str] = None,
+            transform: Optional[Callable] = None,
+        ):
+            self.folder = KSpeedFolder(root, fileset, workers, iplist, user, password)
+            super().__init__(root, transform=transform, loader=self.folder.getPIL)
+
+        def preload(self) -> None:
+            self.folder.preload([path for path, _ in self.samples])
+
+    # pickle looks the class up under these names.
+    KSpeedImageFolder.__module__, KSpeedImageFolder.__qualname__ = "datasets.kspeed", "KSpeedImageFolder"
+    return KSpeedImageFolder
+
+
+class KSpeedCallable(KSpeedFolder):
+    """The (bytes, label) of each sample for DALI's fn.external_source(parallel=True, batch=False, num_outputs=2).
+
+    Every epoch has its own order of all files. Each shard takes its part of it; an incomplete last batch is left out.
+    """
+
+    def __init__(
+        self,
+        root: Union[str, Path],
+        batch_size: int,
+        shard_id: int = 0,
+        num_shards: int = 1,
+        iplist: Servers = None,
+        user: Optional[str] = None,
+        password: Optional[str] = None,
+    ):
+        super().__init__(root, iplist=iplist, user=user, password=password)
+        self._login = iplist, user, password
+        files = tree.load(self.root)
+        self.files, self.labels = files.names, files.labels
+        shard_size = len(self.files) // num_shards
+        self.shard_offset = shard_size * shard_id
+        self.full_iters = shard_size // batch_size
+        if self.full_iters == 0:
+            raise UserError(
+                f"{root}: {len(self.files)} images make no batch of {batch_size} for each of {num_shards} shards: "
+                "give a smaller batch_size or fewer shards"
+            )
+        self.dataset = None  # its getBIN reads the samples
+        self.perm, self.last_seen_epoch = np.empty(0, np.int64), None
+
+    def load(self) -> Any:
+        """The vendor's KSpeedFolder, or this one. Called in DALI's worker process, before its first sample."""
+        vendors = samples.vendors_folder()
+        return vendors(self.root, None, self.workers, *self._login) if vendors else self
+
+    def __call__(self, sample_info: Any) -> tuple[np.ndarray, np.ndarray]:
+        if self.dataset is None:
+            self.dataset = self.load()
+        if sample_info.iteration >= self.full_iters:
+            raise StopIteration
+        if self.last_seen_epoch != sample_info.epoch_idx:
+            self.last_seen_epoch = sample_info.epoch_idx
+            self.perm = np.random.default_rng(seed=42 + sample_info.epoch_idx).permutation(len(self.files))
+        number = self.perm[sample_info.idx_in_epoch + self.shard_offset]
+        content = self.dataset.getBIN(os.path.join(self.root, self.files[number]))
+        return np.frombuffer(content, dtype=np.uint8), np.array([self.labels[number]], dtype=np.int32)
