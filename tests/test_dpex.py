@@ -21,8 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.errors import UserError
 from datasets import imagenet
-from datasets.dpex import cluster, link, loader
-from datasets.dpex.loader import DpexDataLoader
+from datasets.dpex import DpexDataLoader, client, iterator, own_cluster
 from datasets.photos import tree
 from datasets.sampler import EpochSampler
 from tests.jobs import ROOT, assert_same_bits, environment
@@ -127,15 +126,15 @@ TABLE = {
 @pytest.fixture(scope="module")
 def warm():
     """Two workers that go from one loader of this file to the next, as from epoch to epoch of one: it saves their start."""
-    keeper = DpexDataLoader(Squares(), True, "local", num_workers=2)
-    list(keeper)
-    yield keeper._links
-    del keeper
+    kept = DpexDataLoader(Squares(), True, "local", num_workers=2)
+    list(kept)
+    yield kept._idle_workers
+    del kept
 
 
 def loader(warm, data, **how):
     made = DpexDataLoader(data, True, "local", num_workers=2, **how)
-    made._links = warm
+    made._idle_workers = warm
     return made
 
 
@@ -178,6 +177,12 @@ def assert_same_batches(one, other):
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("name", ["bridge", "pool", "cluster", "own_cluster", "wire"])
+def test_what_talks_to_ray_imports_neither_torch_nor_ray_at_its_start(name):
+    script = f"import datasets.dpex.{name}, sys; print(*{{'torch', 'ray'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, env=environment(), text=True) == "\n"
+
+
 def test_the_signature_is_that_of_the_article_and_torchs():
     names = list(inspect.signature(DpexDataLoader).parameters)
     torchs = list(inspect.signature(DataLoader).parameters)
@@ -185,7 +190,7 @@ def test_the_signature_is_that_of_the_article_and_torchs():
     assert issubclass(DpexDataLoader, DataLoader)
     with pytest.raises(ValueError, match="mutually exclusive"):
         DpexDataLoader(Squares(), True, shuffle=True, sampler=[1])
-    with pytest.raises(UserError, match="'local' goes on"):
+    with pytest.raises(UserError, match="neither 'local' nor 'stop'"):
         DpexDataLoader(Squares(), True, num_workers=1, head_lost="hope")
 
 
@@ -294,13 +299,13 @@ class Large(Squares):
 
 def test_large_batches_are_asked_for_by_their_bytes(warm, monkeypatch):
     """Ten times what may be on its way, kept by the reader or not: no more than the window is ever asked for."""
-    monkeypatch.setattr(loader, "WINDOW_BYTES", 9_000_000)
+    monkeypatch.setattr(iterator, "WINDOW_BYTES", 9_000_000)
     batches, most = iter(loader(warm, Large(), prefetch_factor=8)), 0
     kept = []
     for number, batch in enumerate(batches):
         assert (batch == number).all()
         kept.append(batch)
-        most = max(most, len(batches._asked) + len(batches._arrived))
+        most = max(most, len(batches._requested) + len(batches._arrived))
     assert len(kept) == 23 and most == 2
 
 
@@ -323,11 +328,10 @@ def eventually(condition, seconds=60):
 SCRIPT = """
 import gc, os, sys, threading
 from tests.test_dpex import Squares
-from datasets import raylink
-from datasets.dpex import DpexDataLoader
+from datasets.dpex import DpexDataLoader, client
 from datasets.sampler import EpochSampler
 
-keeper = DpexDataLoader(Squares(), True, "local", num_workers=1)
+kept = DpexDataLoader(Squares(), True, "local", num_workers=1)
 for number in range(20):
     made = DpexDataLoader(Squares(), True, "local", num_workers=1)
     if number % 5 == 0:
@@ -335,18 +339,18 @@ for number in range(20):
     if number == 5:
         before = len(os.listdir("/proc/self/fd")), threading.active_count()
 assert (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before
-process = link.porter("local")._process
+process = client.bridge("local").process
 assert process.poll() is None
-del made, keeper
+del made, kept
 gc.collect()
 assert process.poll() is not None
 again = DpexDataLoader(Squares(), True, "local", num_workers=1)
-assert len(list(again)) == 23 and link.porter("local")._process.pid != process.pid
+assert len(list(again)) == 23 and client.bridge("local").process.pid != process.pid
 """
 
 
 def test_of_20_loaders_nothing_is_left():
-    """Their workers end with them, with the last of them the porter, and with the porter the cluster and its folder."""
+    """Their workers end with them, with the last of them the bridge process, and with that the cluster and its folder."""
     folder = tempfile.mkdtemp(prefix="dpex")  # a short name: Ray's sockets are in it
     script = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=folder), capture_output=True, text=True, timeout=200)
@@ -355,23 +359,23 @@ def test_of_20_loaders_nothing_is_left():
     eventually(lambda: not [name for name in os.listdir(folder) if name.startswith("anyrank")])
 
 
-def test_our_own_cluster_listens_on_the_loopback_alone_and_wants_a_token(warm, tmp_path):
+def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm, tmp_path):
     """Every port that Ray's processes listen on, as the kernel says; and somebody who comes without the token."""
-    port = link.porter("local")
-    found = Path(tempfile.gettempdir()).glob("anyrank-ray-*/address")
-    keeper = next(path for path in found if path.read_text() == port.address)
-    assert keeper.parent.stat().st_mode & 0o777 == 0o700
-    assert (keeper.parent / "token").stat().st_mode & 0o777 == 0o600
-    head = next(pid for pid, words in commands().items() if "gcs_server" in words and port.address in listening(pid))
-    keeper_process = parent(head)
-    processes = [pid for pid in commands() if keeper_process in (pid, parent(pid), parent(parent(pid)))]
+    bridge = client.bridge("local")
+    addresses = Path(tempfile.gettempdir()).glob("anyrank-ray-*/address")
+    folder = next(path.parent for path in addresses if path.read_text() == bridge.address)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600
+    head = next(pid for pid, words in commands().items() if "gcs_server" in words and bridge.address in listening(pid))
+    owner = parent(head)
+    processes = [pid for pid in commands() if owner in (pid, parent(pid), parent(parent(pid)))]
     assert len(processes) > 5
     addresses = {address for pid in processes for address in listening(pid)}
     assert addresses and all(address.startswith("127.") for address in addresses), addresses
-    script = f"import ray; ray.init(address='{port.address}')"
+    script = f"import ray; ray.init(address='{bridge.address}')"
     words = [sys.executable, "-c", script]
     with subprocess.Popen(
-        words, cwd=tmp_path, env=environment(**cluster.LOOPBACK), stderr=subprocess.PIPE, text=True
+        words, cwd=tmp_path, env=environment(**own_cluster.LOOPBACK), stderr=subprocess.PIPE, text=True
     ) as stranger:
         said = next((line for line in stranger.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
         refused = stranger.poll() is None or stranger.returncode  # it would try for a minute

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import TrainingFailed
-from datasets.dpex.loader import DpexDataLoader
+from datasets.dpex import DpexDataLoader
 from tests.jobs import assert_same_bits, command, environment, final_state
 from tests.ranks import TWO
 from tests.rayhosts import RayHosts

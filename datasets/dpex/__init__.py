@@ -1,10 +1,15 @@
-"""torch's DataLoader with its workers on the machines of a Ray cluster."""
+"""How do other machines help to make batches? As workers on a Ray cluster, through a replacement for torch's DataLoader."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets.dpex.loader import DpexDataLoader, add_options, batches, cifar_loader
 
 __all__ = ["DpexDataLoader", "add_options", "batches", "cifar_loader"]
 
 
-def __getattr__(name):
-    """Made when first asked for: the processes of this room that talk to Ray have no use for torch."""
+def __getattr__(name: str) -> Any:
+    """Imported when first used, because they need torch: the processes that talk to Ray start faster without it."""
     if name in __all__:
         from datasets.dpex import loader
 

@@ -1,106 +1,83 @@
-"""Which Ray cluster datasets.dpex works on: one that the user started, or one of its own on this machine.
+"""The Ray cluster of a loader: join the user's own or the one that we start, place workers on its nodes."""
 
-One of its own is shared by the ranks of this machine. It belongs to a keeper, a process that starts it and ends it when the
-last of them has gone, however they went: each holds a lock on a file, and the kernel lets go of it with the process. It listens
-on the loopback interface alone, wants a token of everybody, and has no dashboard.
-"""
-
-import atexit
-import contextlib
-import fcntl
-import functools
-import hashlib
 import inspect
-import json
+import logging
 import os
-import secrets
-import shutil
 import socket
-import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO, Any, Optional
 
 from common.errors import UserError
+from datasets.dpex import own_cluster
 
-START_SECONDS = 120
 REACH_SECONDS = 2.0
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray's switch for a node that is nobody's but this machine's
-PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
-def connect(head_address, leader):
-    """Join the cluster; (its address, whether it is our own, what must be kept open for as long as we use it).
-
-    `leader`: the process whose ranks share one of our own.
-    """
+def connect(head_address: str, leader: int) -> "Cluster":
+    """Join the cluster. `leader`: the process whose ranks share a cluster of our own."""
     address = _users_address(head_address)
-    if address:
-        _need_token()
-        if not reachable(address):
-            raise UserError(f"nobody listens at {address}: give the address of the Ray cluster's head, host:port, or 'local'")
-        if address.startswith(("127.", "localhost:")):
-            os.environ.update(LOOPBACK)  # else Ray would look for it at this machine's other address
-        _init(address, own=False)
-        return address, False, None
-    folder = _own_folder(int(leader))
-    lock = _join(folder)
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's; Ray would prefer it
-    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK})
-    address = (folder / "address").read_text()
-    _init(address, own=True)
-    return address, True, lock
+    if address is None:
+        address, lock = own_cluster.join(leader)
+        _init(address, own=True)
+        return Cluster(address, True, lock)
+    _require_token()
+    if not reachable(address):
+        raise UserError(
+            f"no Ray cluster answers at {address}: set head_address or RAY_ADDRESS to the host:port of its head, or to 'local'"
+        )
+    if address.startswith(("127.", "localhost:")):
+        os.environ.update(own_cluster.LOOPBACK)  # else Ray would look for it at this machine's external address
+    _init(address, own=False)
+    return Cluster(address, False)
 
 
 def _init(address, own):
-    os.environ.update(QUIET)
-    import logging
-
+    os.environ.update(own_cluster.QUIET)
     try:
         import ray
     except ImportError:
-        raise UserError("Ray is missing: pip install .[ray], or take a job or backend without") from None
+        raise UserError("Ray is missing: pip install .[ray], or choose a job or --data_backend without Ray") from None
     if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 52):
-        raise UserError(f"Ray {ray.__version__} cannot ask for a token: pip install 'ray>=2.52'")
+        raise UserError(f"Ray {ray.__version__} does not support tokens: pip install 'ray>=2.52'")
     try:
         ray.init(address=address, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
             f"cannot join the Ray cluster at {address}: {reason}; this machine has to be a node of it (ray start --address "
-            f"{address}), with the same token" + (" (its own cluster)" if own else "")
+            f"{address}) and use the same token" + (" (the cluster was started by this job)" if own else "")
         ) from None
 
 
 def _users_address(head_address):
-    """Where the user's cluster is, or None: then there is none, and we start our own."""
+    """Where the user's cluster is; None: there is none, and we start our own."""
     if head_address not in ("auto", "local", None):
         return head_address
-    asked = os.environ.get("RAY_ADDRESS", "auto")
-    if head_address == "auto" and asked != "auto":
-        return None if asked == "local" else asked
-    noted = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"  # by `ray start`
-    if head_address == "auto" and noted.exists() and reachable(noted.read_text().strip()):
-        return noted.read_text().strip()
+    variable = os.environ.get("RAY_ADDRESS", "auto")
+    if head_address == "auto" and variable != "auto":
+        return None if variable == "local" else variable
+    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"  # of `ray start`
+    if head_address == "auto" and note.exists() and reachable(note.read_text().strip()):
+        return note.read_text().strip()
     return None
 
 
-def _need_token():
-    """Ray runs what it is sent; so a cluster that takes it from everybody is used only where the user says so himself."""
+def _require_token():
+    """Ray runs the code that it is sent, so a cluster that accepts everybody is used only where the user says so."""
     given = "RAY_AUTH_TOKEN" in os.environ or os.path.exists(
         os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
     )
     if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token" and not given:
         raise UserError(
-            "there is no token for the Ray cluster: ray get-auth-token --generate, and the same file ~/.ray/auth_token on "
-            "every node (or RAY_AUTH_TOKEN_PATH); RAY_AUTH_MODE=disabled for a cluster without"
+            "there is no token for the Ray cluster: run ray get-auth-token --generate and copy the file ~/.ray/auth_token to "
+            "every node (or set RAY_AUTH_TOKEN_PATH); for a cluster without a token set RAY_AUTH_MODE=disabled"
         )
 
 
-def reachable(address):
-    """Whether anyone listens there: host:port, or the path of a socket."""
+def reachable(address: str) -> bool:
+    """Whether a server listens there: host:port, or the path of a socket."""
     try:
         if "/" in address:
             with socket.socket(socket.AF_UNIX) as probe:
@@ -114,26 +91,24 @@ def reachable(address):
     return True
 
 
-# --- Its nodes and workers --------------------------------------------------------------------------------------------
-
-
-def raylet(node):
+def raylet(node: dict[str, Any]) -> str:
+    """The address of the raylet of an entry of ray.nodes()."""
     return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
 
 class Cluster:
-    """Where workers can be."""
+    """A cluster that this process has joined, until it ends. `lock`: see own_cluster.join."""
 
-    def __init__(self, address, own, lock):
+    def __init__(self, address: str, own: bool, lock: Optional[IO] = None):
         self.address, self.own, self._lock = address, own, lock
 
-    def places(self, taken, count, avoid=None):
-        """`count` nodes for workers beside those that are on `taken` nodes: as many on each as its CPUs say."""
+    def choose_nodes(self, taken: Iterable[str], count: int, avoid: Optional[str] = None) -> list[str]:
+        """The nodes of `count` more workers, besides those on the `taken` nodes: in proportion to the CPUs of each."""
         import ray
 
         alive = [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]  # Ray may not know yet
         cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
-        if any(cpus.values()):  # a head without CPUs is to be left alone
+        if any(cpus.values()):  # a node declared without CPUs, usually the head, gets no worker
             cpus = {name: number for name, number in cpus.items() if number}
         if len(cpus) > 1:
             cpus.pop(avoid, None)
@@ -143,169 +118,40 @@ class Cluster:
             taken.append(chosen[-1])
         return chosen
 
-    def start_worker(self, node, paths):
-        """Asks for no CPU: how many workers there are is the user's business, and on a full cluster they must not wait."""
+    def start_worker(self, node: str, packages: Iterable[str]) -> Any:
+        """An actor on that node. It reserves no CPU: on a full cluster it would wait. The user chooses how many there are."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        how = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        if not self.own:  # its nodes may be machines that have never seen our files
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        if not self.own:  # its nodes may be machines without our files
             from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
 
             known = inspect.signature(upload_py_modules_if_needed).parameters
-            others = {"include_gitignore": True} if "include_gitignore" in known else {}
+            more: dict[str, Any] = {"include_gitignore": True} if "include_gitignore" in known else {}
             with tempfile.TemporaryDirectory() as folder:
-                how["runtime_env"] = upload_py_modules_if_needed({"py_modules": sorted(paths)}, scratch_dir=folder, **others)
-        return ray.remote(Actor).options(**how).remote()
+                modules = {"py_modules": sorted(packages)}
+                options["runtime_env"] = upload_py_modules_if_needed(modules, scratch_dir=folder, **more)
+        return ray.remote(Actor).options(**options).remote()
 
 
 class Actor:
-    """The worker, imported where it runs: this process has no use for torch."""
+    """The worker as a Ray actor. Imports torch only where it runs: the process that starts it does not need it."""
 
     def __init__(self):
         from datasets.dpex.worker import Worker
 
         self._worker = Worker()
 
-    def begin(self, parts, *how):
+    def begin(self, task: list, *how: int) -> None:
+        """`task`: a reference, in a list so that Ray does not resolve it, to the pickled task and its buffers."""
         import ray
 
-        header, *buffers = ray.get(parts[0])
+        header, *buffers = ray.get(task[0])
         self._worker.begin(header, buffers, *how)
 
-    def resume(self):
+    def resume(self) -> None:
         self._worker.resume()
 
-    def fetch(self, index):
+    def fetch(self, index: list) -> list:
         return self._worker.fetch(index)
-
-
-# --- Our own ---------------------------------------------------------------------------------------------------------------
-
-
-def _own_folder(leader):
-    """The same for all ranks that one parent started on this machine, and for nobody else."""
-    name = hashlib.sha256(f"{os.getuid()} {leader} {_started(leader)}".encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"anyrank-ray-{name}"
-
-
-def _started(process):
-    """When it was, so that another process which gets the same number later is not taken for it."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except OSError:
-        return ""
-
-
-def _join(folder):
-    """Take part in the cluster of this folder; whoever comes first starts its keeper. Returns the file that says so."""
-    with _turn(folder):
-        users = open(folder / "users", "a")  # noqa: SIM115 (open for as long as we use the cluster)
-        with open(folder / "keeper", "a") as keeper:
-            fcntl.flock(users, fcntl.LOCK_SH)  # waits where a keeper is just ending its cluster
-            try:
-                fcntl.flock(keeper, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if (folder / "address").exists():
-                    return users
-                fcntl.flock(keeper, fcntl.LOCK_EX)
-        _start_keeper(folder)
-    return users
-
-
-@contextlib.contextmanager
-def _turn(folder):
-    """One at a time; a keeper that ends takes the folder away with it."""
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-            raise UserError(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
-        with _opened(folder / "turn") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            if _is_still(folder / "turn", turn):
-                yield
-                return
-
-
-def _opened(path):
-    while True:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            return open(path, "a")
-
-
-def _is_still(path, file):
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _start_keeper(folder):
-    (folder / "address").unlink(missing_ok=True)
-    with open(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **PATIENT, **QUIET}
-    for name in ("common", "datasets"):  # a copy: the files of whoever came first may go before the cluster does
-        shutil.rmtree(folder / name, ignore_errors=True)  # of a cluster that is gone
-        shutil.copytree(os.path.join(repository(), name), folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    environ["PYTHONPATH"] = os.pathsep.join([str(folder), *(path for path in sys.path if path)])  # workers see what we see
-    with open(folder / "log", "w") as log:
-        process = start_python(__name__, str(folder), env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    deadline = time.monotonic() + START_SECONDS
-    while not (folder / "address").exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            last = ((folder / "log").read_text().strip().splitlines() or ["no word of it"])[-1][:300]
-            process.kill()
-            raise UserError(f"Ray cannot be started on this machine: {last}; see {folder}/log")
-        time.sleep(0.05)
-
-
-@functools.lru_cache(maxsize=1)
-def repository():
-    """The folder of `common` and `datasets`; a job that was bundled into one file writes them out first."""
-    sources = getattr(__spec__.loader, "sources", None)
-    if sources is None:
-        return str(Path(__file__).resolve().parents[2])
-    folder = tempfile.mkdtemp(prefix="anyrank-modules-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for place, source in sources.items():
-        path = Path(folder, place)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source, encoding="utf-8")
-    return folder
-
-
-def start_python(module, *arguments, **how):
-    """A module of ours as a process that finds what this one finds, and is not interrupted with it by Ctrl-C."""
-    begin = f"import sys; sys.path[:] = {json.dumps([repository(), *map(os.path.abspath, sys.path)])}; "
-    begin += f"from {module} import main; main(*sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", begin, *arguments], start_new_session=True, **how)
-
-
-def main(folder):
-    """The keeper."""
-    folder = Path(folder)
-    with open(folder / "keeper", "a") as keeper:
-        fcntl.flock(keeper, fcntl.LOCK_EX)
-        import ray
-
-        options = json.loads(os.environ.get("ANYRANK_RAY_OPTIONS", "{}"))  # of ray.init
-        options = {"address": "local", "include_dashboard": False, "log_to_driver": False, **options}
-        try:
-            started = ray.init(**options)
-        except Exception as error:  # Ray waits half a minute for itself, which on a busy machine may be too short
-            print("once more, because of", error, flush=True)
-            ray.shutdown()
-            started = ray.init(**options)
-        unfinished = folder / "address.unfinished"
-        unfinished.write_text(started.address_info["gcs_address"])
-        unfinished.rename(folder / "address")
-        with open(folder / "users", "a") as users:
-            fcntl.flock(users, fcntl.LOCK_EX)  # until the last of them has gone
-            (folder / "address").unlink()
-            ray.shutdown()
-            with contextlib.suppress(OSError), open(folder / "turn", "a") as turn:
-                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else somebody is about to start it anew
-                shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""What runs on the other machines for datasets.dpex: one worker of a loader, with the manners of torch's own."""
+"""One worker of a loader, as it runs on a node of the Ray cluster. It does what a worker process of torch's DataLoader does."""
 
 import contextlib
 import os
@@ -9,26 +9,27 @@ import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
-from torch.utils.data._utils import worker as torchs
+from torch.utils.data._utils import worker as torch_worker
 
 from datasets.dpex.wire import pack, unpack
 
 
 class End:
-    """In place of a batch: this worker's IterableDataset has no more."""
+    """Sent in place of a batch: this worker's IterableDataset has no more."""
 
 
 class Worker:
-    """A worker process: made once, begun at every epoch, asked for one batch after the other."""
+    """Created once; `begin` or `resume` at each epoch, then `fetch` for one batch after the other."""
 
     def __init__(self):
         torch.set_num_threads(1)
 
-    def begin(self, header, buffers, worker_id, seed, passes, skip):
-        """`passes` over an IterableDataset, and then `skip` batches: what a worker which was lost has delivered."""
+    def begin(self, header: bytes, buffers: list, worker_id: int, seed: int, passes: int, skip: int) -> None:
+        """A new copy of the data set. It replaces a lost worker, which had made `passes` over an IterableDataset and
+        delivered `skip` batches of the next."""
         self._id, self._failed = worker_id, None
         try:
-            # A copy of its own, to write into as torch's workers may: the one in the object store is the whole node's.
+            # A copy of its own, because a data set may be written to: all workers of the node share the object store's.
             self._task = unpack(header, [bytearray(buffer) for buffer in buffers])
             with contextlib.suppress(OSError):
                 os.chdir(self._task["folder"])  # paths in the data set may be relative
@@ -46,18 +47,18 @@ class Worker:
         except Exception:
             self._failed = self._wrapped()
 
-    def resume(self):
-        """Another epoch with what there is: persistent_workers."""
+    def resume(self) -> None:
+        """Another epoch with the same copy of the data set: persistent_workers."""
         task = self._task
         self._fetcher = _DatasetKind.create_fetcher(
             task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
         )
 
-    def fetch(self, index):
-        """A batch, the error that it ended in, or the End; packed."""
-        found = self._failed or self._fetch(unpack(index[0], [bytearray(buffer) for buffer in index[1:]]))
+    def fetch(self, index: list) -> list:
+        """A batch, the error that it ended in, or End; packed."""
+        batch = self._failed or self._fetch(unpack(index[0], [bytearray(buffer) for buffer in index[1:]]))
         try:
-            header, buffers, _ = pack(found)
+            header, buffers, _ = pack(batch)
         except Exception:
             header, buffers, _ = pack(self._wrapped())
         return [header, *(np.frombuffer(buffer, np.uint8) for buffer in buffers)]
@@ -74,8 +75,8 @@ class Worker:
         """As torch seeds its workers."""
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torchs._generate_state(seed - self._id, self._id))
-        torchs._worker_info = torchs.WorkerInfo(
+        np.random.seed(torch_worker._generate_state(seed - self._id, self._id))
+        torch_worker._worker_info = torch_worker.WorkerInfo(
             id=self._id, num_workers=self._task["num_workers"], seed=seed, dataset=self._task["dataset"]
         )
 
