@@ -32,8 +32,8 @@ def test_what_is_set_is_got(servers, login):
     for number in range(60):
         cache.set(f"more {number}", b"1")
     for key, content in values.items():
-        found = cache.get(key)
-        assert found == content and type(found) is bytes and cache.has(key)
+        stored = cache.get(key)
+        assert stored == content and type(stored) is bytes and cache.has(key)
     assert all(told["curr_items"] for told in cache.status().values()), "every server has a part"
     assert cache.delete("key 1") and cache.get("key 1") is None and not cache.delete("key 1")
 
@@ -250,7 +250,7 @@ def test_a_server_that_lies_does_no_harm(folder, server, capsys, lie):
     with Liar(lie) as liar:
         data = KSpeedFolder(str(folder), None, 0, f"{server.address},{liar.address}")
         data.cache, paths = patient(server, liar), images_below(folder)
-        data.preload(paths)  # of what it does not have it says so, and lies about the rest
+        data.preload(paths)  # the liar has none of it: a miss is not a lie
         data.cache = SampleCache(listed([server, liar]), deadline=0.3 if lie in TIMED else PATIENT)
         for path in paths * 3:
             assert data.getBIN(path) == Path(path).read_bytes()

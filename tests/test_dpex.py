@@ -1,4 +1,4 @@
-"""DpexDataLoader beside torch's DataLoader: what a user may expect of a loader, in the single process, in torch's workers, in Ray's."""
+"""DpexDataLoader compared with torch's DataLoader: in the single process, with torch's workers and with Ray's."""
 
 import collections
 import contextlib
@@ -149,16 +149,16 @@ def test_three_modes_give_the_same_batches(warm, name):
     makers = [lambda: loader(warm, make(), **how), lambda: DpexDataLoader(make(), False, num_workers=2, **how)]
     makers += [lambda: DataLoader(make(), num_workers=2, **how)]
     makers += [lambda: DpexDataLoader(make(), True, num_workers=0, **prefetch(how, 0))] if single else []
-    found = []
+    results = []
     for maker in makers:
         torch.manual_seed(7)
         made = maker()
-        found.append([list(made) for _ in range(2)])
-        found[-1].append(torch.rand(1))  # and they leave the generator alike
+        results.append([list(made) for _ in range(2)])
+        results[-1].append(torch.rand(1))  # and they leave the generator alike
         if not isinstance(made.dataset, IterableDataset):
-            assert len(made) == len(found[-1][0])
-    for others in found[1:]:
-        assert_same_batches(found[0], others)
+            assert len(made) == len(results[-1][0])
+    for others in results[1:]:
+        assert_same_batches(results[0], others)
 
 
 def assert_same_batches(one, other):
@@ -360,7 +360,7 @@ def test_of_20_loaders_nothing_is_left():
 
 
 def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm, tmp_path):
-    """Every port that Ray's processes listen on, as the kernel says; and somebody who comes without the token."""
+    """Every port that Ray's processes listen on, as the kernel says; and a client without the token is refused."""
     bridge = client.bridge("local")
     addresses = Path(tempfile.gettempdir()).glob("anyrank-ray-*/address")
     folder = next(path.parent for path in addresses if path.read_text() == bridge.address)
@@ -376,10 +376,10 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm
     words = [sys.executable, "-c", script]
     with subprocess.Popen(
         words, cwd=tmp_path, env=environment(**own_cluster.LOOPBACK), stderr=subprocess.PIPE, text=True
-    ) as stranger:
-        said = next((line for line in stranger.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
-        refused = stranger.poll() is None or stranger.returncode  # it would try for a minute
-        stranger.kill()
+    ) as client_process:
+        said = next((line for line in client_process.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
+        refused = client_process.poll() is None or client_process.returncode  # it would try for a minute
+        client_process.kill()
     assert said and refused
 
 
@@ -410,7 +410,7 @@ def listening(process):
 def test_the_flagships_photographs_come_in_the_same_order_to_the_same_bits_also_from_the_middle(
     tmp_path, monkeypatch, consumed
 ):
-    """--data_backend dpex on rank 1 of 2, beside the pytorch backend."""
+    """--data_backend dpex on rank 1 of 2, compared with the pytorch backend."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     draw = np.random.default_rng(0)
@@ -419,12 +419,12 @@ def test_the_flagships_photographs_come_in_the_same_order_to_the_same_bits_also_
         where.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 255, (40 + number, 60, 3), dtype=np.uint8)).save(where / f"{number}.jpg")
     data = imagenet.Photos(tree.load("train"), 32, True, seed=0)  # a relative path, which Ray's workers have to find, too
-    found = []
+    results = []
     for backend in ("pytorch", "dpex"):
         sampler = EpochSampler(len(data), 3, seed=5)
         sampler.shard(1, 2)
         sampler.start_at(2, consumed)
         loader = imagenet.loader(data, sampler, torch.device("cpu"), 2, backend)
-        found.append([(loader.ids.tolist(), images, labels) for images, labels in loader])
-    assert len(found[0]) == (30 - consumed) // 6
-    assert_same_batches(*found)
+        results.append([(loader.ids.tolist(), images, labels) for images, labels in loader])
+    assert len(results[0]) == (30 - consumed) // 6
+    assert_same_batches(*results)

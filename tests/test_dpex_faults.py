@@ -36,15 +36,15 @@ class Pictures(Squares):
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory):
     """A function that gives a cluster of a head and two more, none of which can see the repository, and a loader on it."""
-    found = []
+    started = []
 
     def whole():
-        if not found or found[-1][0].headless:
+        if not started or started[-1][0].headless:
             cluster = RayHosts(tmp_path_factory.mktemp("cluster"), 2, store=STORE)
             os.environ.update(cluster.variables)
             loader = DpexDataLoader(Pictures(), True, cluster.address, batch_size=2, num_workers=3)
-            found.append((cluster, loader))
-        return found[-1]
+            started.append((cluster, loader))
+        return started[-1]
 
     before, folder = dict(os.environ), os.getcwd()
     os.chdir(tmp_path_factory.mktemp("elsewhere"))  # Ray lets workers look where the program stands
@@ -52,7 +52,7 @@ def clusters(tmp_path_factory):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(before)
-    for cluster, _ in found:
+    for cluster, _ in started:
         cluster.close()
 
 
@@ -100,21 +100,21 @@ def test_a_killed_worker_is_replaced(loader, hosts, seed):
 
 class Slowly(Stream):
     def __iter__(self):
-        for found in super().__iter__():
+        for item in super().__iter__():
             time.sleep(0.02)
-            yield found
+            yield item
 
 
 def test_a_stream_goes_on_where_its_lost_worker_was_to_the_same_bits(hosts):
     def read(distributed, kill=False):
         torch.manual_seed(3)
         data = Slowly(160, shared=True, noise=True)
-        found = []
+        batches = []
         for number, batch in enumerate(DpexDataLoader(data, distributed, hosts.address, batch_size=4, num_workers=2)):
-            found.append(batch)
+            batches.append(batch)
             if kill and number == 7:
                 os.kill(max(hosts.workers()), signal.SIGKILL)
-        return found
+        return batches
 
     expected = read(False)
     with pytest.warns(UserWarning, match="made again elsewhere"):

@@ -147,10 +147,10 @@ def test_the_photo_jobs_batches_are_the_same(folder, servers, workers):
     for files in (plain, cached, cached):
         data = imagenet.Photos(files, 24, True, 3)
         batches = torch.utils.data.DataLoader(data, sampler=[(0, ids), (1, ids)], batch_size=None, num_workers=workers)
-        found = [images for images, _, _ in batches]
+        decoded = [images for images, _, _ in batches]
         if files is plain:
-            expected = found
-        assert all(map(torch.equal, found, expected))
+            expected = decoded
+        assert all(map(torch.equal, decoded, expected))
 
 
 # --- DALI -----------------------------------------------------------------------------------------------------------------------
@@ -158,12 +158,12 @@ def test_the_photo_jobs_batches_are_the_same(folder, servers, workers):
 
 def epoch_of(callable_, batch_size, epoch):
     """The labels and contents that it gives in an epoch, as DALI asks for them."""
-    found = []
+    given = []
     for number in range(10**6):
         try:
-            found.append(callable_(types.SimpleNamespace(idx_in_epoch=number, iteration=number // batch_size, epoch_idx=epoch)))
+            given.append(callable_(types.SimpleNamespace(idx_in_epoch=number, iteration=number // batch_size, epoch_idx=epoch)))
         except StopIteration:
-            return [(sample.tobytes(), int(label[0])) for sample, label in found]
+            return [(sample.tobytes(), int(label[0])) for sample, label in given]
 
 
 @pytest.mark.parametrize("shards, batch_size", [(1, 4), (2, 3), (3, 2), (3, 5), (16, 1)])
@@ -177,10 +177,10 @@ def test_the_shards_of_the_callable_are_disjoint_and_all_of_an_epoch(folder, ser
     for epoch in (0, 1, 0):
         numbers = []
         for part in parts:
-            found = epoch_of(part, batch_size, epoch)
-            assert len(found) == part.full_iters * batch_size == 16 // shards // batch_size * batch_size
-            assert all(known[content][1] == label for content, label in found)
-            numbers.append([known[content][0] for content, _ in found])
+            given = epoch_of(part, batch_size, epoch)
+            assert len(given) == part.full_iters * batch_size == 16 // shards // batch_size * batch_size
+            assert all(known[content][1] == label for content, label in given)
+            numbers.append([known[content][0] for content, _ in given])
         whole = [number for part in numbers for number in part]
         assert len(set(whole)) == len(whole)
         order = np.random.default_rng(seed=42 + epoch).permutation(16)

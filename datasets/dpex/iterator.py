@@ -93,7 +93,7 @@ class RayIterator(_BaseDataLoaderIter):
             except StopIteration:
                 self._exhausted = True
                 return
-            worker = next(turn for turn in self._turns if self._has_more[turn])
+            worker = next(number for number in self._turns if self._has_more[number])
             self._requested[self._sent] = worker, index
             self._sent += 1
             workers.fetch(self._sent - 1, worker, index)
@@ -154,10 +154,10 @@ class RayIterator(_BaseDataLoaderIter):
     def _warn_of_loss(self, worker, reason):
         if not self._warned:
             self._warned = True
-            again = "made again elsewhere"
+            consequence = "made again elsewhere"
             if self._dataset_kind != _DatasetKind.Iterable:
-                again += "; a transform that draws from the worker's global random generator draws anew in them"
-            warnings.warn(f"Ray worker {worker} was lost ({one_line(reason)}): its batches are {again}", stacklevel=2)
+                consequence += "; a transform that draws from the worker's global random generator draws anew in them"
+            warnings.warn(f"Ray worker {worker} was lost ({one_line(reason)}): its batches are {consequence}", stacklevel=2)
 
     def _finish(self):
         """The workers of a finished pass wait for the next pass of the same loader."""

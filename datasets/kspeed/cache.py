@@ -49,7 +49,7 @@ class SampleCache:
         self._start()
 
     def _start(self):
-        self._said = mmap.mmap(-1, len(self.servers))  # a byte each, shared with forked workers: they report an outage once
+        self._reported = mmap.mmap(-1, len(self.servers))  # a byte each, shared with forked workers: they report an outage once
         self._wrong = dict.fromkeys(self.servers, 0)
         self._failing: set[Server] = set()
         self._start_process()
@@ -136,15 +136,15 @@ class SampleCache:
         self._failing.discard(server)
         place = self.servers.index(server)
         with self._lock:
-            said = self._said[place] & DOWN
-            self._said[place] &= ~DOWN
-        if said:
+            reported = self._reported[place] & DOWN
+            self._reported[place] &= ~DOWN
+        if reported:
             print(f"cache server {name_of(server)} answers again", flush=True)
 
     def is_down(self, server: Server, error: Exception) -> None:
         self._failing.add(server)
         what = f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {LEFT_ALONE} s"
-        self._say(server, DOWN, what)
+        self._warn_once(server, DOWN, what)
 
     def is_wrong(self, server: Server, error: Union[Exception, str]) -> None:
         """One wrong answer is a miss; after every MOST_WRONG of them the server is left alone for a while."""
@@ -154,18 +154,18 @@ class SampleCache:
 
     def leave_alone(self, server: Server, kind: int, what: str) -> None:
         self._failing.add(server)
-        self._say(server, kind, what)
+        self._warn_once(server, kind, what)
         raise Unfit(what)
 
     def asks_nobody(self, server: Server) -> None:
-        self._say(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
+        self._warn_once(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
 
-    def _say(self, server, kind, what):
+    def _warn_once(self, server, kind, what):
         place = self.servers.index(server)
         with self._lock:
-            said = self._said[place] & kind
-            self._said[place] |= kind
-        if not said:
+            reported = self._reported[place] & kind
+            self._reported[place] |= kind
+        if not reported:
             print(f"warning: cache server {name_of(server)} {what}", flush=True)
 
 
