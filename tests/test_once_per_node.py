@@ -109,7 +109,7 @@ def test_a_failure_is_told_to_those_who_wait_and_not_to_a_later_start(store, mon
         begun = time.monotonic()
         gate.set()
         texts = [process.communicate(timeout=60)[0] for process in processes]
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60, "without an answer they would wait for three minutes"
         assert all("403 AccessDenied" in text for text in texts), texts
         assert len(proxy.log) == 1, "nobody else asked"
         proxy.plan = lambda request: None

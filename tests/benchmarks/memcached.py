@@ -22,13 +22,13 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from datasets.cache import SampleCache, addresses
 from pymemcache import __version__
 from pymemcache.client.base import Client
 from pymemcache.client.hash import HashClient
 from pymemcache.client.rendezvous import RendezvousHash
 
 from datasets import fleet
-from datasets.cache import SampleCache, addresses
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.memcached import Liar, Memcached
