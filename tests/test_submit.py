@@ -279,8 +279,8 @@ def test_neither_a_job_nor_one_to_stop_is_a_mistake(capsys):
     assert capsys.readouterr().err == "error: give a job, such as jobs/train_ddp.py, or --stop JOB_ID\n"
 
 
-def test_the_commands_of_the_readme_are_requests_without_a_mistake():
-    rows = re.findall(r"^\| [^|]+ \| `([a-z-]+ --[^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_commands_of_the_table_of_platforms_are_requests_without_a_mistake():
+    rows = re.findall(r"^\| [^|]+ \| `([a-z-]+ --[^`]+)` \|$", (ROOT / "docs" / "platforms.md").read_text(), re.MULTILINE)
     assert [row.split()[0] for row in rows] == ["modelarts", "pai-dlc", "sagemaker", "kubeflow", "slurm"]
     for row in rows:
         words = row.replace("ARN", OWN["sagemaker"]["role"]).replace("CLAIM", "claim").split()
