@@ -187,7 +187,7 @@ def _same_base(paths):
 
 
 def table():
-    """One line a job, for the README too."""
+    """One line a job, for docs/blocks.md too."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
     for path in feature_jobs():
         code = [block for block in read(path)[1] if block.code]
