@@ -125,6 +125,12 @@ def test_a_room_says_what_it_is_for_and_offers_what_there_is(name):
         assert f"{name}.{offered}" in MODULES or hasattr(module, offered), f"{name} does not have the {offered} that it offers"
 
 
+def test_the_page_of_the_architecture_names_every_room():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = {name: rf"\b({name.replace('.', '[./]')}\b|{name.split('.')[1]}/)" for name in rooms()}
+    assert [name for name, pattern in named.items() if not re.search(pattern, page)] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_no_room_reaches_into_another(path):
     mine = room(name_of(path))
