@@ -1,0 +1,124 @@
+"""What of the pages is not run by tests/test_docs.py: commands, each group with its reason, and names that stand for a reader's own.
+
+A command that is no longer in the pages has to go from here, too; a test says so.
+"""
+
+NOT_RUN = {
+    "tests/test_ddp_start.py runs it, as a command of the job's own docstring": [
+        "python jobs/train_ddp.py --custom_data true --nproc_per_node 2",
+        "torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true",
+        "python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true",
+    ],
+    "stands for a command on each node; tests/test_ddp_start.py starts such nodes": [
+        "python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES",
+    ],
+    "tests/test_examples.py runs it": [
+        "python jobs/my_data.py --data_url arrays --batch_size 32 --width 4 --max_steps 20",
+        "python jobs/my_network.py --custom_data true --max_samples 256 --batch_size 32 --max_steps 20",
+        "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64",
+        "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --max_steps 15",
+        "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --nproc_per_node 2",
+        "python -m launch bundle jobs/own_script.py",
+        "SKY_NODES=1 SKY_NODE=0 python jobs/train.py --custom_data true --max_samples 256 --batch_size 32 --width 4 --max_steps 1",
+        "SKY_NODES=2 SKY_NODE=0 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
+        "SKY_NODES=2 SKY_NODE=1 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
+    ],
+    "downloads from the Internet; tests/test_data.py does the same from a server of its own": [
+        "python jobs/train.py",
+        "python jobs/train.py --data_url https://HOST/cifar-10-python.tar.gz",
+    ],
+    "needs a bucket and its key; tests/test_fetching.py, tests/test_publishing.py and tests/test_packed.py have a store of their own": [
+        "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_REGION=cn-north-4",
+        "python jobs/train.py --data_url obs://bucket/cifar10",
+        "python jobs/train_ddp.py --data_url obs://bucket/cifar10 --output_dir obs://bucket/runs/7",
+        "python jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed",
+        "python -m launch pack /data/imagenet obs://bucket/imagenet-packed",
+        "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048",
+    ],
+    "needs memcached servers; tests/test_kspeed.py starts its own": [
+        "memcached -m 200000 -I 16m -U 0 -l 10.0.0.5 -Y /etc/memcached.users",
+        "export KSPEED_IPLIST=10.0.0.5:11211,10.0.0.6:11211 KSPEED_PASSWORD=...",
+        "python -m launch kspeed preload /data/imagenet --user me",
+        "python jobs/train_imagenet.py --data_backend kspeed --kspeed_user me --data_url /data/imagenet",
+    ],
+    "starts a Ray cluster; tests/test_dpex.py has one for all its tests": [
+        "ray get-auth-token --generate",
+        "ray start --head --port 6379",
+        "ray start --address FIRST:6379",
+        "export RAY_AUTH_MODE=token",
+        "python jobs/train_dpex.py --custom_data true --workers 2",
+        "python jobs/train_imagenet.py --data_backend dpex --workers 32 --data_url /data/imagenet",
+    ],
+    "needs GPUs": [
+        "torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu",
+    ],
+    "sets a variable; tests/test_malloc.py sets it": [
+        "export GLIBC_TUNABLES=$(python -m common.malloc)",
+        "export GLIBC_TUNABLES=$(python -m common.malloc) OMP_NUM_THREADS=1",
+    ],
+    "compares what the command before it wrote; tests/test_blocks.py": [
+        "diff single.py jobs/train.py",
+    ],
+    "reads what the command before it wrote": [
+        "python tests/check_ledger.py --samples 256 --global_batch 32 out",
+    ],
+    "takes hours": [
+        "make chaos",
+        'make chaos FAULT="rank killed" TRIALS=5',
+        "make bench DATA=FOLDER",
+        'make bench DATA=FOLDER ONLY="base ddp"',
+        "python -m tests.benchmarks.base",
+    ],
+    "needs an account of the platform; tests/test_submit_sent.py sends such requests to a server of its own": [
+        "export HUAWEICLOUD_SDK_AK=... HUAWEICLOUD_SDK_SK=... HUAWEICLOUD_SDK_PROJECT_ID=...",
+        "python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID",
+    ],
+    "runs in a container of ModelArts; tests/test_bundle.py starts a bundle's folder": [
+        "python ${MA_JOB_DIR}/train_ddp/jobs/train_ddp.py",
+    ],
+    "needs docker": [
+        "docker build -t anyrank-torch2.6 .",
+        'docker run --rm anyrank-torch2.6 python -c "import torch, torchvision, boto3, sklearn, tqdm; print(torch.__version__)"',
+        "docker tag anyrank-torch2.6 swr.cn-north-4.myhuaweicloud.com/ORGANIZATION/anyrank-torch2.6",
+        "docker push swr.cn-north-4.myhuaweicloud.com/ORGANIZATION/anyrank-torch2.6",
+    ],
+    "installs packages": [
+        "make run",
+        "source .venv/bin/activate",
+        "pip install .[modelarts]",
+        "pip install .[cache]",
+        "pip install .[ray]",
+        "pip list --format=freeze | grep -iE '^(torch|torchvision|numpy)==' > keep.txt && pip install -r requirements.txt -c keep.txt",
+    ],
+    "runs these tests": [
+        "make quick",
+        "make test",
+        "make lint",
+        "make format",
+        "make rehearsal",
+        "python -m pytest -n 0 tests/test_docs.py",
+    ],
+}
+
+# What a page shows to be refused, with exit code 2 and these words.
+REFUSED = {
+    "python -m launch blocks compose DP DDP": "DP and DDP do not go together",
+    "python -m launch blocks compose DALI DPEX": "DALI and DPEX do not go together",
+}
+
+# Names that look like ours, but are a reader's, or of what a program writes.
+MADE_UP = {
+    "jobs/my_ddp.py",
+    "jobs/my_data.py",
+    "jobs/my_network.py",
+    "jobs/own_script.py",
+    "common/models/own_network.py",
+    "datasets/own_data.py",
+    "bench.md",
+}
+
+# What docs/modelarts.md quotes of other programs.
+OTHERS_SAY = {
+    "ModuleNotFoundError: No module named 'common'",
+    "return code: 137",
+}
