@@ -42,7 +42,7 @@ class DeviceLoader:
         self.ids: Any = None
         self.beside = device.type == "cuda"  # whether the transfer goes on beside the training step
         self._clock = Clock(device)
-        mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (mean, std))
+        mean, std = (torch.tensor(value, device=device).view(1, -1, 1, 1) for value in (mean, std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
 
     def __len__(self):

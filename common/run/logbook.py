@@ -274,7 +274,7 @@ class Run:
             step=self.consumed // global_batch,
             steps=per_epoch // global_batch,
             loss=loss.item(),
-            lr=self._parts["optimizer"].param_groups[0]["lr"],
+            lr=self._parts["optimizer"].param_groups[0]["lr"] if "optimizer" in self._parts else 0.0,
             samples_left=self._samples_left(),
             total_steps=self.total_steps,
         )
