@@ -1,8 +1,4 @@
-"""Photographs by the class: ROOT/{train,val}/CLASS/*.JPEG, or synthetic ones, as batches for the image jobs.
-
-A file that was judged to be a picture and cannot be decoded after all is replaced by the next sample that can, with its own
-label: the same one in every loader, at every start, on every rank.
-"""
+"""Photographs by the class: ROOT/{train,val}/CLASS/*.JPEG, or synthetic ones, as batches for the image jobs."""
 
 import os
 
@@ -10,19 +6,20 @@ import numpy as np
 import torch
 
 from common import arguments, devices, moments, storage
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import UserError, one_line
 from common.processes.barrier import on_every_rank
 from common.world.folders import is_address
-from datasets import crops, dpex, kspeed
+from datasets import dpex, kspeed
 from datasets.dali.batches import DaliBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
-from datasets.photos import decode, packed, tree
+from datasets.photos import packed, tree
+from datasets.photos.labelled import Photos
+from datasets.synthetic import ColouredNoise
 
 BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
 NO_INPUT = ["synthetic", "syntetic"]  # the second is how Alibaba's document spells it
 DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or what launch pack made of one"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 SYNTHETIC = {"train": 1280, "val": 256}
 IMAGENET = {"train": 1_281_167, "val": 50_000}
 COLOURS = 10
@@ -74,88 +71,13 @@ def remedies(args):
         yield "--data_backend dali-gpu where there is a GPU"
 
 
-class Photos:
-    """The pictures of a tree, decoded a batch at a time; for training each is cropped and flipped at random."""
-
-    def __init__(self, files, size, train, seed, area=crops.AREA, short=None):
-        """`area`: how much of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
-        self.tree, self.size, self.train, self.seed = files, size, train, seed
-        self.area, self.short = area, short or decode.short_side(size)
-        self.classes = files.classes
-        self._told = set()
-
-    def __len__(self):
-        return len(self.tree)
-
-    def __getitem__(self, epoch_and_ids):
-        epoch, ids = epoch_and_ids
-        images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
-        used = np.empty(len(ids), np.int64)
-        windows, flips = self.windows(ids, epoch)
-        self.tree.expect(ids)
-        for place, number in enumerate(ids):
-            used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
-        return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
-
-    def windows(self, ids, epoch):
-        """Where each picture is cropped in this epoch, and which are flipped."""
-        return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
-
-    def _picture(self, number, epoch, window, flip):
-        """(the sample that it is after all, its pixels)"""
-        for step in range(SUBSTITUTES):
-            used = (number + step) % len(self)
-            if step:
-                (window,), (flip,) = self.windows(np.array([used]), epoch)
-            try:
-                return used, self._decode(used, window, flip)
-            except (decode.Undecodable, OSError) as error:
-                self._tell(used, error)
-        first = one_line(self.tree.path(number))
-        raise TrainingFailed(f"{SUBSTITUTES} images in a row cannot be decoded, from {first}: fetch the data set again")
-
-    def _decode(self, number, window, flip):
-        whole, stored = self.tree.whole(number), self.tree.stored(number)
-        if not min(stored):
-            raise decode.Undecodable("it was damaged when it was packed")
-        content, special = self.tree.content(number), self.tree.special[number]
-        if self.train:
-            return decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
-        return decode.test_picture(content, special, self.size, self.short, whole)
-
-    def _tell(self, number, error):
-        if number not in self._told:  # once in each loader process
-            self._told.add(number)
-            name = one_line(self.tree.path(number))
-            print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place", flush=True)
-
-
-class Synthetic:
-    """Noise with a colour for each class, made a batch at a time; the same for the same ids."""
-
-    def __init__(self, count, size, num_classes, seed):
-        self.size, self.seed = size, seed
-        self.classes = [f"colour {number}" for number in range(num_classes)]
-        self._labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
-
-    def __len__(self):
-        return len(self._labels)
-
-    def __getitem__(self, epoch_and_ids):
-        ids = torch.from_numpy(epoch_and_ids[1])
-        generator = torch.Generator().manual_seed(self.seed + int(ids[0]))
-        images = torch.randint(0, 64, (len(ids), 3, self.size, self.size), dtype=torch.uint8, generator=generator)
-        colours = torch.stack([(self._labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)
-        return (images + colours[:, :, None, None]).contiguous(memory_format=torch.channels_last), self._labels[ids], ids
-
-
 def load(args):
     """The training and the validation set that the arguments ask for."""
     size, limit = args.image_size, args.max_samples
     if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         counts = {split: min(count, limit or count) for split, count in counts.items()}
-        return tuple(Synthetic(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
+        return tuple(ColouredNoise(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
     if not args.data_url:
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 

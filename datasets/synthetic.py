@@ -6,6 +6,7 @@ For trying a job out where there is no data and no network (--custom_data true).
 import io
 
 import numpy as np
+import torch
 
 MOTION = 7  # pixels that the camera of the blurred pictures moves
 SEED = 20210901  # of the pictures themselves, so that every run sees the same ones
@@ -46,3 +47,22 @@ def cifar_like(count, split):
     noise = np.random.default_rng([SEED, number, 3]).standard_normal((count, 3, 32, 32), dtype=np.float32)
     images = np.stack([np.roll(patterns[label], shift, axis=(1, 2)) for label, shift in zip(labels, shifts)])
     return np.clip(128 + 32 * images + 64 * noise, 0, 255).astype(np.uint8), labels.astype(np.int64)
+
+
+class ColouredNoise:
+    """Noise with a colour for each class, made a batch at a time; the same for the same ids."""
+
+    def __init__(self, count, size, num_classes, seed):
+        self.size, self.seed = size, seed
+        self.classes = [f"colour {number}" for number in range(num_classes)]
+        self._labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
+
+    def __len__(self):
+        return len(self._labels)
+
+    def __getitem__(self, epoch_and_ids):
+        ids = torch.from_numpy(epoch_and_ids[1])
+        generator = torch.Generator().manual_seed(self.seed + int(ids[0]))
+        images = torch.randint(0, 64, (len(ids), 3, self.size, self.size), dtype=torch.uint8, generator=generator)
+        colours = torch.stack([(self._labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)
+        return (images + colours[:, :, None, None]).contiguous(memory_format=torch.channels_last), self._labels[ids], ids

@@ -15,7 +15,7 @@ from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
 from datasets.loader import Clock, DeviceLoader, ahead
-from datasets.photos import packed, tree
+from datasets.photos import labelled, packed, tree
 from datasets.sampler import EpochSampler
 from jobs import train_imagenet, train_restore
 from launch.pack import command as pack
@@ -247,7 +247,7 @@ def sources(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("backend", ["pytorch", "dali-cpu", "packed", "kspeed", "dali-kspeed"])
 def test_memory_is_flat_over_50_epochs(sources, backend):
     """The most that is resident in any of the last 25 epochs is what it was after the first ten, but for a few MiB."""
-    data = imagenet.Photos(sources[backend](), 64, True, seed=0)
+    data = labelled.Photos(sources[backend](), 64, True, seed=0)
     sampler = EpochSampler(len(data), 10, seed=0)
     loader = imagenet.loader(data, sampler, CPU, 0, backend)
     resident = []

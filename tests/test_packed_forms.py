@@ -13,9 +13,9 @@ import torchvision
 from PIL import Image
 
 from common.errors import UserError
-from datasets import crops, imagenet
+from datasets import crops
 from datasets.loader import torch_batches
-from datasets.photos import decode, packed, tree
+from datasets.photos import decode, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms
@@ -91,7 +91,7 @@ def batches(files, train=True, epoch=0, consumed=0, workers=0):
     sampler = EpochSampler(len(files), 4, seed=5) if train else InOrder(len(files), 4)
     if train:
         sampler.start_at(epoch, consumed)
-    return list(torch_batches(imagenet.Photos(files, SIZE, train, seed=3), sampler, workers))
+    return list(torch_batches(labelled.Photos(files, SIZE, train, seed=3), sampler, workers))
 
 
 def joined(some):

@@ -14,8 +14,8 @@ import torchvision
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from datasets import crops, imagenet
-from datasets.photos import decode, packed, tree
+from datasets import crops, imagenet, synthetic
+from datasets.photos import decode, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 
@@ -241,7 +241,7 @@ def test_a_file_that_only_looks_like_a_picture_is_undecodable():
 
 def images_of(folder, sampler, train=True, workers=0, seed=0, backend="pytorch"):
     """{id: (pixels, label)} of everything that the loader gives, and the ids in order."""
-    data = imagenet.Photos(tree.load(str(folder)), 32, train, seed)
+    data = labelled.Photos(tree.load(str(folder)), 32, train, seed)
     loader = imagenet.loader(data, sampler(len(data)), torch.device("cpu"), workers, backend)
     found, order = {}, []
     for images, labels in loader:
@@ -312,7 +312,7 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_and_said_once(folder, ca
 
 
 def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):
-    monkeypatch.setattr(imagenet, "SUBSTITUTES", 3)
+    monkeypatch.setattr(labelled, "SUBSTITUTES", 3)
     monkeypatch.setattr(decode, "decode", lambda *_: (_ for _ in ()).throw(decode.Undecodable("damaged")))
     with pytest.raises(TrainingFailed, match="3 images in a row"):
         images_of(folder, lambda count: InOrder(count, 4))
@@ -403,7 +403,7 @@ def test_dali_goes_on_behind_a_picture_that_it_cannot_decode(many, capfd):
 def test_fewer_samples_come_from_all_over_the_classes(folder):
     some = imagenet.spread(tree.load(str(folder)), 5)
     assert len(some) == 5 and set(some.labels) == {0, 1} and len(some.names) == 5
-    data = imagenet.Synthetic(100, 16, 10, seed=0)
+    data = synthetic.ColouredNoise(100, 16, 10, seed=0)
     images, labels, _ = data[0, np.arange(8)]
     again, *_ = data[3, np.arange(8)]
     assert torch.equal(images, again) and images.shape == (8, 3, 16, 16) and labels.max() < 10

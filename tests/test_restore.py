@@ -13,6 +13,7 @@ from common.models.quality import psnr, ssim
 from common.models.restorer import Restorer
 from datasets import pairs, synthetic
 from datasets.dali.pairs import ExternalInputIterator, externalSourcePipeline
+from datasets.photos.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder
 from tests.jobs import assert_same_bits, final_state, run_job, saved, start, wait_for
 
@@ -46,7 +47,7 @@ def folder(tmp_path):
 
 
 def opened(folder, train=True, resize=36, crop=32, seed=0):
-    return pairs.Pairs(str(folder / ("train" if train else "test")), resize, crop, train, seed)
+    return Pairs(str(folder / ("train" if train else "test")), resize, crop, train, seed)
 
 
 # --- Partners ------------------------------------------------------------------------------------------------------------

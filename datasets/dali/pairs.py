@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from datasets.dali.batches import AHEAD, DaliBatches, as_tensor
-from datasets.pairs import Pairs
+from datasets.photos.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder
 
 
