@@ -1,15 +1,14 @@
 """Photographs with the label of their class, as batches: decoded, cropped and, for training, flipped.
 
-A file that was judged to be a picture and cannot be decoded after all is replaced by the next sample that can, with its own
-label: the same one in every loader, at every start, on every rank.
+Where a file cannot be decoded, the next sample takes its place, with its own label.
 """
 
 import numpy as np
 import torch
 
-from common.errors import TrainingFailed, one_line
 from datasets import crops
 from datasets.photos import decode
+from datasets.photos.substitutes import Substitutes
 
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 
@@ -22,7 +21,7 @@ class Photos:
         self.tree, self.size, self.train, self.seed = files, size, train, seed
         self.area, self.short = area, short or decode.short_side(size)
         self.classes = files.classes
-        self._told = set()
+        self._substitutes = Substitutes("images", SUBSTITUTES)
 
     def __len__(self):
         return len(self.tree)
@@ -42,17 +41,15 @@ class Photos:
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
     def _picture(self, number, epoch, window, flip):
-        """(the sample that it is after all, its pixels)"""
-        for step in range(SUBSTITUTES):
-            used = (number + step) % len(self)
-            if step:
-                (window,), (flip,) = self.windows(np.array([used]), epoch)
-            try:
-                return used, self._decode(used, window, flip)
-            except (decode.Undecodable, OSError) as error:
-                self._tell(used, error)
-        first = one_line(self.tree.path(number))
-        raise TrainingFailed(f"{SUBSTITUTES} images in a row cannot be decoded, from {first}: fetch the data set again")
+        """(the sample that is used, its pixels)"""
+
+        def decoded(used):
+            if used == number:
+                return self._decode(used, window, flip)
+            (own_window,), (own_flip,) = self.windows(np.array([used]), epoch)
+            return self._decode(used, own_window, own_flip)
+
+        return self._substitutes.decode(number, len(self), decoded, self.tree.path)
 
     def _decode(self, number, window, flip):
         whole, stored = self.tree.whole(number), self.tree.stored(number)
@@ -62,9 +59,3 @@ class Photos:
         if self.train:
             return decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
         return decode.test_picture(content, special, self.size, self.short, whole)
-
-    def _tell(self, number, error):
-        if number not in self._told:  # once in each loader process
-            self._told.add(number)
-            name = one_line(self.tree.path(number))
-            print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place", flush=True)

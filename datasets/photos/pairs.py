@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import UserError, one_line
 from datasets import synthetic
 from datasets.crops import uniform
 from datasets.photos import decode, tree
+from datasets.photos.substitutes import Substitutes
 
 LAYOUT = "{train,test}/{blurry,sharp}/SUB/IMAGE; img and gt will do, too"
 FOLDERS = [("blurry", "sharp"), ("img", "gt")]
@@ -42,6 +43,7 @@ class Pairs:
             raise UserError(f"{folder} holds no pair that can be read")
         special, self.widths, self.heights = (np.array(column) for column in zip(*rows))
         self.special = special.astype(bool)
+        self._substitutes = Substitutes("pairs", SUBSTITUTES)
 
     def __len__(self):
         return len(self.names)
@@ -82,16 +84,12 @@ class Pairs:
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
     def _pair(self, number, epoch):
-        for step in range(SUBSTITUTES):
-            used = (number + step) % len(self)
+        def decoded(used):
             (size,), (corner,), (flips,) = self.geometry(np.array([used]), epoch)
-            try:
-                pictures = [decode.decode(content, self.special[used], None) for content in self.read(used)]
-                return [self.cut(picture, size, corner, flips) for picture in pictures]
-            except (decode.Undecodable, OSError) as error:
-                name = one_line(self.names[used])
-                print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next takes its place", flush=True)
-        raise TrainingFailed(f"{SUBSTITUTES} pairs in a row cannot be decoded, from {one_line(self.names[number])}")
+            pictures = [decode.decode(content, self.special[used], None) for content in self.read(used)]
+            return [self.cut(picture, size, corner, flips) for picture in pictures]
+
+        return self._substitutes.decode(number, len(self), decoded, self.names.__getitem__)[1]
 
     def cut(self, picture, size, corner, flips):
         """What becomes of one of a pair after it was decoded."""
@@ -112,6 +110,7 @@ class SyntheticPairs(Pairs):
         self.names = [f"shapes {number}" for number in range(count)]
         self.heights = self.widths = np.full(count, SYNTHETIC_SIZE)
         self.special = np.zeros(count, bool)
+        self._substitutes = Substitutes("pairs", SUBSTITUTES)
 
     def read(self, number):
         return self._files[number]
