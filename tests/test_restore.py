@@ -12,7 +12,7 @@ from common.errors import TrainingFailed, UserError
 from common.models.quality import psnr, ssim
 from common.models.restorer import Restorer
 from datasets import pairs, synthetic
-from datasets.dali.pairs import ExternalInputIterator, externalSourcePipeline
+from datasets.dali.template import ExternalInputIterator, externalSourcePipeline
 from datasets.photos.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder
 from tests.jobs import assert_same_bits, final_state, run_job, saved, start, wait_for

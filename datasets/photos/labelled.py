@@ -20,7 +20,7 @@ class Photos:
         """`area`: how much of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
         self.area, self.short = area, short or decode.short_side(size)
-        self.classes = files.classes
+        self.classes, self.special = files.classes, files.special
         self._substitutes = Substitutes("images", SUBSTITUTES)
 
     def __len__(self):

@@ -1,0 +1,82 @@
+"""Images that are in memory already: DALI pads, crops and flips them, with the numbers of datasets.crops."""
+
+import functools
+from collections.abc import Iterator
+from typing import Union
+
+import torch
+
+from common import arguments
+from datasets import cifar10
+from datasets.crops import PADDING, crops_and_flips
+from datasets.dali.pipeline import as_tensor, build, cut, need_dali
+from datasets.loader import DeviceLoader
+from datasets.sampler import EpochSampler, InOrder
+
+
+class ArrayBatches:
+    """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
+
+    def __init__(
+        self,
+        data_set: cifar10.ImageArrays,
+        sampler: Union[EpochSampler, InOrder],
+        device: torch.device,
+        augment: bool,
+        seed: int,
+        workers: int,
+    ) -> None:
+        need_dali()
+        self._data, self._sampler, self._device = data_set, sampler, device
+        self._augment, self._seed, self._threads = augment, seed, max(1, workers)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        epoch, batches = self._sampler.epoch, list(self._sampler)
+        if not batches:
+            return
+        pipeline = self._pipeline(epoch, batches)
+        for numbers in batches:
+            (output,) = pipeline.run()
+            _, labels, ids = self._data[epoch, numbers]
+            yield as_tensor(output, self._device).permute(0, 3, 1, 2), labels, ids
+
+    def _pipeline(self, epoch, batches):
+        from nvidia.dali import fn
+
+        height, width = self._data.images.shape[2:]
+        gpu = self._device if self._device.type == "cuda" else None
+
+        def source(numbers):
+            images, _, ids = self._data[epoch, numbers]
+            top, left, flip = crops_and_flips(ids, self._seed, epoch)
+            anchors = torch.stack([top, left], dim=1).to(torch.int32) - PADDING
+            images = images.permute(0, 2, 3, 1).contiguous()
+            return tuple(array.numpy() for array in (images, anchors, flip.to(torch.int32)))
+
+        def graph(images, anchors, flip):
+            images = images.gpu() if gpu else images
+            if not self._augment:
+                return (images,)
+            images = cut(images, anchors, [height, width], out_of_bounds_policy="pad", fill_values=0)
+            return (fn.flip(images, horizontal=flip),)
+
+        return build(batches, source, 3, graph, self._threads, gpu, layout=["HWC", None, None])
+
+
+def add_options(parser: arguments.Parser) -> None:
+    """For a CIFAR job: its --workers are threads here."""
+    arguments.explain(parser, workers="threads of DALI; at least one works")
+    parser.reads = functools.partial(cifar10.reads, shared=False)
+
+
+def cifar_loader(
+    data_set: cifar10.ImageArrays,
+    sampler: Union[EpochSampler, InOrder],
+    device: torch.device,
+    augment: bool,
+    seed: int,
+    workers: int = 0,
+) -> DeviceLoader:
+    """The loader of datasets.cifar10 with batches of DALI; on a GPU the pictures are cropped and flipped there."""
+    batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
+    return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

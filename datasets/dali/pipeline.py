@@ -1,0 +1,91 @@
+"""How a pipeline of NVIDIA DALI is made, the operators that several pipelines use, and how its results get to torch."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+import numpy as np
+import torch
+
+from common.errors import UserError
+
+AHEAD = 2  # batches that DALI prepares while the network computes
+
+
+def need_dali(gpu: Optional[torch.device] = None) -> None:
+    """`gpu`: the device that has to decode, where one has to."""
+    if gpu is not None and gpu.type != "cuda":
+        raise UserError("--data_backend dali-gpu decodes on a GPU, and this process has none: take dali-cpu")
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        raise UserError("NVIDIA's DALI is missing: pip install nvidia-dali-cuda120, or take a job or backend without") from None
+
+
+def build(
+    batches: Sequence[np.ndarray],
+    source: Callable[[np.ndarray], Sequence[Any]],
+    num_arrays: int,
+    graph: Callable[..., tuple],
+    threads: int,
+    gpu: Optional[torch.device] = None,
+    layout: Optional[list] = None,
+) -> Any:
+    """A pipeline over these batches of ids: `source(ids)` gives `num_arrays` arrays (`layout`: of each of them), and `graph`
+    makes the outputs from them, on the `gpu` or on the CPU."""
+    from nvidia.dali import fn
+    from nvidia.dali.pipeline import Pipeline
+
+    def arrays_of(number):
+        if number == len(batches):  # DALI asks ahead
+            raise StopIteration
+        return source(batches[number])
+
+    device_id = gpu.index or 0 if gpu else None
+    pipeline = Pipeline(max(map(len, batches)), threads, device_id, prefetch_queue_depth=AHEAD)
+    with pipeline:
+        pipeline.set_outputs(*graph(*fn.external_source(arrays_of, num_arrays, batch_info=False, layout=layout)))
+    pipeline.build()
+    return pipeline
+
+
+def decoded(files: Any, decoder: str) -> Any:
+    """Whole pictures. `decoder`: cpu, or mixed for the GPU. torchvision ignores EXIF orientation, and so does this."""
+    from nvidia.dali import fn, types
+
+    return fn.decoders.image(files, device=decoder, output_type=types.DALIImageType.RGB, adjust_orientation=False)
+
+
+def resized(images: Any, size: Any) -> Any:
+    from nvidia.dali import fn, types
+
+    return fn.resize(images, size=size, interp_type=types.DALIInterpType.INTERP_LINEAR, antialias=True)
+
+
+def cut(images: Any, corner: Any, size: Sequence[float], **how: Any) -> Any:
+    """The pixels of this size (height, width) from the corner (top, left) on."""
+    from nvidia.dali import fn
+
+    return fn.slice(images, corner, size, axis_names="HW", normalized_anchor=False, normalized_shape=False, **how)
+
+
+def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
+    """A copy of what a pipeline gave: DALI uses that memory again after the next batch but one."""
+    from nvidia.dali.tensors import TensorListGPU
+
+    dense = output.as_tensor()
+    if not isinstance(output, TensorListGPU):
+        return torch.from_numpy(np.array(dense))
+    import nvidia.dali.plugin.pytorch as plugin
+
+    images = torch.empty(dense.shape(), dtype=torch.uint8, device=device)
+    stream = torch.cuda.current_stream(device)
+    plugin.feed_ndarray(dense, images, cuda_stream=stream)  # pyright: ignore[reportPrivateImportUsage] - DALI documents it
+    return images
+
+
+def give_memory_back() -> None:
+    """The C library keeps what the threads of a pipeline have freed for those threads, and the next pipeline has others."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim:
+        trim(0)
