@@ -17,7 +17,7 @@ import os
 import torch
 
 from datasets import imagenet
-from datasets.dali.batches import give_memory_back
+from datasets.dali import give_memory_back
 from datasets.photos import tree
 from datasets.sampler import EpochSampler, InOrder
 

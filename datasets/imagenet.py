@@ -10,7 +10,7 @@ from common.errors import UserError, one_line
 from common.processes.barrier import on_every_rank
 from common.world.folders import is_address
 from datasets import dpex, kspeed
-from datasets.dali.batches import DaliBatches
+from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 from datasets.photos import packed, tree
 from datasets.photos.labelled import Photos

@@ -6,6 +6,7 @@ from common import arguments, devices, moments, storage
 from common.errors import UserError
 from common.processes.barrier import on_every_rank
 from common.world.folders import is_address
+from datasets.dali import PairBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 from datasets.photos.pairs import LAYOUT, SYNTHETIC_SIZE, Pairs, SyntheticPairs
 
@@ -68,7 +69,5 @@ def loader(pairs, sampler, device, workers=0, backend="pytorch"):
     if backend == "pytorch":
         batches = torch_batches(pairs, sampler, workers)
     else:
-        from datasets.dali.pairs import PairBatches
-
         batches = PairBatches(pairs, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
     return PairLoader(batches, sampler, device, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

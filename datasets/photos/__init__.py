@@ -1,1 +1,3 @@
-"""Photographs: which files there are, where each is cropped, and how it becomes the network's input."""
+"""Which photographs there are, in folders, packs and pairs, and how each becomes a part of a batch."""
+
+__all__ = ["decode", "labelled", "packed", "pairs", "tree"]
