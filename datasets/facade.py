@@ -7,30 +7,37 @@
         for images, labels in data.get_val_loader(): ...
         data.reset()
 
-With and without DALI the same pictures come in the same order. A pipeline of DALI lives for one epoch, so that for validation
-takes no GPU memory while training, and none can grow.
+With and without DALI the same pictures come in the same order. A pipeline of DALI lives for one epoch: the one for validation
+takes no GPU memory during training, and none can grow from epoch to epoch.
 """
 
 import gc
 import os
+from collections.abc import Sequence
+from typing import Optional, Union
 
 import torch
 
 from datasets import imagenet
 from datasets.dali import give_memory_back
+from datasets.loader import DeviceLoader
 from datasets.photos import tree
+from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler, InOrder
 
-GROWTH = 1.25  # resident memory, against the first epoch's, from which reset() gives memory back
+GROWTH = 1.25  # times the resident memory of the first epoch: with more, reset() gives memory back
+
+Loader = Union[DeviceLoader, imagenet.Resident]
 
 
 class Dataset:
     def __init__(
-        self, data_dir, batch_size, size=224, val_batch_size=None, val_size=256, min_crop_size=0.08, workers=4,
-        world_size=1, cuda=True, use_dali=False, dali_cpu=True, fp16=False, mean=None, std=None, pin_memory=True,
-        pin_memory_dali=False, seed=0,
-    ):  # fmt: skip
-        """`mean` and `std` are of pixels from 0 to 255; unset, ImageNet's. With world_size > 1 torch.distributed is running."""
+        self, data_dir: str, batch_size: int, size: int = 224, val_batch_size: Optional[int] = None, val_size: int = 256,
+        min_crop_size: float = 0.08, workers: int = 4, world_size: int = 1, cuda: bool = True, use_dali: bool = False,
+        dali_cpu: bool = True, fp16: bool = False, mean: Optional[Sequence[float]] = None,
+        std: Optional[Sequence[float]] = None, pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """`mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs torch.distributed running."""
         rank = torch.distributed.get_rank() if world_size > 1 else 0
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
@@ -42,38 +49,38 @@ class Dataset:
             "pin_memory": pin_memory_dali if use_dali else pin_memory,
         }
         files = [tree.load(os.path.join(data_dir, split)) for split in ("train", "val")]
-        self._train = imagenet.Photos(files[0], size, True, seed, area=(min_crop_size, 1.0))
-        self._val = imagenet.Photos(files[1], size, False, seed, short=val_size)
+        self._train = Photos(files[0], size, True, seed, area=(min_crop_size, 1.0))
+        self._val = Photos(files[1], size, False, seed, short=val_size)
         self._val_batch_size, self._epoch, self._resident = val_batch_size or batch_size, 0, None
         self.set_train_batch_size(batch_size)
 
-    def get_train_loader(self):
+    def get_train_loader(self) -> Loader:
         return self._train_loader
 
-    def get_val_loader(self):
+    def get_val_loader(self) -> Loader:
         sampler = InOrder(len(self._val), self._val_batch_size)
         sampler.shard(self._rank, self._world_size)
         return self._loader(self._val, sampler)
 
-    def set_train_batch_size(self, batch_size):
+    def set_train_batch_size(self, batch_size: int) -> None:
         self._sampler = EpochSampler(len(self._train), batch_size, self._seed)
         self._sampler.shard(self._rank, self._world_size)
         self._sampler.start_at(self._epoch, 0)
         self._train_loader = self._loader(self._train, self._sampler)
 
-    def reset(self):
-        """On to the next epoch and its order; memory is given back where it is seen to have grown."""
+    def reset(self) -> None:
+        """On to the next epoch and its order; memory is given back if it has grown."""
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
         self._resident = self._resident or resident_bytes()
         if resident_bytes() > GROWTH * self._resident:
             self.clear_memory()
 
-    def prep_for_val(self):
-        """Room on the GPU for the validation: what the training's pipeline had is given back first."""
+    def prep_for_val(self) -> None:
+        """Give back the GPU memory of the training's pipeline before the validation."""
         self.clear_memory()
 
-    def clear_memory(self, verbose=False):
+    def clear_memory(self, verbose: bool = False) -> None:
         before = resident_bytes()
         gc.collect()
         if self.device.type == "cuda":
@@ -82,24 +89,24 @@ class Dataset:
         if self.backend != "pytorch":
             from nvidia.dali import backend
 
-            backend.ReleaseUnusedMemory()
+            backend.ReleaseUnusedMemory()  # pyright: ignore[reportAttributeAccessIssue] - its stubs lack it
             give_memory_back()
         if verbose:
             print(f"{(before - resident_bytes()) / 2**20:.0f} MiB given back, {resident_bytes() / 2**20:.0f} MiB resident")
 
-    def get_nb_train(self):
+    def get_nb_train(self) -> int:
         return len(self._train)
 
-    def get_nb_val(self):
+    def get_nb_val(self) -> int:
         return len(self._val)
 
-    def get_nb_classes(self):
+    def get_nb_classes(self) -> int:
         return len(self._train.classes)
 
     def _loader(self, data_set, sampler):
         return imagenet.loader(data_set, sampler, self.device, self._workers, self.backend, **self._how)
 
 
-def resident_bytes():
+def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,6 +1,11 @@
 """Pairs of pictures, a blurry one and its sharp partner, as batches for the restoration job."""
 
+import argparse
 import os
+from collections.abc import Iterator
+from typing import Union
+
+import torch
 
 from common import arguments, devices, moments, storage
 from common.errors import UserError
@@ -9,24 +14,25 @@ from common.world.folders import is_address
 from datasets.dali import PairBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 from datasets.photos.pairs import LAYOUT, SYNTHETIC_SIZE, Pairs, SyntheticPairs
+from datasets.sampler import EpochSampler, InOrder
 
 DATA = f"folder or bucket (s3://, obs://, oss://) with {LAYOUT}"
 RESIZE, CROP, SYNTHETIC_CROP = 256, 224, 48
 
 
-def add_options(parser):
+def add_options(parser: arguments.Parser) -> None:
     data = arguments.group(parser, "data")
-    data.add_argument("--data_backend", choices=["pytorch", "dali-cpu", "dali-gpu"], default="pytorch", help="who decodes; the "
-                      "pictures are the same")  # fmt: skip
+    data.add_argument("--data_backend", choices=["pytorch", "dali-cpu", "dali-gpu"], default="pytorch", help="what decodes the "
+                      "pictures; all give the same ones")  # fmt: skip
     data.add_argument("--resize", type=arguments.number(int, at_least=0), help="height that the pictures are resized to; 0: as "
-                      f"they are; unset: {RESIZE}, and the synthetic ones as they are")  # fmt: skip
-    data.add_argument("--crop", type=arguments.number(int, at_least=11), help="pixels of a side that the network sees; unset: "
-                      f"{CROP}, of the synthetic ones {SYNTHETIC_CROP}")  # fmt: skip
+                      f"they are; unset: {RESIZE}; --custom_data pictures are not resized")  # fmt: skip
+    data.add_argument("--crop", type=arguments.number(int, at_least=11), help="height and width in pixels that the network "
+                      f"sees; unset: {CROP}, with --custom_data {SYNTHETIC_CROP}")  # fmt: skip
     parser.reads = reads
 
 
-def reads(args):
-    """What the arguments say of the data; see arguments.Input."""
+def reads(args: argparse.Namespace) -> arguments.Input:
+    """What the arguments say about the data; see arguments.Input."""
     crop = args.crop or (SYNTHETIC_CROP if args.custom_data else CROP)
     own_processes = args.data_backend == "pytorch" and devices.loader_workers(args)
     gpu = [] if args.data_backend.startswith("dali") else ["--data_backend dali-gpu where there is a GPU"]
@@ -39,33 +45,37 @@ def reads(args):
     )
 
 
-def load(args):
+def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
     """The training and the test pairs that the arguments ask for."""
     if args.custom_data:
         crop = args.crop or SYNTHETIC_CROP
         if crop > SYNTHETIC_SIZE:
-            raise UserError(f"--crop {crop} is larger than the synthetic pictures, which have {SYNTHETIC_SIZE} pixels a side")
-        return tuple(SyntheticPairs(split, args.max_samples, crop, args.seed) for split in ("train", "test"))
+            raise UserError(f"--crop {crop} is too large: the synthetic pictures have {SYNTHETIC_SIZE} pixels a side")
+        train, test = (SyntheticPairs(split, args.max_samples, crop, args.seed) for split in ("train", "test"))
+        return train, test
     if not args.data_url:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
     moments.announce("data", args)
     root = on_every_rank("data", lambda: storage.fetch(args.data_url))
     how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed}
-    splits = tuple(Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))
-    for pairs in splits:
+    train, test = (Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))
+    for pairs in (train, test):
         pairs.keep_first(args.max_samples)
-    return splits
+    return train, test
 
 
 class PairLoader(DeviceLoader):
     """Batches of (blurry, sharp), float32 in [-1, 1]."""
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, _ in super().__iter__():
-            yield images.chunk(2)
+            blurry, sharp = images.chunk(2)
+            yield blurry, sharp
 
 
-def loader(pairs, sampler, device, workers=0, backend="pytorch"):
+def loader(
+    pairs: Pairs, sampler: Union[EpochSampler, InOrder], device: torch.device, workers: int = 0, backend: str = "pytorch"
+) -> PairLoader:
     if backend == "pytorch":
         batches = torch_batches(pairs, sampler, workers)
     else:

@@ -1,6 +1,6 @@
-"""Images without a data set: ten classes of coloured pattern, shifted and noisy, which a network can learn in seconds.
+"""Images without a data set, for trying a job out where there is no data and no network (--custom_data true).
 
-For trying a job out where there is no data and no network (--custom_data true). What accuracy they give means nothing.
+A network learns them in seconds. The accuracy on them means nothing.
 """
 
 import io
@@ -8,12 +8,12 @@ import io
 import numpy as np
 import torch
 
-MOTION = 7  # pixels that the camera of the blurred pictures moves
+MOTION = 7  # pixels that the camera moves while it takes a blurred picture
 SEED = 20210901  # of the pictures themselves, so that every run sees the same ones
 
 
-def blurry_and_sharp(number, split, size):
-    """Two PNG files: shapes of many colours, and the same as a camera sees them that moves while it looks."""
+def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
+    """Two PNG files: shapes of many colours as a moving camera takes them, and the same sharp."""
     from PIL import Image
 
     draw = np.random.default_rng([SEED, {"train": 1, "test": 2}[split], number])
@@ -38,8 +38,11 @@ def blurry_and_sharp(number, split, size):
     return [file.getvalue() for file in files]
 
 
-def cifar_like(count, split):
-    """`count` images shaped like CIFAR-10's, (count, 3, 32, 32) uint8, and their labels; fewer are the first of more."""
+def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """`count` images of CIFAR-10's shape, uint8 (count, 3, 32, 32), and their labels: ten coloured patterns, shifted and noisy.
+
+    A smaller count gives the first of the same images.
+    """
     number = {"train": 1, "test": 2}[split]
     patterns = np.random.default_rng(SEED).uniform(-1, 1, (10, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
     labels = np.random.default_rng([SEED, number, 1]).integers(0, 10, count)
@@ -52,15 +55,15 @@ def cifar_like(count, split):
 class ColouredNoise:
     """Noise with a colour for each class, made a batch at a time; the same for the same ids."""
 
-    def __init__(self, count, size, num_classes, seed):
+    def __init__(self, count: int, size: int, num_classes: int, seed: int) -> None:
         self.size, self.seed = size, seed
         self.classes = [f"colour {number}" for number in range(num_classes)]
         self._labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, epoch_and_ids):
+    def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(epoch_and_ids[1])
         generator = torch.Generator().manual_seed(self.seed + int(ids[0]))
         images = torch.randint(0, 64, (len(ids), 3, self.size, self.size), dtype=torch.uint8, generator=generator)

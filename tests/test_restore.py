@@ -299,7 +299,7 @@ def test_two_processes_evaluate_every_pair_once(finished, tmp_path):
     "options, message",
     [
         ([], "there are no pairs: give --data_url"),
-        (["--custom_data", "true", "--crop", 100], "--crop 100 is larger than the synthetic pictures, which have 72 pixels"),
+        (["--custom_data", "true", "--crop", 100], "--crop 100 is too large: the synthetic pictures have 72 pixels a side"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path, options, message):

@@ -18,14 +18,9 @@ class ArrayBatches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
 
     def __init__(
-        self,
-        data_set: cifar10.ImageArrays,
-        sampler: Union[EpochSampler, InOrder],
-        device: torch.device,
-        augment: bool,
-        seed: int,
-        workers: int,
-    ) -> None:
+        self, data_set: cifar10.ImageArrays, sampler: Union[EpochSampler, InOrder], device: torch.device, augment: bool,
+        seed: int, workers: int,
+    ) -> None:  # fmt: skip
         need_dali()
         self._data, self._sampler, self._device = data_set, sampler, device
         self._augment, self._seed, self._threads = augment, seed, max(1, workers)
@@ -70,13 +65,9 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def cifar_loader(
-    data_set: cifar10.ImageArrays,
-    sampler: Union[EpochSampler, InOrder],
-    device: torch.device,
-    augment: bool,
-    seed: int,
+    data_set: cifar10.ImageArrays, sampler: Union[EpochSampler, InOrder], device: torch.device, augment: bool, seed: int,
     workers: int = 0,
-) -> DeviceLoader:
+) -> DeviceLoader:  # fmt: skip
     """The loader of datasets.cifar10 with batches of DALI; on a GPU the pictures are cropped and flipped there."""
     batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
     return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

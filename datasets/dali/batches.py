@@ -26,13 +26,9 @@ class Batches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order. What a pipeline makes is a subclass's."""
 
     def __init__(
-        self,
-        data_set: Union[Photos, Pairs],
-        sampler: Union[EpochSampler, InOrder],
-        device: torch.device,
-        workers: int = 0,
+        self, data_set: Union[Photos, Pairs], sampler: Union[EpochSampler, InOrder], device: torch.device, workers: int = 0,
         decode_on_gpu: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         need_dali(device if decode_on_gpu else None)
         self.sampler, self.device = sampler, device
         self._data, self._gpu = data_set, device if decode_on_gpu else None
@@ -58,7 +54,7 @@ class Batches:
                     continue
                 except (RuntimeError, OSError) as error:  # the second is of a file that is read here
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
-                    print(f"warning: DALI cannot make a batch of epoch {epoch + 1}: {reason}", flush=True)
+                    print(f"warning: DALI cannot make a batch of epoch {epoch + 1}, so torch makes it: {reason}", flush=True)
                     pipeline = None
             images, labels, _ = self._data[epoch, ids]
             yield images, labels, ids

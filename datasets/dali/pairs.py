@@ -20,7 +20,7 @@ class PairBatches(Batches):
             both = [as_tensor(images, self._gpu) for images in outputs]
             return torch.cat(both).permute(0, 3, 1, 2), torch.from_numpy(ids)
         *both, sizes, corners, flips = outputs
-        images = self._data.room(len(ids))
+        images = self._data.empty_batch(len(ids))
         sizes, corners, flips = (np.array(numbers.as_tensor()) for numbers in (sizes, corners, flips))
         for place in range(2 * len(ids)):
             side, pair = divmod(place, len(ids))

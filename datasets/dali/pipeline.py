@@ -19,18 +19,15 @@ def need_dali(gpu: Optional[torch.device] = None) -> None:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:
-        raise UserError("NVIDIA's DALI is missing: pip install nvidia-dali-cuda120, or take a job or backend without") from None
+        raise UserError(
+            "NVIDIA's DALI is missing: pip install nvidia-dali-cuda120, or take a job or --data_backend that works without it"
+        ) from None
 
 
 def build(
-    batches: Sequence[np.ndarray],
-    source: Callable[[np.ndarray], Sequence[Any]],
-    num_arrays: int,
-    graph: Callable[..., tuple],
-    threads: int,
-    gpu: Optional[torch.device] = None,
-    layout: Optional[list] = None,
-) -> Any:
+    batches: Sequence[np.ndarray], source: Callable[[np.ndarray], Sequence[Any]], num_arrays: int,
+    graph: Callable[..., tuple], threads: int, gpu: Optional[torch.device] = None, layout: Optional[list] = None,
+) -> Any:  # fmt: skip
     """A pipeline over these batches of ids: `source(ids)` gives `num_arrays` arrays (`layout`: of each of them), and `graph`
     makes the outputs from them, on the `gpu` or on the CPU."""
     from nvidia.dali import fn

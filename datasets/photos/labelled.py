@@ -3,11 +3,13 @@
 Where a file cannot be decoded, the next sample takes its place, with its own label.
 """
 
+from typing import Optional
+
 import numpy as np
 import torch
 
 from datasets import crops
-from datasets.photos import decode
+from datasets.photos import decode, tree
 from datasets.photos.substitutes import Substitutes
 
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
@@ -16,17 +18,21 @@ SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 class Photos:
     """The pictures of a tree, decoded a batch at a time; for training each is cropped and flipped at random."""
 
-    def __init__(self, files, size, train, seed, area=crops.AREA, short=None):
-        """`area`: how much of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
+    def __init__(
+        self, files: tree.Tree, size: int, train: bool, seed: int, area: tuple[float, float] = crops.AREA,
+        short: Optional[int] = None,
+    ) -> None:  # fmt: skip
+        """`area`: which shares of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
         self.area, self.short = area, short or decode.short_side(size)
         self.classes, self.special = files.classes, files.special
         self._substitutes = Substitutes("images", SUBSTITUTES)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.tree)
 
-    def __getitem__(self, epoch_and_ids):
+    def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(images, labels, ids) of a batch."""
         epoch, ids = epoch_and_ids
         images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
         used = np.empty(len(ids), np.int64)
@@ -36,7 +42,7 @@ class Photos:
             used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
-    def windows(self, ids, epoch):
+    def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each picture is cropped in this epoch, and which are flipped."""
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
@@ -55,7 +61,7 @@ class Photos:
         whole, stored = self.tree.whole(number), self.tree.stored(number)
         if not min(stored):
             raise decode.Undecodable("it was damaged when it was packed")
-        content, special = self.tree.content(number), self.tree.special[number]
+        content, special = self.tree.content(number), bool(self.special[number])
         if self.train:
             return decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
         return decode.test_picture(content, special, self.size, self.short, whole)

@@ -3,8 +3,8 @@
     FOLDER/train-000000.tar ...   KEY.jpg and KEY.cls of each sample, as WebDataset names them, in a shuffled order
     FOLDER/train-index.npz        where each sample is, its label, size and checksum, in the order of the tree
 
-`python -m launch pack` makes them. Numbers, labels and sizes are those of the tree that was packed, so that a run may go from
-one to the other and see the same batches. Where the pack has smaller pictures or pixels, it sees the same parts of them.
+`python -m launch pack` makes them. Numbers, labels and sizes are those of the tree that was packed, so a run may go on with
+the other and see the same batches. Where the pack has smaller pictures or pixels, the run sees the same parts of them.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import os
 import re
 import zipfile
 import zlib
+from typing import Any, ClassVar, Optional, Union
 
 import numpy as np
 
@@ -28,80 +29,80 @@ from common.storage.download import DAMAGED
 from common.world.folders import local_folder
 from datasets.photos import decode, tree
 
-# Of the index. Who knows the first alone would take windows of the original out of a smaller picture, and is refused.
+# Of the index. A reader that knows format 1 only must refuse 2: it would cut the original's windows from smaller pictures.
 FORMATS = {"original": 1, "320": 2, "256": 2, "raw": 2}
-OPEN_SHARDS = 256  # descriptors that a process holds, of the 1,024 that it may have
+OPEN_SHARDS = 256  # descriptors that a process holds, of the 1,024 that are usual
 PER_SAMPLE = {
     "labels": np.int64, "widths": np.int32, "heights": np.int32, "special": np.bool_,
     "shard": np.int32, "offset": np.int64, "length": np.int64, "checksum": np.uint32,
 }  # fmt: skip
-STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # of each sample as well, but where they are the tree's
+STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # of each sample as well, unless they are the tree's
 
 
 @dataclasses.dataclass
 class Packed(tree.Tree):
-    in_files = False
+    in_files: ClassVar[bool] = False
 
     shard: np.ndarray  # in which of the shards a sample is
     offset: np.ndarray  # of its first byte there
     length: np.ndarray
     checksum: np.ndarray  # CRC-32 of its bytes
-    shards: list  # of {"name", "size", "sha256"}
+    shards: list[dict]  # of "name", "size" and "sha256"
     identity: str  # of what was packed, and how
-    form: str  # original, or what launch/forms.py made of it
-    stored_widths: np.ndarray  # of the pictures here; nothing is one that could not be decoded
+    form: str  # original, or what launch/pack/forms.py made of it
+    stored_widths: np.ndarray  # of the pictures here; 0 of one that could not be decoded
     stored_heights: np.ndarray
 
-    def place(self, number):
+    def place(self, number: int) -> str:
         """The shard that a sample is in, as a file or an object."""
         return os.path.join(self.folder, self.shards[self.shard[number]]["name"])
 
-    def path(self, number):
+    def path(self, number: int) -> str:
         return f"{self.place(number)}:{self.names[number]}"
 
-    def stored(self, number):
+    def stored(self, number: int) -> tuple[int, int]:
         return int(self.stored_heights[number]), int(self.stored_widths[number])
 
-    def describe(self):
+    def describe(self) -> str:
         return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
 
-    def read(self, number):
+    def read(self, number: int) -> bytes:
         """The bytes of a sample, as they were packed."""
         remote = bucket.is_address(self.folder)
         read = _from_store if remote else _from_file
-        for _ in range(DAMAGED if remote else 1):  # what was changed on the way may come right the next time
+        for _ in range(DAMAGED if remote else 1):  # damage on the way may not happen again
             content = read(self.place(number), int(self.offset[number]), int(self.length[number]))
             if zlib.crc32(content) == self.checksum[number]:
                 return content
         raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
 
-    def content(self, number):
+    def content(self, number: int) -> Union[bytes, decode.Pixels]:
         """What the picture is decoded from. Of pixels in a folder only the rows that are needed are read, and not checked:
-        with all of them read and checked, a picture would take two thirds longer."""
+        to read and check all of them would take two thirds longer."""
         if self.form != "raw":
             return self.read(number)
         height, width = self.stored(number)
         place, size = self.place(number), 3 * height * width
-        begin = int(self.offset[number] + self.length[number]) - size  # behind the header
+        begin = int(self.offset[number] + self.length[number]) - size  # after the header
         if not bucket.is_address(self.folder):
             return decode.Pixels(height, width, lambda at, length: _from_file(place, begin + at, length))
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
 
-    def pick(self, numbers):
+    def pick(self, numbers: np.ndarray) -> "Packed":
         """The same with these samples only, in this order."""
         arrays = {name: getattr(self, name)[numbers] for name in (*PER_SAMPLE, *STORED)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
-    def damage(self, number):
-        """In words what is damaged in a shard of a folder, or None."""
+    def damage(self, number: int) -> Optional[str]:
+        """What is damaged in a shard of a folder, or None."""
         shard = self.shards[number]
         path = os.path.join(self.folder, shard["name"])
         digest, damaged = hashlib.sha256(), []
-        with contextlib.suppress(OSError), open(path, "rb") as file:  # what cannot be read has another digest
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # a file that cannot be read has another digest
             while content := file.read(1 << 20):
                 digest.update(content)
-        for sample in np.flatnonzero(self.shard == number):
+        for sample in np.flatnonzero(self.shard == number).tolist():
             try:
                 self.read(sample)
             except OSError:
@@ -111,31 +112,33 @@ class Packed(tree.Tree):
         return f"{one_line(path)}, and in it {len(damaged)} samples: {', '.join(damaged[:5])}".rstrip(": ")
 
 
-def load(folder, split):
-    """The samples of a split. Of a bucket only the index is fetched, and each sample when it is asked for."""
+def load(folder: str, split: str) -> Packed:
+    """The samples of a split. Of a bucket only the index is fetched, and each sample when it is read."""
     remote = bucket.is_address(folder)
     path = _fetch_index(folder, split) if remote else index_path(folder, split)
     if not path or not os.path.isfile(path):
         place = one_line(folder)
-        raise UserError(f"{place} has no finished pack of {split}: python -m launch pack ROOT {place} makes it, or goes on")
-    found = read_index(path, folder, split)
-    for shard in [] if remote else found.shards:
+        raise UserError(
+            f"{place} has no finished pack of {split}: python -m launch pack ROOT {place} makes it, or completes it"
+        )
+    files = read_index(path, folder, split)
+    for shard in [] if remote else files.shards:
         path = os.path.join(folder, shard["name"])
         if not os.path.isfile(path) or os.path.getsize(path) != shard["size"]:
             raise UserError(
-                f"{one_line(path)} is missing or has not the {shard['size']} bytes that its index says: "
+                f"{one_line(path)} is missing or has not the {shard['size']} bytes that its index says; "
                 f"python -m launch pack ROOT {one_line(folder)} makes it again"
             )
     _opened.cache_clear()  # a pack that was made again has other files under the same names
-    return found
+    return files
 
 
 # --- The bytes of a sample ---------------------------------------------------------------------------------------------
 
 
 def _from_file(path, begin, length):
-    """A read at a place moves nothing that threads or forked workers share."""
-    shard = _opened(path)  # held until it has been read, also where it is dropped meanwhile
+    """pread leaves the file's position, which threads and forked workers share, as it is."""
+    shard = _opened(path)  # keeps it open until it has been read, also where the cache drops it meanwhile
     return os.pread(shard.descriptor, length, begin)
 
 
@@ -160,7 +163,7 @@ def _from_store(url, begin, length):
     def read(answer):
         if answer["ContentLength"] != length:
             answer["Body"].close()
-            raise ConnectionError("its body has another length than was asked for")
+            raise ConnectionError("the answer has another length than was asked for")
         return answer["Body"].read()
 
     try:
@@ -171,14 +174,14 @@ def _from_store(url, begin, length):
 
 @functools.lru_cache(8)
 def _connected(url, _process):
-    """A client of each process's own: one that was forked in use may wait for ever."""
+    """One client for each process: a client that is in use during a fork may wait for ever in the child."""
     return bucket.Bucket(url)
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
-def index_path(folder, split):
+def index_path(folder: str, split: str) -> str:
     return os.path.join(folder, f"{split}-index.npz")
 
 
@@ -188,31 +191,31 @@ def _fetch_index(url, split):
     there = bucket.Bucket(address)
     if not any(item.key == there.prefix for item in there.items(there.prefix)):
         return None
-    # Not where the shards would be fetched to: there it is a file among them.
+    # Not to where the shards would be fetched: the index is one of the files there.
     return index_path(storage.fetch(address, local_folder(os.path.join(url, split), os.path.join("input_dir", "index"))), split)
 
 
 def _kinds(form):
-    """Which arrays an index has, and of what."""
+    """{array of an index: its type}"""
     return PER_SAMPLE if form == "original" else {**PER_SAMPLE, **STORED}
 
 
-def write_index(folder, split, files, about, arrays):
+def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:
     """`files`: the tree that was packed; `about`: shards, identity and settings; `arrays`: where each sample is."""
     words = {**about, "format": FORMATS[about["form"]], "split": split, "classes": files.classes, "left_out": files.left_out}
     arrays = {**{name: getattr(files, name) for name in PER_SAMPLE.keys() - arrays.keys()}, **arrays}
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        about=np.frombuffer(json.dumps(words).encode(), np.uint8),
-        names=np.frombuffer("\0".join(files.names).encode("utf-8", "surrogateescape"), np.uint8),
+    stored: dict[str, Any] = {
+        "about": np.frombuffer(json.dumps(words).encode(), np.uint8),
+        "names": np.frombuffer("\0".join(files.names).encode("utf-8", "surrogateescape"), np.uint8),
         **{name: np.asarray(arrays[name], kind) for name, kind in _kinds(about["form"]).items()},
-    )
+    }
+    buffer = io.BytesIO()
+    np.savez(buffer, **stored)
     write_atomically(index_path(folder, split), buffer.getbuffer())
 
 
-def read_index(path, folder, split):
-    """The index in `path` of the shards in `folder`; it may be a stranger's, so it is believed only as far as it was judged."""
+def read_index(path: str, folder: str, split: str) -> Packed:
+    """The index in `path` of the shards in `folder`. It may come from a stranger, so it is checked before it is used."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
@@ -220,51 +223,51 @@ def read_index(path, folder, split):
             about = json.loads(bytes(stored["about"]))
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             if (about["format"], about["split"]) != (FORMATS.get(about["form"]), split):
-                raise ValueError(f"it is not one of {split} in a format that is known here")
+                raise ValueError(f"it is not an index of {split} in a known format")
             arrays = {name: stored[name] for name in _kinds(about["form"])}
-        _judge(about, names, arrays, split)
+        _check(about, names, arrays, split)
         words = {name: about[name] for name in ("classes", "left_out", "shards", "identity", "form")}
         arrays = {"stored_widths": arrays["widths"], "stored_heights": arrays["heights"], **arrays}
-    except Exception as error:  # a damaged file can fail in any way there is
+    except Exception as error:  # a damaged file can fail in any way
         reason = f"it lacks {error}" if isinstance(error, KeyError) else one_line(error)[:200]
         raise UserError(
-            f"{one_line(path)} is damaged ({reason}): fetch it again, or have python -m launch pack ROOT OUT write it again"
+            f"{one_line(path)} is damaged ({reason}): fetch it again, or have python -m launch pack ROOT OUT make it again"
         ) from None
     return Packed(folder, names=names, **words, **arrays)
 
 
-def _judge(about, names, arrays, split):
+def _check(about, names, arrays, split):
     """Nothing in it may lead out of the folder or of a shard."""
-    named = re.compile(rf"{re.escape(split)}-\d{{6}}\.tar", re.ASCII)
+    shard_name = re.compile(rf"{re.escape(split)}-\d{{6}}\.tar", re.ASCII)
     for shard in about["shards"]:
-        if not named.fullmatch(shard["name"]):
+        if not shard_name.fullmatch(shard["name"]):
             raise ValueError(f"{shard['name'][:80]!r} is not the name of a shard")
         if (
             type(shard["size"]) is not int
             or not 0 < shard["size"] < 1 << 62
             or not re.fullmatch(r"[0-9a-f]{64}", shard["sha256"])
         ):
-            raise ValueError(f"it does not say what {shard['name']} is")
+            raise ValueError(f"it has no size or no SHA-256 of {shard['name']}")
     lists = [about["classes"], *about["left_out"].values()]
     if not all(isinstance(words, list) and words and all(isinstance(word, str) for word in words) for words in lists):
-        raise ValueError("its lists of names are none")
+        raise ValueError("a list of names is empty or has something else in it")
     for name, array in arrays.items():
         kind = np.dtype(_kinds(about["form"])[name])
         if array.dtype != kind or array.shape != (len(names),):
             raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {kind} ({len(names)},)")
     for name, array in arrays.items():
         if array.dtype.kind == "i" and array.min() < (name in ("widths", "heights", "length")):
-            raise ValueError(f"{array.min()} is among its {name}")
+            raise ValueError(f"one of its {name} is {array.min()}")
     for name, count in (("labels", len(about["classes"])), ("shard", len(about["shards"]))):
         if arrays[name].max() >= count:
-            raise ValueError(f"{arrays[name].max()} is among its {name}, of which there are {count}")
+            raise ValueError(f"one of its {name} is {arrays[name].max()}, and there are {count}")
     for name in STORED.keys() & arrays.keys():
         if (arrays[name] > arrays[name[len("stored_") :]]).any():
-            raise ValueError(f"its {name} are larger than the originals")
+            raise ValueError(f"one of its {name} is larger than that of the original")
     if about["form"] == "raw":
         pixels = 3 * arrays["stored_widths"].astype(np.int64) * arrays["stored_heights"]
         if (pixels > arrays["length"]).any():
             raise ValueError("a sample has fewer bytes than its pixels")
     sizes = np.array([shard["size"] for shard in about["shards"]])[arrays["shard"]]
     if (arrays["offset"] > sizes - arrays["length"]).any():
-        raise ValueError("a sample lies beyond the end of its shard")
+        raise ValueError("a sample is beyond the end of its shard")

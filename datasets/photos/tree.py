@@ -1,9 +1,9 @@
 """A tree of photographs, ROOT/{train,val}/CLASS/*.JPEG, as a list of samples; every file is judged once, by its header and end.
 
-Classes and files are sorted as torchvision's ImageFolder sorts them, so labels agree. What cannot be a picture is left out and
-counted; what only some decoders read alike (CMYK, 16 bits, anything but JPEG and PNG) is marked, and every loader gives it to
-the same decoder. The verdicts and sizes are kept in an index, which is made again when a class folder has
-changed, or a file that was left out.
+Classes and files are sorted as torchvision's ImageFolder sorts them, so labels agree. A file that cannot be a picture is left
+out and counted. One that decoders read differently (CMYK, 16 bits, anything but JPEG and PNG) is marked, and every loader gives
+it to the same decoder. The verdicts and sizes are kept in an index. It is made again when a class folder has changed, or a file
+that was left out.
 """
 
 import collections
@@ -15,68 +15,75 @@ import struct
 import time
 import zipfile
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ClassVar, Union
 
 import numpy as np
 
 from common.errors import UserError, one_line
 from common.storage import once
 
+if TYPE_CHECKING:
+    from datasets.photos.decode import Pixels
+
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
-MOST_ASPECT = 100  # resized to a short side of 256, a longer one would take all memory
+MOST_ASPECT = 100  # a longer picture, resized to a short side of 256, would need too much memory
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
 THREADS = 16
-FORMAT = 3  # of the index; a new one is made where it differs
+FORMAT = 3  # of the index; one of another format is made again
 GOOD, SPECIAL = 0, 1
+
+Verdict = Union[str, tuple[int, int, int]]  # why a file is left out; or (GOOD or SPECIAL, width, height)
 
 
 @dataclasses.dataclass
 class Tree:
-    in_files = True  # whether path() is that of a file which holds the sample and nothing else
+    in_files: ClassVar[bool] = True  # whether path() is that of a file with the sample and nothing else
 
     folder: str
-    classes: list  # names, sorted: the label is the place
-    names: list  # of the files that are samples, below the folder
+    classes: list[str]  # sorted names: a label is the place in this list
+    names: list[str]  # of the files that are samples, below the folder
     labels: np.ndarray
     widths: np.ndarray
     heights: np.ndarray
-    special: np.ndarray  # for the one decoder that reads everything
-    left_out: dict  # {reason: [names]}
+    special: np.ndarray  # whether only Pillow may decode it
+    left_out: dict[str, list[str]]  # {reason: names}
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.names)
 
-    def path(self, number):
+    def path(self, number: int) -> str:
         return os.path.join(self.folder, self.names[number])
 
-    def expect(self, numbers):
-        """These will be read next, each once."""
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Says that these will be read next, each once."""
 
-    def read(self, number):
+    def read(self, number: int) -> bytes:
         """The bytes of a sample's file."""
         with open(self.path(number), "rb") as file:
             return file.read()
 
-    def whole(self, number):
+    def whole(self, number: int) -> tuple[int, int]:
         """(height, width) of a sample's picture."""
         return int(self.heights[number]), int(self.widths[number])
 
-    def stored(self, number):
-        """The same of the picture that there is: a pack may hold a smaller one."""
+    def stored(self, number: int) -> tuple[int, int]:
+        """The same of the picture that is stored: a pack may hold a smaller one."""
         return self.whole(number)
 
-    def content(self, number):
+    def content(self, number: int) -> Union[bytes, "Pixels"]:
         """What the picture is decoded from."""
         return self.read(number)
 
-    def pick(self, numbers):
+    def pick(self, numbers: np.ndarray) -> "Tree":
         """The same with these samples only, in this order."""
         arrays = {name: getattr(self, name)[numbers] for name in ("labels", "widths", "heights", "special")}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
-    def describe(self):
-        """One line for the log, whatever there is to say of the files."""
+    def describe(self) -> str:
+        """One line for the log."""
         text = f"{self.folder}: {len(self)} images of {len(self.classes)} classes"
         if self.special.any():
             text += f", {int(self.special.sum())} of them in an unusual form"
@@ -85,24 +92,28 @@ class Tree:
         return text
 
 
-def load(folder, index_folder="input_dir"):
-    """The tree below `folder`, from its index where that is still true; made once per node."""
+def load(folder: str, index_folder: str = "input_dir") -> Tree:
+    """The tree below `folder`, from its index; that is made once per node where it is missing or no longer true."""
     if not os.path.isdir(folder):
         raise UserError(f"{folder} does not exist: give a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     name = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
     classes = _classes(folder)
     once.once_per_node(path, lambda held: _read(path, folder, classes) or _write(path, folder, classes, held))
-    return _read(path, folder, classes)
+    files = _read(path, folder, classes)
+    if files is None:
+        raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
+    return files
 
 
 def _classes(folder):
     """{class: when its folder changed last}"""
     with os.scandir(folder) as entries:
-        found = {entry.name: entry.stat().st_mtime_ns for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
-    if not found:
-        raise UserError(f"{folder} has no folder for any class: its images have to lie in {folder}/CLASS/")
-    return dict(sorted(found.items()))
+        folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        classes = {entry.name: entry.stat().st_mtime_ns for entry in folders}
+    if not classes:
+        raise UserError(f"{folder} has no folder for any class: its images must be in {folder}/CLASS/")
+    return dict(sorted(classes.items()))
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
@@ -121,7 +132,7 @@ def _read(path, folder, classes):
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
             now = [_when(os.path.join(folder, name)) for name in _names(left_out)]
-            if now != stored["changed"].tolist():  # a file may be repaired in its place
+            if now != stored["changed"].tolist():  # a repaired file leaves its folder's time as it was
                 return None
             arrays = {name: stored[name] for name in ("labels", "widths", "heights", "special")}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
@@ -132,7 +143,7 @@ def _read(path, folder, classes):
 def _write(path, folder, classes, held):
     files = [(number, name) for number, label in enumerate(classes) for name in images_below(folder, label)]
     rows, left_out, changed, began = [], collections.defaultdict(list), {}, time.monotonic()
-    told = began
+    reported = began
     with ThreadPoolExecutor(THREADS) as pool:
         verdicts = pool.map(lambda file: _judged(os.path.join(folder, file[1])), files, chunksize=64)
         for done, ((label, name), (when, verdict)) in enumerate(zip(files, verdicts), 1):
@@ -142,14 +153,14 @@ def _write(path, folder, classes, held):
             else:
                 rows.append((name, label, *verdict))
             now = time.monotonic()
-            if now - told > 10:
-                told = now
+            if now - reported > 10:
+                reported = now
                 left = (now - began) / done * (len(files) - done)
                 print(f"indexing {folder}: {done} of {len(files)} images, {left:.0f} s left", flush=True)
                 held.tell(f"indexing {folder}: {done} of {len(files)} images", done)
     if not rows:
         reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
-        raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file with the name of one'})")
+        raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
     names, labels, special, widths, heights = zip(*rows)
     stored = {
         "signature": _bytes(_signature(folder, classes)), "names": _bytes("\0".join(names)),
@@ -167,7 +178,7 @@ def _names(left_out):
 
 
 def _judged(path):
-    """(when the file had changed last before it was judged, the verdict)"""
+    """(when the file had last changed before it was judged, the verdict)"""
     return _when(path), judge(path)
 
 
@@ -182,19 +193,19 @@ def _bytes(text):
     return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
 
-def images_below(folder, label=""):
+def images_below(folder: str, label: str = "") -> list[str]:
     """The files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
-    found = []
+    paths = []
     for where, _, names in sorted(os.walk(os.path.join(folder, label), followlinks=True)):
-        found += [os.path.relpath(os.path.join(where, name), folder) for name in sorted(names)]
-    return [name for name in found if name.lower().endswith(EXTENSIONS)]
+        paths += [os.path.relpath(os.path.join(where, name), folder) for name in sorted(names)]
+    return [path for path in paths if path.lower().endswith(EXTENSIONS)]
 
 
 # --- Judging one file --------------------------------------------------------------------------------------------------
 
 
-def judge(path):
-    """(GOOD or SPECIAL, width, height), or in words why the file is left out."""
+def judge(path: str) -> Verdict:
+    """Whether the file can be a picture, by its first and last bytes."""
     try:
         with open(path, "rb") as file:
             head = file.read(HEAD)
@@ -204,21 +215,24 @@ def judge(path):
             if not head:
                 return "empty"
             if head.startswith(b"\xff\xd8"):
-                found = _judge_jpeg(file, head, tail)
+                verdict = _judge_jpeg(file, head, tail)
             elif head.startswith(b"\x89PNG\r\n\x1a\n"):
-                found = _judge_png(head, tail)
+                verdict = _judge_png(head, tail)
             else:
-                found = _judge_other(path)
+                verdict = _judge_other(path)
     except OSError:
         return "unreadable"
-    if not isinstance(found, str) and found[1] * found[2] > MOST_PIXELS:
+    if isinstance(verdict, str):
+        return verdict
+    _, width, height = verdict
+    if width * height > MOST_PIXELS:
         return "too many pixels"
-    if not isinstance(found, str) and max(found[1:]) > MOST_ASPECT * min(found[1:]):
+    if max(width, height) > MOST_ASPECT * min(width, height):
         return "too long and thin"
-    return found
+    return verdict
 
 
-def _judge_jpeg(file, head, tail):
+def _judge_jpeg(file, head, tail) -> Verdict:
     """Walk the segments to the frame header; the end marker has to be near the end."""
     at = 2
     while True:
@@ -250,7 +264,7 @@ def _judge_jpeg(file, head, tail):
     return (GOOD if bits == 8 and components != 4 else SPECIAL), width, height
 
 
-def _judge_png(head, tail):
+def _judge_png(head, tail) -> Verdict:
     if len(head) < 33 or head[12:16] != b"IHDR":
         return "damaged header"
     width, height, bits, colour = struct.unpack(">IIBB", head[16:26])
@@ -261,7 +275,7 @@ def _judge_png(head, tail):
     return (GOOD if bits == 8 and colour == 2 else SPECIAL), width, height
 
 
-def _judge_other(path):
+def _judge_other(path) -> Verdict:
     from PIL import Image, UnidentifiedImageError
 
     try:
