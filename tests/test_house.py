@@ -49,7 +49,10 @@ LONG_FILES = {
     "common/storage/download.py": "one transfer from listing to the file's name; its pieces share the state of one fetch",
     "jobs/speedrun.py": "a job of one file, with its own optimizer and networks",
 }
-LONG_FUNCTIONS = {"jobs/.*:main": "a job is read from top to bottom"}
+LONG_FUNCTIONS = {
+    "jobs/.*:main": "a job is read from top to bottom",
+    "datasets/kspeed/memcached.py:_fleet_class": "subclasses of a library that few jobs need, made when one does",
+}
 MOST_LINES, MOST_OF_A_FUNCTION = 300, 60
 
 

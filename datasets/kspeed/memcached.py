@@ -24,6 +24,7 @@ import socket
 import struct
 import threading
 import time
+from typing import Any
 
 LEFT_ALONE = 30  # seconds until a server that was no help is asked again
 PIECE = 128 << 10  # bytes received at once, whatever pymemcache asks for; it takes any number
@@ -86,7 +87,7 @@ class _Network:
 class _Socket(socket.socket):
     """Every call has what is left of the operation's time; pymemcache's own timeouts begin anew with each."""
 
-    network = None
+    network: Any = None
 
     def _in_time(self, call, what):
         self.settimeout(self.network.left())
@@ -105,15 +106,16 @@ class _Socket(socket.socket):
         return found
 
 
-def connect(cache):
+def connect(cache: Any) -> Any:
     """The servers as one client sees them: a key has its place, and places of a server that is left alone are the others'."""
     from pymemcache.client.rendezvous import RendezvousHash
 
     network = _Network(cache)
-    fleet = _fleet_class()(
-        cache.servers, hasher=functools.partial(RendezvousHash, hash_function=_score), socket_module=network,
-        retry_attempts=0, dead_timeout=LEFT_ALONE, ignore_exc=True, default_noreply=False, no_delay=True,
-    )  # fmt: skip
+    how: dict = {
+        "hasher": functools.partial(RendezvousHash, hash_function=_score), "socket_module": network, "retry_attempts": 0,
+        "dead_timeout": LEFT_ALONE, "ignore_exc": True, "default_noreply": False, "no_delay": True,
+    }  # fmt: skip
+    fleet = _fleet_class()(cache.servers, **how)
     fleet.network = network
     return fleet
 
@@ -223,5 +225,6 @@ def _fleet_class():
 
     class Fleet(HashClient):
         client_class = Connection
+        network: Any = None
 
     return Fleet
