@@ -97,6 +97,8 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
             root = args.data_url if args.data_backend == "packed-remote" else storage.fetch(args.data_url)
             return [packed.load(root, split) for split in ("train", "val")]
         root = storage.fetch(args.data_url)
+        if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
+            raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
         return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
 
     moments.announce("data", args)

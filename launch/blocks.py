@@ -46,7 +46,9 @@ class Block:
 
     @property
     def code(self):
-        """The lines that run."""
+        """The lines that run; what a block adds to the job's help is none of them."""
+        if self.text[1].startswith("__doc__ = "):
+            return []
         return [line for line in self.text[1 + len(self.was) : -1] if line.strip() and not line.lstrip().startswith("#")]
 
 

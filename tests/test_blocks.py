@@ -19,7 +19,7 @@ def test_there_are_feature_jobs():
     features = {path.name for path in FEATURE_JOBS}
     assert {"train_dp.py", "train_ddp.py", "train_amp.py", "train_dali.py", "train_dpex.py", "train_ddp_amp.py"} <= features
     bases = {"train.py", "train_imagenet.py", "train_restore.py", "speedrun.py"}
-    assert {path.name for path in blocks.JOBS.glob("*.py")} == bases | features
+    assert bases | features <= {path.name for path in blocks.JOBS.glob("*.py")}
 
 
 # --- 1. Complete, 2. insert-only ---------------------------------------------------------------------------------------

@@ -166,6 +166,11 @@ class Run:
         self._finish()
 
     def steps(self, loader: Any) -> Iterator:
+        if not hasattr(loader, "transfer_seconds"):
+            raise TypeError(
+                f"run.steps() was given a {type(loader).__name__}, which does not know the ids of its samples: "
+                "give it a datasets.loader.DeviceLoader, as docs/your_own.md shows"
+            )
         self._loader = loader
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
