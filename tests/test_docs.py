@@ -20,7 +20,7 @@ from tests.docs_commands import MADE_UP, NOT_RUN, OTHERS_SAY, REFUSED
 from tests.jobs import ROOT, run_forked
 from tests.test_data import write_folder
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("jobs", "common", "datasets", "launch", "tests", "docs")
 
 # --- Reading a page ------------------------------------------------------------------------------------------------------
@@ -74,8 +74,9 @@ def page_name(page):
     return str(page.relative_to(ROOT))
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readme_is_short(page):
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
