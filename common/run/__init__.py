@@ -1,4 +1,4 @@
-"""The job's logbook: it goes on where the last start stopped, shows progress, saves, and knows where the time went."""
+"""The job's logbook: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
 
 from common.run import bucket_run, checkpoint, restore
 from common.run.logbook import Run

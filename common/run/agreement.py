@@ -1,10 +1,12 @@
 """What is due, alike on every rank: a stop that a platform asked for, the end of --max_hours, a checkpoint.
 
-Each rank has its own clock and its own signals, so the ranks agree on the largest of what they want: not in every step, but
-twice a second by the step time of the slowest rank, which they exchange as well.
+Each rank has its own clock and its own signals, so the ranks take the maximum of their values: not in every step, but twice a
+second by the step time of the slowest rank, which they exchange as well.
 """
 
 import time
+from collections.abc import Sequence
+from typing import Optional
 
 from common.processes import collectives
 
@@ -13,20 +15,20 @@ MOST_STEPS = 1000  # between two exchanges
 
 
 class Agreement:
-    def __init__(self, max_hours, save_seconds, world_size):
+    def __init__(self, max_hours: Optional[float], save_seconds: float, world_size: int):
         self._max_hours, self._save_seconds, self._world_size = max_hours, save_seconds, world_size
         self._born = self._saved = self._exchanged = time.monotonic()
         self._steps_left = self._steps_between = 1
-        self.signal = None  # the one that has reached this process
+        self.signal: Optional[int] = None  # the one that this process has received
 
-    def begin(self):
-        """The run has been restored: only from here on the clock of the next checkpoint and of the steps counts."""
+    def begin(self) -> None:
+        """The run has been restored: the clocks of the next checkpoint and of the steps start now."""
         self._saved = self._exchanged = time.monotonic()
 
-    def saved(self):
+    def saved(self) -> None:
         self._saved = time.monotonic()
 
-    def due(self):
+    def due(self) -> Sequence[float]:
         """(signal to stop on or 0, whether the hours are over, whether a checkpoint is due); called once in every step."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600

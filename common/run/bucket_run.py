@@ -1,8 +1,10 @@
 """A run whose output folder is in a bucket: bring what the next start needs to this machine's disk, or delete it."""
 
+import argparse
 import json
 import os
 import re
+from typing import Callable
 
 from common import storage
 from common.errors import UserError
@@ -14,8 +16,8 @@ from common.world.folders import local_folder
 GROWS = re.compile(r"runs\.jsonl|ledger/rank_\d+\.jsonl")
 
 
-def bring_newest(args, say, only_look=False):
-    """Make the checkpoint folder hold the newest valid checkpoint that the bucket has, unless it has a newer one itself.
+def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = False) -> bool:
+    """Fetch the newest valid checkpoint of the bucket, unless the checkpoint folder has a newer one.
 
     Returns whether there is a run in the bucket.
     """
@@ -32,7 +34,7 @@ def bring_newest(args, say, only_look=False):
         try:
             _bring(place, items, number, args.checkpoint_dir)
         except _NotWhole as error:
-            say(f"warning: {error}; trying the one before")
+            say(f"warning: {error}; trying the one before it")
             _remove(args.checkpoint_dir, number)
         else:
             say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
@@ -52,7 +54,7 @@ def _bring(place, items, number, folder):
     if f"checkpoints/{names[0]}" not in items:
         raise _NotWhole(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
     try:
-        for name in names:  # the manifest last, here too
+        for name in names:  # the manifest last, as when it was written
             download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
     except download.Damaged as error:
         raise _NotWhole(error) from None
@@ -63,7 +65,7 @@ def _bring(place, items, number, folder):
 
 
 def _refuse_another_history(place, theirs, ours, args):
-    """The local folder may be left from a run that the bucket no longer has."""
+    """The local folder may hold an earlier run that the bucket no longer has."""
     content = place.ask(
         "get_object", f"{place.below()}checkpoints/{theirs:012d}.json", work=lambda answer: answer["Body"].read()
     )
@@ -87,8 +89,8 @@ def _remove(folder, number):
         remove(os.path.join(folder, f"{number:012d}{suffix}"))
 
 
-def local_checkpoint(path, say):
-    """The path itself; of a checkpoint or an output folder in a bucket, where it now is on this machine."""
+def local_checkpoint(path: str, say: Callable) -> str:
+    """The path itself; a checkpoint or an output folder in a bucket is fetched, and its local path returned."""
     if not bucket.is_address(path):
         return path
     if not path.endswith(".pt"):
@@ -98,23 +100,25 @@ def local_checkpoint(path, say):
     items = {place.relative(item.key): item for item in place.items(place.below())}
     for name in names:
         if name not in items:
-            raise UserError(f"--resume {path}: there is no {name} in {os.path.dirname(path)}")
+            raise UserError(
+                f"--resume {path}: there is no {name} in {os.path.dirname(path)}; give a .pt that has its .json there"
+            )
     os.makedirs(folder, exist_ok=True)
     download.fetch_items(place, {name: items[name] for name in names}, folder)
     return os.path.join(folder, names[0])
 
 
-def bring_what_grows(args, say=print):
-    """The files that every start adds lines to, where the disk lacks them: the next upload would replace what is there."""
+def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:
+    """Fetch the files that every start appends to, where the disk lacks them: an upload would replace those in the bucket."""
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
-    lacking = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
-    if lacking:
-        download.fetch_items(place, {name: items[name] for name in lacking}, args.output_dir)
+    missing = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
+    if missing:
+        download.fetch_items(place, {name: items[name] for name in missing}, args.output_dir)
 
 
-def delete(args, say):
-    """Remove what a run of ours left in the bucket, and nothing else; the manifests first."""
+def delete(args: argparse.Namespace, say: Callable) -> None:
+    """Remove what a run wrote to the bucket, and nothing else; the manifests first."""
     place = bucket.Bucket(args.output_url, say)
     names = [place.relative(item.key) for item in place.items(place.below())]
     for name in sorted(filter(output.LEFT_BY_A_RUN.fullmatch, names), key=lambda name: not name.endswith(".json")):

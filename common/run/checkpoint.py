@@ -1,6 +1,6 @@
-"""What survives a kill: a file of tensors, and beside it a manifest that is written last and says what the file must be.
+"""What survives a kill: a file of tensors, and a manifest that is written last and says what the file must be.
 
-    checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and the manifest's own words
+    checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and a copy of the manifest
     checkpoints/000000012800.json    SHA-256, size, epoch, position in it, global batch, arguments, versions
 
 No manifest, no checkpoint. Both appear under their names by a rename of a flushed temporary file. The digest is checked
@@ -13,6 +13,8 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -22,12 +24,12 @@ from common.files import TEMPORARY, remove, write_atomically
 NAME = re.compile(r"(\d{12})\.json")
 
 
-def plain_keys(state):
-    """A state_dict without the prefixes of the wrappers (DataParallel, DDP, compile), so that every job loads every other's."""
+def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict without the prefixes of wrappers (DataParallel, DDP, compile), so that each job loads the others' files."""
     return {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
 
 
-def unwrapped(model):
+def unwrapped(model: Any) -> torch.nn.Module:
     """The network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
     for name in ("module", "_orig_mod"):
         while hasattr(model, name):
@@ -35,8 +37,8 @@ def unwrapped(model):
     return model
 
 
-def load_weights(network, path, new_head=True):
-    """Into the network, from a file of plain weights; with `new_head`, what has another shape there keeps its random ones."""
+def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
+    """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit()."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
@@ -44,31 +46,31 @@ def load_weights(network, path, new_head=True):
         state = to_take_away(state) if "model" in state else plain_keys(state)
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
-    except Exception as error:  # a file of something else can fail in any way there is
-        raise UserError(f"{path} holds no weights: {one_line(error)[:200]}") from None
+    except Exception as error:  # a file of something else can raise anything
+        raise UserError(f"{path} holds no weights: {one_line(error)[:200]}; give a .pth or .pt file of this network") from None
     return fit(network, state, path, new_head)
 
 
-def to_take_away(state):
+def to_take_away(state: dict) -> dict[str, torch.Tensor]:
     """The weights that are evaluated: the averaged ones where there are any."""
     weights = plain_keys(state["ema"] if "ema" in state else state["model"])
     return {name: tensor for name, tensor in weights.items() if name != "n_averaged"}
 
 
-def fit(network, state, path, new_head):
-    """Load the weights of `state`, which `path` holds; returns the names of those of another shape, which are left alone."""
+def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
+    """Load the weights of `state`, read from `path`; returns the names of those of another shape, which are not loaded."""
     own = network.state_dict()
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
-    strange = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
-    if strange or (other_shapes and not new_head) or len(other_shapes) > 2:
-        names = ", ".join((strange + other_shapes)[:3])
+    unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
+    if unmatched or (other_shapes and not new_head) or len(other_shapes) > 2:
+        names = ", ".join((unmatched + other_shapes)[:3])
         raise UserError(f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit")
     network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)
     return other_shapes
 
 
-def snapshot(value):
-    """A copy on the CPU of every tensor in a nest of dicts and lists, safe from the next step."""
+def snapshot(value: Any) -> Any:
+    """A copy on the CPU of every tensor in nested dicts and lists, which the next step does not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -78,23 +80,23 @@ def snapshot(value):
     return value
 
 
-def finite(value):
-    """Whether every floating point tensor in the nest is free of NaN and infinity."""
+def finite(value: Any) -> bool:
+    """Whether no floating point tensor in nested dicts and lists has a NaN or infinity."""
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return all(finite(item) for item in items)
 
 
-def size_of(value):
-    """Bytes of the tensors in a nest of dicts and lists."""
+def size_of(value: Any) -> int:
+    """Bytes of the tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return sum(map(size_of, items))
 
 
-def encode(state):
+def encode(state: dict) -> memoryview:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getbuffer()
@@ -104,38 +106,38 @@ def _encode_manifest(manifest):
     return json.dumps(manifest, indent=1).encode()
 
 
-def write(folder, state, about):
+def write(folder: str, state: dict, about: dict) -> None:
     """Write `state` as checkpoint number about["samples_seen"]."""
     about = json.loads(json.dumps(about))  # plain types only, or weights_only would refuse them at the next start
     path = os.path.join(folder, f"{about['samples_seen']:012d}")
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    if os.path.exists(f"{path}.json"):  # the same number again: it must not vouch for bytes that are being replaced
+    if os.path.exists(f"{path}.json"):  # the same number again: a manifest must not stand while its file is replaced
         os.unlink(f"{path}.json")
     write_atomically(f"{path}.pt", content)
     write_atomically(f"{path}.json", _encode_manifest(manifest))
 
 
-def numbers(folder):
+def numbers(folder: str) -> list[int]:
     """The numbers of the checkpoints that have a manifest, oldest first."""
     if not os.path.isdir(folder):
         return []
     return sorted(int(match.group(1)) for match in map(NAME.fullmatch, os.listdir(folder)) if match)
 
 
-def read(path):
-    """The state in `path` (a .pt with its .json beside it), or UserError saying what is wrong with it."""
+def read(path: str) -> tuple[dict, dict]:
+    """(state, about) of `path`, a .pt file with its .json next to it."""
     manifest, content = read_verified(path)
     return parse(content, manifest, path)
 
 
-def read_verified(path):
-    """(manifest, bytes) of a checkpoint whose bytes are what the manifest says; nothing is parsed but the manifest."""
+def read_verified(path: str) -> tuple[dict, bytes]:
+    """(manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
     try:
         with open(re.sub(r"\.pt$", "", path) + ".json", "rb") as file:
-            written = file.read()
-        manifest = json.loads(written)
-        if written != _encode_manifest(manifest):
+            encoded = file.read()
+        manifest = json.loads(encoded)
+        if encoded != _encode_manifest(manifest):
             raise ValueError("its manifest was changed")
         with open(path, "rb") as file:
             content = file.read()
@@ -148,8 +150,8 @@ def read_verified(path):
     return manifest, content
 
 
-def parse(content, manifest, path):
-    """The state in verified bytes. The manifest's words are inside too, so a changed manifest is found out."""
+def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
+    """(state, about) in verified bytes. They hold a copy of the manifest, so a changed manifest is noticed."""
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -160,45 +162,46 @@ def parse(content, manifest, path):
     return state, about
 
 
-def newest(folder, say=print):
-    """(state, about, path) of the newest valid checkpoint, naming every damaged one on the way; None where there is none."""
-    found = numbers(folder)
-    for number in reversed(found):
+def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str]]:
+    """(state, about, path) of the newest valid checkpoint, or None without any; warns of every newer one that is damaged."""
+    existing = numbers(folder)
+    for number in reversed(existing):
         path = os.path.join(folder, f"{number:012d}.pt")
         try:
             return (*read(path), path)
         except UserError as error:
-            say(f"warning: {error}; trying the one before")
-    if found:
+            say(f"warning: {error}; trying the one before it")
+    if existing:
         raise UserError(
-            f"all {len(found)} checkpoints in {folder} are damaged; start afresh with --resume never --overwrite true"
+            f"all {len(existing)} checkpoints in {folder} are damaged; start afresh with --resume never --overwrite true"
         )
     return None
 
 
-def sweep(folder):
-    """Remove what a killed run left half-written. Only at the start, when nobody is writing."""
+def sweep(folder: str) -> None:
+    """Remove the unfinished files of a killed run. Only at the start, when no process is writing."""
     for name in os.listdir(folder):
         if name.endswith(TEMPORARY):
             os.unlink(os.path.join(folder, name))
 
 
-def surplus(names, keep, about):
+def surplus(names: Iterable[str], keep: int, about: dict) -> list[str]:
     """Which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
 
-    Later than the one just written, which is `about`, are only damaged ones that the run went back behind.
+    `about` is the manifest of the checkpoint just written. Checkpoints with higher numbers are damaged: the run went on from
+    an earlier one.
     """
     best, now = about["best"] or {}, about["samples_seen"]
-    found = [(name, match) for name in names if (match := re.fullmatch(r"(?:checkpoints/)?(\d{12})\.(json|pt)", name))]
-    numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"})
+    files = [(name, match) for name in names if (match := re.fullmatch(r"(?:checkpoints/)?(\d{12})\.(json|pt)", name))]
+    numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")}
-    old = [name for name, match in found if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
+    old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
     weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth", name))]
     old_weights = [name for epoch, name in sorted(weights)[:-keep] if epoch != best.get("epoch")]
     return sorted(old) + old_weights  # each manifest before its file: no manifest, no checkpoint
 
 
-def prune(folder, output_dir, keep, about):
+def prune(folder: str, output_dir: str, keep: int, about: dict) -> None:
     places = {name: place for place in (folder, output_dir) for name in os.listdir(place)}
     for name in surplus(places, keep, about):
         remove(os.path.join(places[name], name))

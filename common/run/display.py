@@ -1,6 +1,6 @@
 """What a person sees of a run: progress, metrics.jsonl, TensorBoard, curves.png and report.txt.
 
-On a terminal a bar; in a platform's log one flat key=value line every few seconds, which its regular expressions can read.
+On a terminal a bar; in a platform's log a key=value line every few seconds, which the platform's regular expressions can read.
 """
 
 import datetime
@@ -11,6 +11,7 @@ import shutil
 import sys
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from common.files import write_atomically
@@ -18,38 +19,40 @@ from common.run.timing import Window
 
 
 class Display:
-    """Silent on every rank but 0, so that no caller has to ask who it is."""
+    """Does nothing on every rank but 0 (`active`), so that no caller has to look at its rank."""
 
-    def __init__(self, output_dir, tensorboard_dir, active, writes=True):
+    def __init__(self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool = True):
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
         self._writes = active and writes  # files; a trial leaves none
         self._bar = None
         self._events: Any = None  # TensorBoard's writer, once there is something to write
         self._window = Window()
 
-    def say(self, text):
+    def say(self, text: str) -> None:
         if self.active:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     # --- While training ---
 
-    def start_epoch(self, epoch, epochs, steps, done):
+    def start_epoch(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         self._window = Window()
         if self.active and sys.stderr.isatty():
-            columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may claim to have none
+            columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may report 0 columns
             name = f"epoch {epoch + 1}/{epochs}"
             self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
 
-    def step(self, samples, seconds):
+    def step(self, samples: int, seconds: tuple[float, ...]) -> bool:
         """Count one step and its seconds in each phase; True when it is time for a line."""
         self._window.add(samples, seconds)
         if self._bar:
             self._bar.update()
         return self._window.due()
 
-    def line(self, *, epoch, epochs, step, steps, loss, lr, samples_left, total_steps):
-        """Returns the share of the time that was spent waiting for data since the last one."""
+    def line(
+        self, *, epoch: int, epochs: int, step: int, steps: int, loss: float, lr: float, samples_left: int, total_steps: int
+    ) -> float:
+        """Show the progress; returns the share of the time spent waiting for data since the last line."""
         rate, shares = self._window.close()
         split = " ".join(f"{phase}={share:.0%}" for phase, share in shares.items())
         left = datetime.timedelta(seconds=int(samples_left / rate))
@@ -71,14 +74,14 @@ class Display:
         )
         return shares["waiting_for_data"]
 
-    def end_epoch(self):
+    def end_epoch(self) -> None:
         if self._bar:
             self._bar.close()
             self._bar = None
 
     # --- Files ---
 
-    def scalars(self, step, values):
+    def scalars(self, step: int, values: dict[str, float]) -> None:
         if not self._writes:
             return
         if self._events is None:
@@ -88,18 +91,18 @@ class Display:
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
-    def rewrite_metrics(self, history):
-        """After a restart: the file holds what the checkpoint knows, and none of the lines that will come again."""
+    def rewrite_metrics(self, history: list[dict]) -> None:
+        """After a restart: the file holds the epochs of the checkpoint, and none that will be trained again."""
         path = os.path.join(self.output_dir, "metrics.jsonl")
         if self._writes and (history or os.path.exists(path)):
             write_atomically(path, b"".join(_json_line(row) for row in history))
 
-    def metrics(self, row):
+    def metrics(self, row: dict) -> None:
         if self._writes:
             with open(os.path.join(self.output_dir, "metrics.jsonl"), "ab") as file:
                 file.write(_json_line(row))
 
-    def picture(self, name, pixels, step):
+    def picture(self, name: str, pixels: torch.Tensor, step: int) -> None:
         if not self._writes:
             return
         from matplotlib.image import imsave
@@ -111,8 +114,8 @@ class Display:
         os.makedirs(os.path.join(self.output_dir, "examples"), exist_ok=True)
         write_atomically(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
 
-    def curves(self, history):
-        """curves.png: the loss and what was measured behind each epoch, one panel each."""
+    def curves(self, history: list[dict]) -> None:
+        """curves.png: the loss and the metrics of each epoch, one panel each."""
         if not self._writes or not history:
             return
         from matplotlib.figure import Figure
@@ -127,7 +130,7 @@ class Display:
         figure.savefig(picture, dpi=100)
         write_atomically(os.path.join(self.output_dir, "curves.png"), picture.getvalue())
 
-    def report(self, confusion, classes):
+    def report(self, confusion: torch.Tensor, classes: list[str]) -> None:
         """report.txt: precision and recall of every class and the confusion matrix, from counts[true, predicted]."""
         if not self._writes:
             return
@@ -137,8 +140,8 @@ class Display:
         true, predicted = zip(*pairs)
         weights = confusion.flatten().tolist()
         labels = list(range(len(classes)))
-        how: dict = {"labels": labels, "target_names": classes, "digits": 4, "zero_division": 0}
-        table = classification_report(true, predicted, sample_weight=weights, **how)
+        options: dict = {"labels": labels, "target_names": classes, "digits": 4, "zero_division": 0}
+        table = classification_report(true, predicted, sample_weight=weights, **options)
         rows = [
             f"{name[:12]:>12} " + " ".join(f"{count:5d}" for count in row) for name, row in zip(classes, confusion.tolist())
         ]
@@ -150,7 +153,7 @@ class Display:
         )
         write_atomically(os.path.join(self.output_dir, "report.txt"), text.encode())
 
-    def close(self):
+    def close(self) -> None:
         self.end_epoch()
         if self._events:
             self._events.close()

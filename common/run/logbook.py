@@ -1,6 +1,6 @@
 """The job's logbook: goes on where the last start stopped, shows progress, saves when due, and stops when told to.
 
-    run = Run(args, train_sampler, model, optimizer=optimizer)      # anything with a state_dict can be named here
+    run = Run(args, train_sampler, model, optimizer=optimizer)      # and anything else that has a state_dict
     run.resume()                                                    # restores what was named, from the newest checkpoint
     for epoch in run.epochs():
         for images, labels in run.steps(train_loader):
@@ -36,7 +36,7 @@ from common.run.losses import Losses
 from common.run.saver import Saver
 from common.run.scores import Scores
 
-CURVES_SECONDS = 60  # drawing takes a moment: at most so often, and at the end
+CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
 POSITION = ("samples_seen", "total_steps", "epoch", "consumed", "best")  # as a checkpoint names it
 
 
@@ -52,7 +52,7 @@ class Run:
         **parts: Any,
     ):
         """`best_by`: the metric of end_epoch by which the best checkpoint is kept; more is better. `patience`: the run ends
-        after so many epochs without a better one. `prof`: measure so many steps, then end. `parts`: what else to save."""
+        after this many epochs without a better one. `prof`: measure this many steps, then end. `parts`: what else to save."""
         self.args, self.sampler, self._parts = args, sampler, parts
         self._best_by, self._patience = best_by, patience
         self._lock = None  # on the output folder, held until this process ends
@@ -83,11 +83,11 @@ class Run:
             self._trace = Trace(args.output_dir)
 
     def register(self, **parts: Any) -> None:
-        """More state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
+        """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
         self._parts.update(parts)
 
     def resume(self) -> None:
-        """Find where to go on and restore it; from here on a signal saves and stops."""
+        """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self._parts)
         self._losses = Losses(self.device, self.rank, self.world_size)
         found = None if self.trial else self._find()
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there was a checkpoint to go on from; what a run does only when it begins, a trial leaves out."""
+        """Whether there was a checkpoint to go on from; also true in a trial, which leaves out what only a new run does."""
         self._require_resumed("run.goes_on")
         return self._goes_on or self.trial
 
@@ -152,7 +152,7 @@ class Run:
             limits = [
                 (self.epoch >= self.args.epochs, f"--epochs {self.args.epochs}"),
                 (self._steps_used_up(), f"--max_steps {self.args.max_steps}"),
-                (self._gave_up(), "the epochs that --early_stopping_patience allows without a better one"),
+                (self._gave_up(), "the present --early_stopping_patience"),
             ]
             limit = next(text for reached, text in limits if reached)
             self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}. {self._where()}")
@@ -194,7 +194,7 @@ class Run:
             self._on_signal(self._agreement.signal, None)
 
     def step(self, loss: torch.Tensor) -> None:
-        """One step is done: count it; report, save or stop if it is time to."""
+        """Count a step that has been taken; report, save or stop if it is due."""
         loss, ids = loss.detach(), self._loader.ids
         self._ledger.step(self.epoch, self.consumed, ids)
         self.consumed += self.sampler.global_batch
@@ -215,7 +215,7 @@ class Run:
             self._keep_up()
 
     def _keep_up(self):
-        """Save or stop, if it is time to."""
+        """Save or stop, if it is due."""
         stop_signal, hours_over, save = self._agreement.due()
         by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
         if (save or by_steps) and self.consumed < self._samples_per_epoch:  # else end_epoch saves, after the evaluation
@@ -227,9 +227,9 @@ class Run:
             self._stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
-        """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the latter.
+        """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the checkpoint.
 
-        `scores`: what the evaluation found, for report.txt.
+        `scores`: those of the evaluation, for report.txt.
         """
         self._busy, self._evaluating = True, False
         self._display.end_epoch()
@@ -251,7 +251,7 @@ class Run:
             self._stop_on(self._agreement.signal)
 
     def picture(self, name: str, pixels: torch.Tensor) -> None:
-        """Show uint8 (3, H, W) as examples/NAME.png and in TensorBoard."""
+        """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard."""
         self._display.picture(name, pixels, self.total_steps)
 
     def _close_epoch(self, metrics):
@@ -302,7 +302,7 @@ class Run:
         return min(left, (self.args.max_steps - self.total_steps) * self.sampler.global_batch)
 
     def _check_losses(self):
-        """Stop at the first loss that is not a number; looked at seldom, because looking waits for the GPU."""
+        """Stop at the first loss that is not a number; called seldom, because it waits for the GPU."""
         bad = self._losses.first_bad()
         if bad:
             step, loss, ids = bad
@@ -318,7 +318,7 @@ class Run:
         self._losses.share()
         self._agreement.saved()
         if self.trial or self.rank != 0 or (self._place() == self._saved_place and not weights_of_epoch):
-            return  # nothing to leave, somebody else writes, or nothing new since the last one
+            return  # a trial writes nothing, rank 0 writes for all, or there is nothing new since the last checkpoint
         self._saved_place = self._place()
         self._show("save")
         self._saver.wait()
@@ -343,7 +343,7 @@ class Run:
         return state
 
     def _find(self):
-        """The checkpoint to go on from. On several nodes the disks are separate: rank 0 looks, and all get its bytes."""
+        """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
         self._identity = restore.identity(self.args, self.sampler, self.model, self._parts)
         if self.world_size > 1:
             collectives.compare(self._identity)
@@ -361,10 +361,10 @@ class Run:
     def _restore(self, state, about, path):
         self.model.load_state_dict(state["model"])
         for name, part in self._parts.items():
-            if not state.get(name) and part.state_dict():  # a scaler that was switched off has left nothing
+            if not state.get(name) and part.state_dict():  # a scaler that was switched off has saved nothing
                 self.say(f"warning: {path} has no {name}: it starts anew")
             elif isinstance(part, torch.optim.Optimizer):
-                # Its learning rate and weight decay are this start's, not the last one's.
+                # The learning rate and weight decay are those of this start, not those of the checkpoint.
                 part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
                 restore.complete(part)
             elif state.get(name):
@@ -384,7 +384,7 @@ class Run:
         return self.epoch >= self.args.epochs or self._steps_used_up() or self._gave_up()
 
     def _gave_up(self):
-        """Whether so many epochs in a row have not been better than the best."""
+        """Whether no epoch of the last `patience` was better than the best."""
         return self._patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self._patience
 
     def _steps_used_up(self):
@@ -401,7 +401,7 @@ class Run:
 
     def _on_signal(self, number, _frame):
         self._agreement.signal = number
-        # Several ranks must agree on a step; in an evaluation, which all have reached, rank 0 can save for all of them.
+        # Several ranks must agree on a step; in an evaluation, which all ranks have reached, rank 0 can save for all of them.
         if not self._busy and (self.world_size == 1 or (self._evaluating and self.rank == 0)):
             self._stop_on(number)
 

@@ -1,5 +1,6 @@
-"""The output folder of a run: made, locked against other jobs, cleared; and its note of the step that a start died in."""
+"""The output folder of a run: made, locked against other jobs, cleared; and a record of the step that a start died in."""
 
+import argparse
 import fcntl
 import os
 import re
@@ -9,7 +10,7 @@ import time
 from common.errors import UserError
 from common.files import TEMPORARY, write_atomically
 
-LOCK_SECONDS = 10  # the start before this one may be dying just now
+LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
@@ -18,8 +19,8 @@ LEFT_BY_A_RUN = re.compile(
 )
 
 
-def make_folders(args):
-    """The output folders, or one line saying that they cannot be written to."""
+def make_folders(args: argparse.Namespace) -> None:
+    """Make the output folders; UserError where one cannot be written to."""
     for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -30,8 +31,8 @@ def make_folders(args):
             raise UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir") from None
 
 
-def lock(folder):
-    """Hold the run's folder for this process, so that two runs never write into one; released by any kind of death."""
+def lock(folder: str) -> int:
+    """Lock the run's folder, so that two runs never write into one; the lock ends with this process, however that ends."""
     file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -43,11 +44,11 @@ def lock(folder):
                 raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
             time.sleep(0.1)
         except OSError:
-            return file  # a mounted store that knows no locks
+            return file  # a mounted store without locks
 
 
-def delete_run(args):
-    """Remove what a run of ours left in the folders, and nothing else."""
+def delete_run(args: argparse.Namespace) -> None:
+    """Remove what a run wrote to the folders, and nothing else."""
     folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
     folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
     for place, folder in folders.items():
@@ -58,12 +59,12 @@ def delete_run(args):
 
 
 class Attempt:
-    """Remembers, through any kind of death, which step was being taken, and whether the death before was in the same one."""
+    """A file that tells, however a start ended, which step was being taken, and whether the start before died in the same."""
 
     # epoch and consumed of the step that is being taken (-1: none), and of the step that the last start died in
     _FORM = struct.Struct("<4q")
 
-    def __init__(self, folder, active):
+    def __init__(self, folder: str, active: bool):
         self.died_twice_in = self._file = None
         if not active:
             return
@@ -80,12 +81,12 @@ class Attempt:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         self.set(-1, -1)
 
-    def set(self, epoch, consumed):
+    def set(self, epoch: int, consumed: int) -> None:
         if self._file is not None:
             os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
-    def done(self):
-        """The run ends as it should: nothing to remember."""
+    def done(self) -> None:
+        """The run ends as it should: the file goes."""
         if self._file is not None:
             os.close(self._file)
             os.unlink(self._path)

@@ -1,8 +1,11 @@
 """Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
 
+import argparse
 import hashlib
 import io
 import os
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -13,6 +16,8 @@ from common.processes.collectives import broadcast
 from common.run import bucket_run, checkpoint, output
 from common.version import VERSION
 
+Found = tuple[dict, dict, str]  # a checkpoint: (state, about, path)
+
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
@@ -21,8 +26,8 @@ CHANGEABLE = [
 ]  # fmt: skip
 
 
-def identity(args, sampler, model, parts):
-    """What makes two runs different runs, in words that can stand in an error."""
+def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, parts: dict) -> dict:
+    """What two starts must have in common to be one run, as texts that an error can quote."""
     tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
@@ -34,8 +39,8 @@ def identity(args, sampler, model, parts):
     }
 
 
-def prepare(parts):
-    """A scaler may skip the first step, after which torch's fused SGD goes on from memory that nobody has written."""
+def prepare(parts: dict) -> None:
+    """Set the momentum of SGD to 0: if a scaler skips the first step, torch's fused SGD reads it from uninitialised memory."""
     if "scaler" in parts and parts["scaler"].is_enabled():
         for group in parts["optimizer"].param_groups:
             if isinstance(parts["optimizer"], torch.optim.SGD) and group["momentum"]:
@@ -43,15 +48,15 @@ def prepare(parts):
                     parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def complete(optimizer):
-    """RMSprop looks for the momentum that a run without had none of."""
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give RMSprop a momentum of 0 where the checkpoint is from a run without momentum."""
     for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
         for parameter in options["params"] if options["momentum"] else []:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def choose(args, ours, say):
-    """(state, about, path) to go on from, or None for a first start; refuses what cannot go on."""
+def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Found]:
+    """The checkpoint to go on from, or None for a first start; refuses one that belongs to another run."""
     folder = args.checkpoint_dir
     here = args.world
     afresh = args.resume == "never" and not here.restart_count
@@ -59,9 +64,10 @@ def choose(args, ours, say):
     has_run = bool(checkpoint.numbers(folder)) or in_bucket
     if in_bucket and args.ledger and not afresh:
         bucket_run.bring_what_grows(args, say)
-    if has_run and here.restart_count:  # the same command again: whatever it asked for was done the first time
+    if has_run and here.restart_count:  # a restart of the same command: the first start has obeyed --resume and --overwrite
         found = checkpoint.newest(folder, say)
-        if found and (args.resume != "never" or found[1].get("job", "") == here.job_id):  # else the first start ended before
+        # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.
+        if found and (args.resume != "never" or found[1].get("job", "") == here.job_id):
             _refuse_another_run(found[1]["identity"], ours, found[2])
             return found
     if args.resume == "never":
@@ -92,8 +98,8 @@ def choose(args, ours, say):
     return found
 
 
-def from_rank_0(choose):
-    """What rank 0 chose, on every rank: only its disk has the checkpoints. Its refusal reaches the others too."""
+def from_rank_0(choose: Callable[[], Optional[Found]]) -> Optional[Found]:
+    """The result of choose() on rank 0, whose disk has the checkpoints, on every rank; so is its UserError."""
 
     def encoded():
         if torch.distributed.get_rank() != 0:
@@ -103,15 +109,15 @@ def from_rank_0(choose):
         except UserError as error:
             return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
 
-    content = on_every_rank("checkpoint", encoded)  # it may come from a bucket, and take its time
+    content = on_every_rank("checkpoint", encoded)  # fetching it from a bucket may take long
     answer = torch.load(io.BytesIO(broadcast(content)), map_location="cpu", weights_only=True)
     if answer["refused"]:
         raise UserError(answer["refused"])
     return answer["found"]
 
 
-def to_evaluate(args, say):
-    """(state, about, path) of the checkpoint of --resume PATH, else of the newest of the output folder; or None."""
+def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Found]:
+    """The checkpoint of --resume PATH, else the newest in the output folder; or None."""
     if args.resume not in ("auto", "never"):
         return _named(args, say)
     if args.output_url:
@@ -120,7 +126,7 @@ def to_evaluate(args, say):
 
 
 def _from_path(args, say):
-    """The checkpoint that the user named, and to go on from: newer ones in its folder would be a run of their own."""
+    """The checkpoint of --resume PATH, to go on from; --overwrite true deletes the later checkpoints of its folder."""
     state, about, path = _named(args, say)
     newer = (
         [n for n in checkpoint.numbers(args.checkpoint_dir) if n > about["samples_seen"]]
@@ -129,7 +135,8 @@ def _from_path(args, say):
     )
     if newer and not args.overwrite:
         raise UserError(
-            f"--resume {path} goes back behind {len(newer)} newer checkpoints in its folder: --overwrite true deletes those"
+            f"--resume {path} has {len(newer)} later checkpoints in its folder: "
+            "give --overwrite true to delete those, or another --output_dir"
         )
     for number in newer:
         for suffix in (".json", ".pt"):
@@ -138,7 +145,7 @@ def _from_path(args, say):
 
 
 def _named(args, say):
-    """The checkpoint that the user named: a file, or a folder whose newest is meant."""
+    """The checkpoint of --resume PATH: a file, or the newest in a folder."""
     path = bucket_run.local_checkpoint(args.resume, say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
@@ -146,7 +153,7 @@ def _named(args, say):
         if not found:
             raise UserError(
                 f"--resume {path} holds no checkpoint: "
-                "give a .pt file that has its .json beside it, or the output folder of a run"
+                "give a .pt file that has its .json next to it, or the output folder of a run"
             )
         return found
     if not os.path.isfile(path):
@@ -162,13 +169,13 @@ def _refuse_another_run(theirs, ours, path):
     different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in ours if ours[what] != theirs.get(what)]
     if different:
         raise UserError(
-            f"{path} belongs to another run: {'; '.join(different)}; "
+            f"checkpoint {path} belongs to another run: {'; '.join(different)}; "
             "give another --output_dir, or --resume never --overwrite true"
         )
 
 
-def changes(then, now):
-    """["lr 0.1 -> 0.2", ...] for what the user gave differently this time."""
+def changes(then: dict, now: dict) -> list[str]:
+    """["lr 0.1 -> 0.2", ...] for the options that changed since the checkpoint."""
     return [
         f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
     ]
@@ -177,8 +184,8 @@ def changes(then, now):
 # --- The first lines of the log -----------------------------------------------------------------------------------------
 
 
-def first_lines(run, found):
-    """Where the run stands and what its user may not expect. `found`: the checkpoint that it goes on from."""
+def first_lines(run: Any, found: Optional[Found]) -> Iterator[str]:
+    """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.rank} of {run.world_size}, "
@@ -203,7 +210,7 @@ def first_lines(run, found):
         yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
 
 
-def crash_loop(sampler, epoch, consumed):
+def crash_loop(sampler: Any, epoch: int, consumed: int) -> str:
     ids = sampler.step_ids(epoch, consumed).tolist()
     return (
         f"warning: the last two starts both died in one step, in epoch {epoch + 1} after {consumed} samples; "

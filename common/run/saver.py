@@ -1,9 +1,10 @@
-"""Writes a run's checkpoints behind its back: the training waits for a copy of the state, not for the disk or the bucket."""
+"""Writes a run's checkpoints in the background: the training waits for a copy of the state, not for the disk or the bucket."""
 
+import argparse
 import contextlib
 import os
 import threading
-from typing import Any
+from typing import Any, Callable, Optional
 
 from common import moments
 from common.errors import TrainingFailed, UserError, one_line
@@ -13,17 +14,17 @@ from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_P
 
 
 class Writer:
-    """Works in the background, one thing at a time and in the order asked; a failure is raised at the next call."""
+    """Runs one function at a time in the background, in the order of the calls; an error is raised at the next call."""
 
     def __init__(self):
         self._thread = self._error = None
 
-    def submit(self, work):
+    def submit(self, work: Callable[[], None]) -> None:
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer")
         self._thread.start()
 
-    def wait(self):
+    def wait(self) -> None:
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -35,47 +36,47 @@ class Writer:
         try:
             work()
         except OSError as error:
-            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; the ones before are intact")
+            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; earlier ones are intact")
         except Exception as error:
             self._error = error
 
 
 class Saver:
-    def __init__(self, args, say):
+    def __init__(self, args: argparse.Namespace, say: Callable):
         self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
         self._url, self._say = args.output_url, say
         self._writer = Writer()
         self._publisher: Any = None  # where the output goes to a bucket
 
-    def start_publishing(self):
-        """On the rank that writes, where the output goes to a bucket."""
+    def start_publishing(self) -> None:
+        """On the rank that writes: start uploading, if the output goes to a bucket."""
         if self._url:
             self._publisher = Publisher(self._output_dir, self._url, self._say, output.LEFT_BY_A_RUN)
             self._publisher.start()
             moments.listen(self)
 
-    def failure(self, _error):
+    def failure(self, _error: BaseException) -> None:
         """The job is about to end: publish what can be published in a few seconds."""
         with contextlib.suppress(UserError, TrainingFailed):
             self._publisher.finish(FAILURE_SECONDS, at_most=FAILURE_SECONDS)
 
-    def finish_publishing(self, in_a_hurry):
+    def finish_publishing(self, in_a_hurry: bool) -> None:
         if self._publisher is None:
             return
         try:
             self._publisher.finish(STOP_PATIENCE_SECONDS if in_a_hurry else LAST_PATIENCE_SECONDS)
         except (UserError, TrainingFailed) as error:
-            raise TrainingFailed(f"{self._output_dir} has the results, but not all are in {self._url}: {error}") from None
+            raise TrainingFailed(f"the results are in {self._output_dir}, but not all are in {self._url}: {error}") from None
         self._say(f"published to {self._url}")
 
-    def save(self, state, about, weights_of_epoch=None):
-        """Save `state`, which must not change any more; and the weights alone, as those of an epoch."""
+    def save(self, state: dict, about: dict, weights_of_epoch: Optional[int] = None) -> None:
+        """Save `state`, which must not change any more; and the weights alone, as epoch_N.pth."""
         self._writer.submit(lambda: self._write(state, about, weights_of_epoch))
 
-    def wait(self):
+    def wait(self) -> None:
         self._writer.wait()
 
-    def last_good(self):
+    def last_good(self) -> str:
         numbers = checkpoint.numbers(self._folder)
         folder = f"{self._url.rstrip('/')}/checkpoints" if self._url else self._folder
         return f"last checkpoint {folder}/{numbers[-1]:012d}.pt" if numbers else "no checkpoint yet"

@@ -12,13 +12,13 @@ import functools
 import torch
 from torch import distributed
 
-WORST = 32  # samples that are remembered, of each rank and of all
+WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 
 
 class Scores:
     """Sums are exact: counts are whole numbers, losses are added in float64. Nothing waits for the device before share()."""
 
-    def __init__(self, classes: list, device: torch.device):
+    def __init__(self, classes: list[str], device: torch.device):
         self.classes = classes
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # right, among the best five, loss
@@ -37,7 +37,7 @@ class Scores:
         self._batches.append((losses, ids, labels, predicted))
 
     def share(self) -> "Scores":
-        """Add up what all ranks have seen; a collective of all of them where there are several."""
+        """Add up the counts of all ranks; a collective where there are several."""
         self.worst = self._own_worst()
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             distributed.all_reduce(self._counts)
@@ -83,7 +83,7 @@ class Scores:
         """The mean cross-entropy, without label smoothing."""
         return self._sums[2].item() / self.samples
 
-    def per_class(self) -> list:
+    def per_class(self) -> list[tuple[str, int, float]]:
         """[(class, samples, share of them that was recognised)] in the order of the classes."""
         counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
