@@ -78,7 +78,7 @@ def test_two_nodes(tmp_path):
         [*command("train_ddp", *WITHOUT_LEDGER, *DOCTOR)[1:], "--output_dir", tmp_path / "out"], tmp_path, *nodes
     )
     assert_healthy(done, ON_NODES)
-    assert other.returncode == 0 and "what the doctor has found is in the log of node 0" in other.stdout
+    assert other.returncode == 0 and "the doctor's findings are in the log of node 0" in other.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""What could go wrong, looked for on every node before a job starts."""
+"""Checks of every node and of the job before the training starts."""
 
 from common.doctor.examination import Examination
 

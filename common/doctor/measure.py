@@ -1,7 +1,10 @@
 """What the doctor measures of a job in a second or two: its loader, its steps, the network between its nodes."""
 
+import argparse
 import os
 import time
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import distributed
@@ -12,16 +15,16 @@ from common.processes.collectives import reduce
 from common.run import checkpoint
 
 LOADER_SECONDS, MODEL_SECONDS = 1.0, 1.5  # of measuring
-HANG_SECONDS = 120  # for both; what is not over by then hangs
+HANG_SECONDS = 120  # for both together; after that the job is taken to hang
 MOST_STEPS = 50
-SMALL, LARGE = 256 << 10, 16 << 20  # bytes of an all-reduce; the large one where the network is not slow
+SMALL, LARGE = 256 << 10, 16 << 20  # bytes of an all-reduce; the large one is left out on a slow network
 ALL_REDUCES = 3
 
 
-def time_loader(loader, workers, counts=True):
-    """(a batch, the seconds that one takes on the slowest rank that counts), when the loader's processes have none in store."""
-    in_store, batches = 1 + PREFETCHED * workers, _endless(loader)
-    for _ in range(in_store):
+def time_loader(loader: Any, workers: int, counts: bool = True) -> tuple[Any, float]:
+    """(a batch, the seconds to load one on the slowest rank with `counts`), once the prefetched ones are used up."""
+    prefetched, batches = 1 + PREFETCHED * workers, _endless(loader)
+    for _ in range(prefetched):
         batch = next(batches)
     done, began = 0, time.monotonic()
     while not done or time.monotonic() - began < LOADER_SECONDS:
@@ -35,7 +38,7 @@ def _endless(loader):
         yield from loader
 
 
-def time_steps(run, batch):
+def time_steps(run: Any, batch: Any) -> Generator[Any, None, float]:
     """Give the job this batch for a few steps; the seconds of one, on the slowest rank. All ranks take as many steps."""
     steps = 2
     for warm in (False, True):
@@ -55,12 +58,12 @@ def _slowest(seconds):
     return seconds if alone else reduce([seconds], "MAX")[0]
 
 
-def all_reduce_rate(device):
+def all_reduce_rate(device: torch.device) -> float:
     """Bytes a second that a rank sends, and receives, in an all-reduce; those of the slowest rank."""
     ranks = distributed.get_world_size()
     for length in (SMALL, LARGE):
         tensor = torch.zeros(length // 4, device=device)
-        for times in (1, ALL_REDUCES):  # the first finds the others
+        for times in (1, ALL_REDUCES):  # the first one connects the ranks
             began = time.monotonic()
             for _ in range(times):
                 distributed.all_reduce(tensor)
@@ -71,16 +74,16 @@ def all_reduce_rate(device):
     return 2 * (ranks - 1) / ranks * length / seconds
 
 
-def steps_left(args, sampler):
+def steps_left(args: argparse.Namespace, sampler: Any) -> int:
     """Until the end of the run, which goes on from its newest checkpoint."""
     steps = args.epochs * (sampler.samples_per_epoch // sampler.global_batch)
     done = checkpoint.numbers(args.checkpoint_dir) if args.resume == "auto" else []
     return max(0, min(steps, args.max_steps or steps) - (done[-1] // sampler.global_batch if done else 0))
 
 
-def room_to_save(run):
-    """Bytes for the checkpoints and weights that are kept, the best and the one that is being written, less what is there."""
+def room_to_save(run: Any) -> int:
+    """Bytes for the checkpoints and weights that are kept, the best and the one that is being written, less those on disk."""
     state, folder = run.state(), run.args.checkpoint_dir
     need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.to_take_away(state)))
-    there = [os.path.getsize(os.path.join(folder, f"{number:012d}.pt")) for number in checkpoint.numbers(folder)]
-    return max(0, need - sum(there))
+    on_disk = [os.path.getsize(os.path.join(folder, f"{number:012d}.pt")) for number in checkpoint.numbers(folder)]
+    return max(0, need - sum(on_disk))

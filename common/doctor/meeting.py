@@ -1,4 +1,4 @@
-"""The ranks of a job that the platform started one by one: who has come, and by which clock, before they form a group."""
+"""The ranks of a job that the platform started one by one: which have come, and their clocks, before they form a group."""
 
 import datetime
 import json
@@ -7,46 +7,47 @@ import time
 
 from torch import distributed
 
-from common.doctor.table import bad, refusal, spans
+from common.doctor.table import Finding, bad, refusal, spans
 from common.errors import UserError, one_line
 from common.processes import channel
+from common.world import World
 
 KEYS = "anyrank/doctor"
 
 
 class Meeting:
-    """Over the keys and values that all ranks share; kept open until the end, others may still be reading."""
+    """Through a key-value store that all ranks share; kept open until the end, as others may still be reading."""
 
-    def __init__(self, here, seconds):
+    def __init__(self, here: World, seconds: float):
         self._here, self._seconds = here, seconds
         self._store = _store(here, seconds)
         if self._store.add(f"{KEYS}/claimed/{here.restart_count}/{here.rank}", 1) > 1:
-            raise UserError(f"two processes say that they are rank {here.rank}; give each its own RANK")
+            raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
 
-    def hold(self, found):
-        """(in words who has not come, or ""; on rank 0: [(node or None, what it found, its clock ahead)] of the others)"""
+    def hold(self, findings: list[list]) -> tuple[str, list[tuple]]:
+        """("ranks 1-2", which have not come, or ""; on rank 0: [(node or None, findings, clock ahead)] of the others)"""
         here, store = self._here, self._store
         node = None if here.local_rank else here.node_rank
-        store.set(f"{KEYS}/came/{here.rank}", json.dumps({"node": node, "found": found}))
+        store.set(f"{KEYS}/came/{here.rank}", json.dumps({"node": node, "findings": findings}))
         missing = self._be_counted() if here.rank else self._count()
-        who = f"rank{'s' * (len(missing) > 1)} {spans(missing)}" if missing else ""
+        named = f"rank{'s' * (len(missing) > 1)} {spans(missing)}" if missing else ""
         if here.rank:
-            return who, []
+            return named, []
         others = []
         for rank in set(range(1, here.world_size)) - set(missing):
             theirs, clock = json.loads(store.get(f"{KEYS}/came/{rank}")), float(store.get(f"{KEYS}/clock/{rank}"))
-            others.append((theirs["node"], theirs["found"], clock - time.time()))
-        return who, others
+            others.append((theirs["node"], theirs["findings"], clock - time.time()))
+        return named, others
 
     def _be_counted(self):
-        """Wait for rank 0, which waits for the others; those that are missing."""
+        """Wait for rank 0, which waits for the others; returns the ranks that are missing."""
         store = self._store
         try:
             store.wait([f"{KEYS}/missing"], datetime.timedelta(seconds=2 * self._seconds))
             missing = json.loads(store.get(f"{KEYS}/missing"))
             store.set(f"{KEYS}/clock/{self._here.rank}", str(time.time()))
         except RuntimeError:
-            raise UserError(f"rank 0 has said nothing for {2 * self._seconds:g} s; see its log") from None
+            raise UserError(f"rank 0 did not answer within {2 * self._seconds:g} s; see its log") from None
         return missing
 
     def _count(self):
@@ -60,8 +61,8 @@ class Meeting:
         return missing
 
 
-def not_met(here, error):
-    """The line of the table for nodes or ranks that did not find each other."""
+def not_met(here: World, error: object) -> Finding:
+    """The line of the table for nodes or ranks that did not meet."""
     text = one_line(error)
     if "did not answer" in text:
         do = "see that node 0 was started, and that this port of it is open for the other nodes (security group, firewall)"
@@ -72,7 +73,7 @@ def not_met(here, error):
 
 
 def _store(here, seconds):
-    """The keys and values that all ranks of the platform share; rank 0 has them, unless torchrun's agent does."""
+    """The key-value store that all ranks of the platform share; on rank 0, unless torchrun's agent has it."""
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if here.rank and not theirs:
         channel.connect(here.master_addr, here.master_port, seconds, lambda text: None).close()

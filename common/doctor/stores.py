@@ -1,4 +1,4 @@
-"""The doctor's questions to what a job reads and writes: disks, the output folder, buckets and web servers."""
+"""The doctor's checks of what a job reads and writes: disks, the output folder, buckets and web servers."""
 
 import contextlib
 import email.utils
@@ -6,9 +6,10 @@ import os
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 
 from common.doctor.checks import check_clock
-from common.doctor.table import bad, count, good, refusal, size
+from common.doctor.table import Finding, bad, count, good, refusal, size
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket, https
@@ -16,11 +17,11 @@ from common.storage.download import SPARE
 from common.world import folders
 
 ANSWER_SECONDS = 5  # for a store or a server
-LISTING_SECONDS = 3  # of a bucket's objects; what has not been seen by then is not counted
+LISTING_SECONDS = 3  # of a bucket's objects; those not listed by then are not counted
 
 
-def check_disk(what, folder, need, users):
-    """Whether `need` bytes, and a little beside them, have room in the folder."""
+def check_disk(what: str, folder: str, need: int, users: str) -> Finding:
+    """Whether the disk of the folder has room for `need` bytes and a reserve."""
     place = _existing(folder)
     disk = os.statvfs(place)
     free = disk.f_bavail * disk.f_frsize
@@ -28,11 +29,13 @@ def check_disk(what, folder, need, users):
         found = f"{size(free)} free in {one_line(place)}, {users} need {size(need + SPARE)}"
         return bad(what, found, "make room there, or give a folder on a larger disk")
     if disk.f_files and disk.f_favail < 1000:
-        return bad(what, f"{disk.f_favail} files more can be made in {one_line(place)}", "delete some, or give another disk")
+        return bad(
+            what, f"{one_line(place)} has room for {disk.f_favail} more files", "delete files there, or give another disk"
+        )
     return good(what, f"{size(free)} free in {one_line(place)}" + (f", {users} need {size(need)}" if need else ""))
 
 
-def check_output(folders):
+def check_output(folders: list[str]) -> Finding:
     """Whether files can be written there and replaced by a rename, which every checkpoint depends on."""
     for folder in folders:
         made = _missing(folder)
@@ -40,7 +43,7 @@ def check_output(folders):
             _try_rename(folder)
         except OSError as error:
             found = f"cannot write to {one_line(folder)}: {one_line(error.strerror or error)}"
-            return bad("output", found, "give another --output_dir, or the right to write there")
+            return bad("output", found, "give another --output_dir, or allow this user to write there")
         finally:
             for path in made:
                 with contextlib.suppress(OSError):
@@ -49,7 +52,7 @@ def check_output(folders):
 
 
 def _try_rename(folder):
-    """In a folder of its own, as the nodes may share this one; and again where another node has just removed what it made."""
+    """In a new folder, as the nodes may share this one; up to three times, as another node may remove the folders it made."""
     for last in (False, False, True):
         os.makedirs(folder, exist_ok=True)
         try:
@@ -68,11 +71,11 @@ def _try_rename(folder):
 
 def _missing(folder):
     """The folders that making this one would make, the innermost first."""
-    found, path = [], os.path.abspath(folder)
+    missing, path = [], os.path.abspath(folder)
     while not os.path.lexists(path):
-        found.append(path)
+        missing.append(path)
         path = os.path.dirname(path)
-    return found
+    return missing
 
 
 def _existing(folder):
@@ -82,15 +85,15 @@ def _existing(folder):
 # --- Buckets and web servers --------------------------------------------------------------------------------------------
 
 
-def check_bucket(url, what, writes=False, fetches=False):
-    """Whether the store lets us list, read and, where asked, write and delete; its clock; the disk for what is fetched."""
+def check_bucket(url: str, what: str, writes: bool = False, fetches: bool = False) -> Iterator[Finding]:
+    """Whether the store allows to list and read, and to write and delete if the job `writes`; its clock; the local disk."""
     patience = bucket.Patience(ANSWER_SECONDS)
     try:
         place = bucket.Bucket(url, say=lambda text: None)
         items, whole, ahead = _list(place, patience)
         if writes:
             key = f"{place.below()}.doctor"
-            place.ask("put_object", key, patience, Body=b"a doctor was here")
+            place.ask("put_object", key, patience, Body=b"written by --doctor, may be deleted")
             place.ask("delete_object", key, patience)
         elif items:
             smallest = min(items, key=lambda key: items[key])
@@ -100,11 +103,11 @@ def check_bucket(url, what, writes=False, fetches=False):
         return
     except TrainingFailed as error:
         reason = one_line(error).rpartition("; ")[0]
-        yield bad(what, reason, "look at the endpoint (AWS_ENDPOINT_URL_S3, AWS_REGION) and at the network of this node")
+        yield bad(what, reason, "check the endpoint (AWS_ENDPOINT_URL_S3, AWS_REGION) and the network of this node")
         return
     where = f"{one_line(url)} at {place.endpoint}"
     if not items and not writes:
-        yield bad(what, f"{where} holds nothing", "look at the address")
+        yield bad(what, f"{where} holds nothing", "check the address")
         return
     total, some = sum(items.values()), "" if whole else "at least "
     done = "written and deleted" if writes else "read"
@@ -117,37 +120,37 @@ def check_bucket(url, what, writes=False, fetches=False):
 
 
 def _list(place, patience):
-    """({key: size}, whether those are all, how many seconds our clock is before the store's)"""
-    found, marker, began = {}, "", time.monotonic()
+    """({key: size}, whether those are all, by how many seconds our clock is ahead of the store's)"""
+    sizes, marker, began = {}, "", time.monotonic()
     while True:
         asked = time.time()
         page = place.ask(
             "list_objects", place.below(), patience, key_named=False, Prefix=place.below(), Marker=marker, MaxKeys=1000
         )
         date = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
-        ahead = min(0, time.time() - date) or max(0, asked - date)  # it said so at some moment in between
+        ahead = min(0, time.time() - date) or max(0, asked - date)  # the store answered at some time in between
         entries = page.get("Contents", [])
-        found.update((entry["Key"], entry["Size"]) for entry in entries)
-        if not entries and place.prefix and not found:  # the address may be that of one object
+        sizes.update((entry["Key"], entry["Size"]) for entry in entries)
+        if not entries and place.prefix and not sizes:  # the address may be that of one object
             page = place.ask("list_objects", place.prefix, patience, key_named=False, Prefix=place.prefix, MaxKeys=1)
-            found.update((entry["Key"], entry["Size"]) for entry in page.get("Contents", []) if entry["Key"] == place.prefix)
+            sizes.update((entry["Key"], entry["Size"]) for entry in page.get("Contents", []) if entry["Key"] == place.prefix)
         if not page.get("IsTruncated") or not entries or time.monotonic() - began > LISTING_SECONDS:
-            return found, not page.get("IsTruncated"), ahead
+            return sizes, not page.get("IsTruncated"), ahead
         marker = page.get("NextMarker") or entries[-1]["Key"]
 
 
-def check_web(url):
-    """Whether the server has the file, and the job would take it from there."""
+def check_web(url: str) -> Finding:
+    """Whether the server has the file, and the job would accept it."""
     try:
         https.refuse_unsafe(url)
         with urllib.request.build_opener(https.SafeRedirects).open(url, timeout=ANSWER_SECONDS) as answer:
             answer.read(1)
             length = int(answer.headers.get("Content-Length") or 0)
     except (OSError, ValueError, UserError) as error:
-        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", "look at the address, or fetch it by hand")
+        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", "check the address, or fetch the file by hand")
     if not length:
-        found = f"{one_line(url)[:200]} does not state its length, so a file cut off would not be noticed"
-        return bad("data", found, "fetch it by hand, or give another server")
+        found = f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be noticed"
+        return bad("data", found, "fetch the file by hand, or give another server")
     return good("data", f"{one_line(url)[:200]}: {size(length)}")
 
 

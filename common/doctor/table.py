@@ -1,6 +1,8 @@
 """What the doctor finds: how bad it is, what it is and what to do about it; and the table of it all, the worst first."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Optional
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB
@@ -18,20 +20,20 @@ class Finding:
     do: str = ""
 
 
-def good(what, found):
+def good(what: str, found: str) -> Finding:
     return Finding(GOOD, what, found)
 
 
-def doubtful(what, found, do):
+def doubtful(what: str, found: str, do: str) -> Finding:
     return Finding(DOUBTFUL, what, found, do)
 
 
-def bad(what, found, do):
+def bad(what: str, found: str, do: str) -> Finding:
     return Finding(BAD, what, found, do)
 
 
-def refusal(what, error):
-    """The line with which a job ends; what to do stands at its end."""
+def refusal(what: str, error: object) -> Finding:
+    """The error with which a job ends; its last part says what to do."""
     if not isinstance(error, (UserError, TrainingFailed)):
         return bad(what, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log")
     text = one_line(error)
@@ -42,15 +44,15 @@ def refusal(what, error):
 # --- Words --------------------------------------------------------------------------------------------------------------
 
 
-def count(number, one, several=None):
+def count(number: int, one: str, several: Optional[str] = None) -> str:
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 
-def size(number):
+def size(number: float) -> str:
     return f"{number / MIB:.1f} MiB" if number < 10240 * MIB else f"{number / 1024 / MIB:.1f} GiB"
 
 
-def duration(seconds):
+def duration(seconds: float) -> str:
     units = [(48 * 3600, 86400, "days"), (5400, 3600, "h"), (120, 60, "min")]
     return next((f"{seconds / unit:.1f} {name}" for least, unit, name in units if seconds >= least), f"{seconds:.0f} s")
 
@@ -58,15 +60,15 @@ def duration(seconds):
 # --- The table ----------------------------------------------------------------------------------------------------------
 
 
-def table(found):
-    """Worst first. What is alike on several nodes is one line; of good ones that differ in their figures alone, the first's."""
-    latest = {(node, finding.what): finding for node, finding in found}  # the room for checkpoints, after that for anything
-    found = [line for line in found if line[1].severity != GOOD or latest[line[0], line[1].what] is line[1]]
+def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
+    """Worst first. A finding that nodes share is one line; so is a good one of each kind, with the text of the first node."""
+    latest = {(node, finding.what): finding for node, finding in findings}  # e.g. the later of two checks of a disk
+    lasting = [line for line in findings if line[1].severity != GOOD or latest[line[0], line[1].what] is line[1]]
     rows = {}
-    for node, finding in sorted(found, key=_place_in_table):
+    for node, finding in sorted(lasting, key=_place_in_table):
         kind = finding.what if finding.severity == GOOD else finding
         rows.setdefault(kind, (finding, set()))[1].add(node)
-    several = any(node for node, _ in found)
+    several = any(node for node, _ in lasting)
     numbers = [sum(finding.severity == severity for finding, _ in rows.values()) for severity in SEVERITIES]
     lines = ["doctor: " + ", ".join(f"{number} {severity}" for number, severity in zip(numbers, SEVERITIES))]
     for finding, nodes in rows.values():
@@ -83,12 +85,12 @@ def _place_in_table(line):
     return SEVERITIES.index(finding.severity), ORDER.index(finding.what), node or 0
 
 
-def spans(numbers):
+def spans(numbers: Sequence[int]) -> str:
     """0-2, 5 for [0, 1, 2, 5]"""
-    found = []
+    groups = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if groups and number == groups[-1][1] + 1:
+            groups[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            groups.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in groups)
