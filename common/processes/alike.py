@@ -1,4 +1,4 @@
-"""Are all nodes the same? The code and the arguments of a job as words that two nodes, or two ranks, can compare."""
+"""Are all nodes the same? The code and the arguments of a job as texts that two nodes, or two ranks, can compare."""
 
 import hashlib
 import os
@@ -22,8 +22,8 @@ OWN_OPTIONS = (
 
 
 def code_digest(job: str, root: Path = ROOT) -> str:
-    """Of the job and of every module of ours below `root`, each under its path there, so that a stale upload is noticed."""
-    files = {os.path.basename(job): Path(job)}  # a bundled job has its modules in its own file
+    """A digest of the job and of our modules below `root` with their paths, so that a node with old code is noticed."""
+    files = {os.path.basename(job): Path(job)}  # a bundled job holds its modules
     for folder in FOLDERS:
         for where, folders, names in os.walk(root / folder):
             folders[:] = [name for name in folders if name != "__pycache__"]

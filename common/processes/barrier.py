@@ -1,7 +1,7 @@
-"""What every rank must have done before any may go on: for work whose length nobody knows, such as fetching data.
+"""What every rank must have done before any may go on: for work of unknown length, such as fetching data.
 
-Nothing here needs a collective: who waits looks at the keys of the job's store, so it can say for whom, and a rank that
-failed or died is everyone's failure at once.
+There is no collective here: a waiting rank reads the keys of the job's store, so it can name the rank that it waits for, and
+when one rank fails or dies, all fail at once.
 """
 
 import json
@@ -14,11 +14,11 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.processes.collectives import GROUP, rank_and_size
 
 POLL_SECONDS, LINE_SECONDS = 0.1, 10
-BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank that has not beaten for so long while the others wait for it is dead
+BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long, while others wait for it, is dead
 
 
-def on_every_rank(what: str, work: Callable) -> Any:
-    """The result of `work()`, once every rank of the job has its own; the first failure is everyone's."""
+def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
+    """The result of `work()`, once it has ended on every rank; an error on one rank is raised on all."""
     rank, world_size = rank_and_size()
     if world_size == 1:
         return work()
@@ -35,7 +35,7 @@ def on_every_rank(what: str, work: Callable) -> Any:
 
 
 class Board:
-    """A few keys in the job's store: who is ready, who is alive, and what the first failure was."""
+    """A few keys in the job's store: which ranks are ready, which are alive, and what the first failure was."""
 
     def __init__(self, store: Any, what: str, rank: int):
         self._store, self._what, self._rank = store, what, rank
@@ -52,16 +52,16 @@ class Board:
             count += 1
             self._store.set(self._key("alive", self._rank), str(count))
 
-    def stop_beating(self):
+    def stop_beating(self) -> None:
         self._over.set()
         self._beater.join()
 
-    def post_failure(self, error):
-        words = {"code": getattr(error, "exit_code", 1), "text": f"rank {self._rank}: {one_line(error)[:1000]}"}
-        self._store.set(self._key("failed"), json.dumps(words))
+    def post_failure(self, error: BaseException) -> None:
+        failure = {"code": getattr(error, "exit_code", 1), "text": f"rank {self._rank}: {one_line(error)[:1000]}"}
+        self._store.set(self._key("failed"), json.dumps(failure))
 
-    def wait(self, world_size):
-        """Until all are ready; says for whom it waits."""
+    def wait(self, world_size: int) -> None:
+        """Wait until all are ready; rank 0 prints which rank it waits for."""
         self._store.set(self._key("ready", self._rank), "1")
         told, shown = time.monotonic(), heartbeat.of_this_process()
         for rank in range(world_size):
@@ -74,7 +74,7 @@ class Board:
                 now, alive = time.monotonic(), self._key("alive", rank)
                 if self._store.check([alive]) and self._store.get(alive) != beat:
                     beat, heard = self._store.get(alive), now
-                    shown.set("fetch", int(beat))  # nothing is stuck as long as the one waited for beats
+                    shown.set("fetch", int(beat))  # this rank is not stuck while the other one beats
                 if now - heard > SILENCE_SECONDS:
                     raise TrainingFailed(f"no {self._what}: rank {rank} has been silent for {now - heard:.0f} s, it has died")
                 if now - told > LINE_SECONDS and self._rank == 0:

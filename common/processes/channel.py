@@ -1,8 +1,8 @@
-"""The line between the parents of a job's nodes: how they find each other, and how each knows that the others live.
+"""The connections between the parents of a job's nodes: how they meet, and how each notices that another is gone.
 
 Node 0 listens on the platform's port, the others connect to it. Messages are lines of JSON, nothing is ever unpickled, and
-nobody takes part who has not introduced itself as a node of this very job. A node that has gone is known by its closed
-connection at once; one behind a cut link or on a frozen machine, by its silence.
+only a process that introduces itself as a node of this job takes part. A node that has gone is noticed by its closed
+connection at once; a node with a cut link or a frozen machine, by its silence.
 """
 
 import contextlib
@@ -16,14 +16,15 @@ from typing import Any, Callable
 from common.errors import UserError, one_line
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 5.0  # without a word from a node for so long, it or the network is gone
-ANSWER_SECONDS = 4.0  # a stranger on the port does not answer our greeting
+SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is gone
+ANSWER_SECONDS = 4.0  # another program on the port does not answer our first message
 WAITING_LINE_SECONDS = 10
 LONGEST_MESSAGE = 1 << 20
+NOT_OURS = "it sends no messages of this program"
 
 
 class Gone(Exception):
-    """The other end is closed, silent, or does not speak our language."""
+    """The other end is closed, silent, or sends something else than our messages."""
 
 
 class Line:
@@ -36,7 +37,7 @@ class Line:
         self._received = b""
         self.heard = time.monotonic()
 
-    def fileno(self):
+    def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, **message: Any) -> None:
@@ -45,7 +46,7 @@ class Line:
         except OSError as error:
             raise Gone(one_line(error)) from None
 
-    def receive(self) -> list:
+    def receive(self) -> list[dict]:
         """The messages that have arrived; call it when the connection is readable."""
         try:
             chunk = self.connection.recv(65536)
@@ -56,17 +57,17 @@ class Line:
         self.heard = time.monotonic()
         *lines, self._received = (self._received + chunk).split(b"\n")
         if len(self._received) > LONGEST_MESSAGE:
-            raise Gone("it does not speak our language")
+            raise Gone(NOT_OURS)
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            raise Gone("it does not speak our language") from None
+            raise Gone(NOT_OURS) from None
         if not all(isinstance(message, dict) for message in messages):
-            raise Gone("it does not speak our language")
+            raise Gone(NOT_OURS)
         return messages
 
-    def wait(self, seconds: float) -> list:
-        """The next messages, or Gone after so long without any."""
+    def wait(self, seconds: float) -> list[dict]:
+        """The next messages; Gone after `seconds` without any."""
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             deadline = time.monotonic() + seconds
@@ -77,19 +78,19 @@ class Line:
                 if messages:
                     return messages
 
-    def close(self):
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             self.connection.close()
 
 
-def describe_nodes(nodes: list, workers: int) -> str:
+def describe_nodes(nodes: list[int], workers: int) -> str:
     """ "node 1 (ranks 2-3)" for each, so that a person can find the machine in the console."""
     ranks = [f"{n * workers}-{n * workers + workers - 1}" if workers > 1 else str(n) for n in nodes]
     return ", ".join(f"node {n} (rank{'s' * (workers > 1)} {r})" for n, r in zip(nodes, ranks))
 
 
-def first_difference(one: str, other: str) -> tuple:
-    """The first differing words of two texts."""
+def first_difference(one: str, other: str) -> tuple[str, str]:
+    """The first words in which two texts differ."""
     for left, right in zip(one.split(" "), other.split(" ")):
         if left != right:
             return left, right
@@ -97,14 +98,14 @@ def first_difference(one: str, other: str) -> tuple:
 
 
 class Hub:
-    """Node 0's side: knows every other node by its number, and hears from all of them."""
+    """Node 0's side: the connections to all other nodes, by their numbers."""
 
     def __init__(self, port: int, hello: dict, say: Callable):
         self._hello, self._say = hello, say
         self.lines = {}
-        self.hellos = {}  # of every node that has ever been one of us, and by how many seconds its clock is ahead of ours
-        self._strangers = {}
-        self._complete = False  # from then on nobody who comes can be one of us
+        self.hellos = {}  # of every node that has ever joined; "ahead": by how many seconds its clock is ahead of ours
+        self._strangers = {}  # connections that have not introduced themselves, and since when they are open
+        self._complete = False  # all nodes have joined, further ones are refused
         self._listener = _listen(port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -127,9 +128,9 @@ class Hub:
                 self._refuse_all(f"{describe_nodes(missing, self._hello['workers'])} did not come within {seconds:.0f} s")
         self._complete = True
 
-    def poll(self, seconds: float) -> list:
+    def poll(self, seconds: float) -> list[tuple]:
         """[(node, message)], a message of None for a node that has gone."""
-        found = []
+        received = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -142,31 +143,31 @@ class Hub:
                 if node is None:
                     self._drop(line)
                 else:
-                    found.append((node, None))
+                    received.append((node, None))
                 continue
             if node is None and messages:
                 self._introduce(line, messages[0])
             else:
-                found += [(node, message) for message in messages]
+                received += [(node, message) for message in messages]
         now = time.monotonic()
-        gone = {node for node, message in found if message is None}
+        gone = {node for node, message in received if message is None}
         silent = {node for node, line in self.lines.items() if now - line.heard > SILENCE_SECONDS}
-        found += [(node, None) for node in sorted(silent - gone)]
+        received += [(node, None) for node in sorted(silent - gone)]
         for line, since in list(self._strangers.items()):
             if now - since > ANSWER_SECONDS:
                 self._drop(line)
-        return found
+        return received
 
-    def send(self, **message):
+    def send(self, **message: Any) -> None:
         """To every node; one that cannot be reached is noticed by its silence."""
         for line in list(self.lines.values()):
             with contextlib.suppress(Gone):
                 line.send(**message)
 
-    def forget(self, node):
+    def forget(self, node: int) -> None:
         self._drop(self.lines.pop(node))
 
-    def close(self):
+    def close(self) -> None:
         for line in [*self.lines.values(), *self._strangers]:
             line.close()
         self._listener.close()
@@ -188,14 +189,14 @@ class Hub:
         line.close()
 
     def _introduce(self, line, hello):
-        """A node of this job is welcome; another job is sent away alone; a contradiction stops everyone, naming both."""
+        """Accept a node of this job, refuse one of another; where two nodes contradict each other, stop all and name both."""
         mine, node = self._hello, hello.get("node")
         if hello.get("app") != mine["app"] or hello.get("job") != mine["job"]:
             with contextlib.suppress(Gone):
                 line.send(
                     refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port"
                 )
-            self._say(f"sent away {one_line(hello.get('host'))[:80]}: it belongs to job {one_line(hello.get('job'))[:80]!r}")
+            self._say(f"refused host {one_line(hello.get('host'))[:80]}: it belongs to job {one_line(hello.get('job'))[:80]!r}")
             self._drop(line)
             return
         if self._complete:
@@ -208,7 +209,7 @@ class Hub:
         if not isinstance(node, int) or not 0 <= node < mine["nodes"]:
             claim = f"node {one_line(node)[:20]} of {one_line(hello.get('nodes'))[:20]}"
             theirs = f"host {one_line(hello.get('host'))[:80]} says it is {claim}"
-            self._refuse_all(f"{theirs}, but host {mine['host']} counts {mine['nodes']} nodes", line)
+            self._refuse_all(f"{theirs}, but host {mine['host']} has a world size of {mine['nodes']} nodes", line)
         if node == 0 or node in self.lines:
             first = mine["host"] if node == 0 else self.lines[node].host
             self._refuse_all(f"duplicate rank: host {first} and host {hello.get('host')} both say they are node {node}", line)
@@ -233,7 +234,7 @@ class Hub:
 
 
 def _listen(port):
-    """A socket on the platform's port; for a moment it may still belong to the start before this one."""
+    """A socket on the platform's port, which the start before this one may hold for another moment."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     deadline = time.monotonic() + 3
     while True:
@@ -251,12 +252,12 @@ def _listen(port):
 
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
-    """A socket to node 0, once its name and port answer."""
+    """A socket to node 0, once its name resolves and its port answers."""
     begun = told = time.monotonic()
     while True:
         try:
             return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
-        except OSError as error:  # its name may not resolve yet, its program may not run yet
+        except OSError as error:  # the name may not resolve yet, or the program not run yet
             now = time.monotonic()
             if now - begun >= seconds:
                 raise UserError(
@@ -268,8 +269,8 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
             time.sleep(0.2)
 
 
-def join(address: str, port: int, hello: dict, seconds: float, say: Callable) -> tuple:
-    """Another node's side: the line to node 0, and what it said when all had come."""
+def join(address: str, port: int, hello: dict, seconds: float, say: Callable) -> tuple[Line, dict]:
+    """Another node's side: the line to node 0, and the message with which it starts all nodes."""
     line = Line(connect(address, port, seconds, say))
     try:
         line.send(**hello, clock=time.time())
@@ -280,9 +281,10 @@ def join(address: str, port: int, hello: dict, seconds: float, say: Callable) ->
                     raise UserError(one_line(message["refused"])[:500])
                 if "go" in message:
                     return line, message["go"]
-                patience = SILENCE_SECONDS  # it beats while it waits for the others
+                patience = SILENCE_SECONDS  # node 0 sends beats while it waits for the others
             line.send(waiting=True)
     except Gone as gone:
         raise UserError(
-            f"{address}:{port} answers but is not node 0 of this job ({gone}): another program has the port, or the job stopped"
+            f"{address}:{port} answers but is not node 0 of this job ({gone}): another program has the port, or the job has "
+            "stopped; see the log of node 0, or give the job another port"
         ) from None

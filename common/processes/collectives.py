@@ -1,6 +1,6 @@
-"""What all ranks do together on the CPU, beside the gradients: add, compare, send and gather bytes.
+"""What all ranks do together on the CPU, apart from the gradients: add, compare, send and gather bytes.
 
-Everything goes through a Gloo group: the main one where that is Gloo, else one of its own.
+Everything goes through a Gloo group: the main one where that is Gloo, else a second one.
 """
 
 import datetime
@@ -19,7 +19,7 @@ TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice 
 
 
 class Group:
-    """The process group of this process: what its ranks share beside torch's own."""
+    """What the ranks of the process group share in addition to it."""
 
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
@@ -37,22 +37,22 @@ class Group:
 GROUP = Group()
 
 
-def rank_and_size() -> tuple:
-    """(this process's rank, how many there are); (0, 1) in a job without a process group."""
+def rank_and_size() -> tuple[int, int]:
+    """(this process's rank, the number of ranks); (0, 1) in a job without a process group."""
     if not distributed.is_available() or not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def reduce(values: list, operation: str) -> list:
-    """Element by element over all ranks: float64 in, float64 out. `operation`: a name of torch's ReduceOp."""
+def reduce(values: list, operation: str) -> list[float]:
+    """Element by element over all ranks, in float64. `operation`: a name of torch's ReduceOp."""
     tensor = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, operation), group=GROUP.control())
     return tensor.tolist()
 
 
 def broadcast(content: bytes) -> bytes:
-    """Rank 0's bytes on every rank, verified; `content` counts on rank 0 only."""
+    """Rank 0's bytes on every rank, verified by a digest; `content` of the other ranks is ignored."""
     header = torch.zeros(32, dtype=torch.uint8)
     length = torch.zeros(1, dtype=torch.int64)
     if distributed.get_rank() == 0:
@@ -71,7 +71,7 @@ def broadcast(content: bytes) -> bytes:
     return received
 
 
-def gather(content: bytes) -> list:
+def gather(content: bytes) -> list[bytes]:
     """The bytes of every rank, in the order of their ranks."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
     distributed.all_gather(lengths, torch.tensor([len(content)]), group=GROUP.control())
@@ -83,16 +83,16 @@ def gather(content: bytes) -> list:
     return [bytes(tensor[: int(length)].numpy()) for tensor, length in zip(everyone, lengths)]
 
 
-def compare(words: dict) -> None:
-    """Stop every rank, naming two that differ, unless all say the same."""
+def compare(facts: dict) -> None:
+    """Stop every rank, naming two that differ, unless all have the same facts."""
     if distributed.get_world_size() == 1:
         return
-    mine = {"host": socket.gethostname(), **{name: str(value) for name, value in words.items()}}
-    said = [json.loads(content) for content in gather(json.dumps(mine).encode())]
-    for name in words:
-        for rank, other in enumerate(said):
-            if other[name] != said[0][name]:
-                ours, theirs = first_difference(said[0][name], other[name])
+    mine = {"host": socket.gethostname(), **{name: str(value) for name, value in facts.items()}}
+    first, *others = [json.loads(content) for content in gather(json.dumps(mine).encode())]
+    for name in facts:
+        for rank, other in enumerate(others, 1):
+            if other[name] != first[name]:
+                ours, theirs = first_difference(first[name], other[name])
                 raise UserError(
-                    f"{name} differs: {ours} on rank 0 (host {said[0]['host']}), {theirs} on rank {rank} (host {other['host']})"
+                    f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {rank} (host {other['host']})"
                 )

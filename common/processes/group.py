@@ -1,8 +1,8 @@
-"""From one process per node, or one per rank, to a process group: used by every job that runs on several.
+"""From one process per node, or one per rank, to a process group: used by every job that runs on several GPUs or nodes.
 
 group.add_options(parser)
 group.start_workers(args)       # below this line there are world_size equal processes
-group.join(args, device)        # they have found each other, and run the same thing
+group.join(args, device)        # they form a process group, and run the same code with the same arguments
 """
 
 import argparse
@@ -57,7 +57,7 @@ def start_workers(args: argparse.Namespace) -> None:
 
 
 def join(args: argparse.Namespace, device: torch.device) -> None:
-    """Find the other processes and make sure that all run the same thing."""
+    """Form the process group, and make sure that all ranks run the same code with the same arguments."""
     here = args.world
     if here.level == "node" and here.world_size > 1:
         raise UserError(
@@ -79,7 +79,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def finished() -> None:
-    """This rank has done what it had to do, and no Run says so: its parent would take the end of the process for a failure."""
+    """Call it at the end of a job without a Run: its parent would take the end of the process for a failure."""
     heartbeat.of_this_process().set("done", 0)
 
 
@@ -91,16 +91,16 @@ def _alike(args):
 
 
 def _die_with_the_parent():
-    """An orphan would train on into the folder of the next start, and hold its GPU and its port."""
+    """A worker without its parent would go on writing to the folder of the next start, and keep the GPU and the port."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != int(os.environ[heartbeat.PARENT]):  # it was gone before we asked
+    if os.getppid() != int(os.environ[heartbeat.PARENT]):  # the parent had ended before that call
         os._exit(1)
     faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[heartbeat.FILES]}.stack", "w"))  # noqa: SIM115
 
 
 def _leave():
-    """Collected first and in this order, or Gloo's threads abort the process at its end."""
+    """Garbage is collected before the group is destroyed, or Gloo's threads abort the process at its end."""
     gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Which interface the ranks should talk over, and a port that is free."""
+"""Which network interface the ranks should use, and a port that is free."""
 
 import contextlib
 import fcntl
@@ -24,18 +24,18 @@ def route_to(address: str) -> Optional[str]:
     return None
 
 
-def interfaces(own_address: Optional[str]) -> dict:
+def interfaces(own_address: Optional[str]) -> dict[str, str]:
     """{GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME} for the interface with this address, where the platform has not set them.
 
-    Without them Gloo asks for the host's own name, which in many containers is the loopback, and no node reaches another.
+    Without them Gloo resolves the host's own name, which in many containers is the loopback, and no node reaches another.
     """
     name = interface_of(own_address)
     if name is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": name}
+    settings = {"GLOO_SOCKET_IFNAME": name}
     if name != "lo":
-        wanted["NCCL_SOCKET_IFNAME"] = name
-    return {variable: value for variable, value in wanted.items() if variable not in os.environ}
+        settings["NCCL_SOCKET_IFNAME"] = name
+    return {variable: value for variable, value in settings.items() if variable not in os.environ}
 
 
 def interface_of(address: Optional[str]) -> Optional[str]:
@@ -48,9 +48,9 @@ def interface_of(address: Optional[str]) -> Optional[str]:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     with contextlib.suppress(OSError, ValueError), open("/proc/net/if_inet6") as file:
-        wanted = socket.inet_pton(socket.AF_INET6, address.split("%")[0]).hex()
+        packed = socket.inet_pton(socket.AF_INET6, address.split("%")[0]).hex()
         for line in file:
             digits, *_, name = line.split()
-            if digits == wanted:
+            if digits == packed:
                 return name
     return None

@@ -1,10 +1,10 @@
 """One parent per node: starts the node's workers, watches them and the other nodes, and ends them all when one has died.
 
 torch's elastic launcher starts the processes. Its agent is not used: it lets survivors hang for its grace of 30 s and its exit
-barrier of 300 s, blames the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
-parents of all nodes keep a line to node 0 (channel.py), every half second each says how its workers are, and node 0 decides
-what happened: a worker that was killed, stopped or failed by itself is the cause; one whose collective broke is a victim and
-is blamed only when nothing else turns up while a lost node would have been noticed.
+barrier of 300 s, reports the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
+parents of all nodes are connected to node 0 (channel.py) and report the state of their workers every half second. Node 0
+decides what happened: a worker that was killed, stopped or failed by itself is the cause; one whose collective broke is a
+victim, and is reported only if no cause has appeared by the time that a lost node would have been noticed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
 from common.processes.worker import STOP, Worker, cause, stalled
 from common.world import World
 
-CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a victim waits for its cause to turn up
+CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
 
 
@@ -46,7 +46,7 @@ class Supervisor:
         self.stop_began: Any = None
         self.verdict: Any = None  # what node 0 has decided
 
-    def say(self, text):
+    def say(self, text: str) -> None:
         print(f"node {self.here.node_rank}: {text}", flush=True)
 
     # --- From start to end ---
@@ -55,7 +55,7 @@ class Supervisor:
         """Start the workers, and again after a fault while restarts are left; returns the exit code."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
-        import torch.distributed.elastic.multiprocessing  # noqa: F401 (takes a moment, in which no beat could be sent)
+        import torch.distributed.elastic.multiprocessing  # noqa: F401 (slow, so before the nodes expect beats)
 
         go = self._meet()
         while True:
@@ -107,7 +107,7 @@ class Supervisor:
                 sys.exit(STOP_SIGNALS[self.stop_signal])
             for node, message in self._messages():
                 if message is None:
-                    raise TrainingFailed(f"node {node} is gone, so the job cannot be restarted in place")
+                    raise TrainingFailed(f"node {node} is gone, so the job cannot be restarted in place; start it again")
                 if "stop" in message:
                     self.stop_signal = message["stop"]
                 if "go" in message:
@@ -117,7 +117,7 @@ class Supervisor:
             if self.hub and len(self.ready) == self.here.num_nodes - 1:
                 self.ready = set()
                 return self._send_go(attempt)
-        raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s")
+        raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s (--join_seconds)")
 
     def _start_workers(self, go, folder):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
@@ -150,7 +150,7 @@ class Supervisor:
         handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
         try:
             started: Any = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
-            for number, handler in handlers.items():  # the launcher has put its own there
+            for number, handler in handlers.items():  # the launcher has replaced them
                 signal.signal(number, handler)
         except SignalException as stop:  # nothing has been trained yet, and the workers die with their parent
             sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
@@ -243,7 +243,7 @@ class Supervisor:
             self.verdict = report
 
     def _suspect(self, worker):
-        """Report a worker that has ended as it should not, or is stopped; once."""
+        """Report a worker that has failed or is stopped; once."""
         if worker.reported or self.stop_signal:
             return
         report = worker.fault(self._home)
@@ -272,11 +272,11 @@ class Supervisor:
                 self.finished.add(0)
 
     def _tell(self, **message):
-        with contextlib.suppress(Gone):  # a broken line is noticed when it is read
+        with contextlib.suppress(Gone):  # a broken connection is noticed when it is read
             self.line.send(**message)
 
     def _judge(self):
-        """Node 0 decides: a cause at once; a victim when no cause has turned up in time; a stall when nothing moves."""
+        """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
         now = time.monotonic()
         causes = [report for _, report in self.suspects if report["direct"]]
         victims = [(since, report) for since, report in self.suspects if not report["direct"]]
@@ -287,8 +287,8 @@ class Supervisor:
         elif not self.suspects and not self.stop_signal:
             status = stalled([status for statuses in self.statuses.values() for status in statuses])
             if status:
-                who, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
-                report = cause(f"{who} has made no progress for {status['idle']:.0f} s {where}")
+                name, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
+                report = cause(f"{name} has made no progress for {status['idle']:.0f} s {where}")
                 self.verdict = {**report, "stack_of": status["rank"]}
         if self.verdict and self.hub:
             self.hub.send(verdict=self.verdict)
@@ -333,9 +333,9 @@ class Supervisor:
             self.hub.send(stop=self.stop_signal)
         over = all(worker.code is not None for worker in self.workers)
         if over and not any(worker.code for worker in self.workers):
-            return 0  # the run ended of itself just then
+            return 0  # the run has just ended
         for worker in self.workers:
-            fault = worker.own_words()
+            fault = worker.reported_fault()
             if over and fault and not fault["victim"]:
                 print(f"error: rank {worker.rank} could not stop as it should: {fault['text']}", file=sys.stderr, flush=True)
                 return fault["code"]

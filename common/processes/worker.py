@@ -1,4 +1,4 @@
-"""The workers of a node as their parent sees them: what each one's pulse shows, what it died of, who holds the others up."""
+"""The workers of a node as their parent sees them: the progress of each, why one died, which one the others wait for."""
 
 import collections
 import contextlib
@@ -6,23 +6,23 @@ import json
 import signal
 import statistics
 import time
-from typing import Any
+from typing import Any, Optional, Union
 
 from common import heartbeat
 from common.errors import STOP_SIGNALS
 
-STOPPED_SECONDS = 3.0  # a process in state T for so long is no debugger's passing halt
-STALL_SECONDS, STALL_STEPS = 60, 10  # training without a step for so long, or for so many median steps
+STOPPED_SECONDS = 3.0  # a debugger may put a process into state T for a moment; this is longer
+STALL_SECONDS, STALL_STEPS = 60, 10  # training without a step for this long, or for as long as this many median steps
 STOP = "stop"  # no fault: the platform has told this worker to stop
 
 
-def cause(text, direct=True, code=1, restart=True):
-    """What happened, whether to itself (`direct`) or because of another, the exit code, and whether a restart could help."""
+def cause(text: str, direct: bool = True, code: int = 1, restart: bool = True) -> dict[str, Any]:
+    """What happened; `direct`: not because of another worker; the exit code; and whether a restart could help."""
     return {"text": text, "direct": direct, "code": code, "restart": restart}
 
 
 class Worker:
-    """One process of this node, and what its pulse has shown."""
+    """One process of this node, and the progress that its pulse has shown."""
 
     def __init__(self, rank: int, files: str):
         self.rank, self.files = rank, files
@@ -34,7 +34,8 @@ class Worker:
         self.stopped_since = self.code = None
         self.reported = False
 
-    def look(self):
+    def look(self) -> None:
+        """Read the pulse and the state of the process."""
         now, seen = time.monotonic(), self.pulse.read()
         if seen != self.last:
             if seen[1] > self.last[1] > 0 and seen[0] in heartbeat.TRAINING:
@@ -48,43 +49,43 @@ class Worker:
             return file.read().rpartition(")")[2].split()[0] == "T"
         return False
 
-    def status(self):
-        """What node 0 needs to know of it."""
+    def status(self) -> dict[str, Any]:
+        """The progress that node 0 needs to find a stall."""
         phase, steps = self.last
-        idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # who has left holds nobody up
+        idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # no other rank waits for one that has ended
         median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
         return {"rank": self.rank, "phase": phase, "steps": steps, "idle": idle, "median": median}
 
-    def fault(self, home):
-        """What is wrong with it: a cause(), STOP, or None. `home` is the node that it runs on, in words."""
+    def fault(self, home: str) -> Union[dict[str, Any], str, None]:
+        """What is wrong with it: a cause(), STOP, or None. `home`: the node and host that it runs on."""
         phase, steps = self.last
-        who, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
+        name, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
         if self.code is None:
             halted = self.stopped_since and time.monotonic() - self.stopped_since > STOPPED_SECONDS
-            return cause(f"{who} is stopped (state T) {where}") if halted else None
+            return cause(f"{name} is stopped (state T) {where}") if halted else None
         if self.code == 0:
-            return None if phase == "done" else cause(f"{who} left {where} although the run was not over")
-        words = self.own_words()
-        if words:
-            text = f"{who} failed {where}: {words['text']}"
-            return cause(text, direct=not words["victim"], code=words["code"], restart=words["code"] != 2)
+            return None if phase == "done" else cause(f"{name} ended {where} although the run was not over")
+        fault = self.reported_fault()
+        if fault:
+            text = f"{name} failed {where}: {fault['text']}"
+            return cause(text, direct=not fault["victim"], code=fault["code"], restart=fault["code"] != 2)
         if self.code in STOP_SIGNALS.values():
             return STOP
         if self.code > 0:
-            return cause(f"{who} left with exit code {self.code} {where}")
+            return cause(f"{name} ended with exit code {self.code} {where}")
         hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else ""
-        # The abort at the end of a broken collective is a victim's; every other signal came from outside.
-        text = f"{who} was killed by {signal.Signals(-self.code).name}{hint} {where}"
+        # A victim aborts at the end of its broken collective; every other signal came from outside.
+        text = f"{name} was killed by {signal.Signals(-self.code).name}{hint} {where}"
         return cause(text, direct=self.code != -signal.SIGABRT)
 
-    def own_words(self):
-        """What it wrote of its failure, if it could."""
+    def reported_fault(self) -> Optional[dict[str, Any]]:
+        """What the worker has written with heartbeat.report_fault, if it could."""
         with contextlib.suppress(OSError, ValueError), open(f"{self.files}.fault") as file:
             return json.load(file)
         return None
 
-    def stack(self):
-        """Where it is, as its own fault handler writes it when asked."""
+    def stack(self) -> str:
+        """The stack of the worker, which its fault handler writes on a signal."""
         with contextlib.suppress(OSError):
             self.process.send_signal(signal.SIGUSR2)
             deadline = time.monotonic() + 2
@@ -94,18 +95,18 @@ class Worker:
                 if text.endswith("\n"):
                     return text
                 time.sleep(0.05)
-        return "its stack cannot be had"
+        return f"rank {self.rank} did not write its stack"
 
 
-def stalled(statuses):
-    """The status of the worker that holds the others up, if the whole job has been without progress for too long."""
+def stalled(statuses: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
+    """The status of the worker that the others wait for, if the whole job has made no progress for too long."""
     for status in statuses:
         limit = heartbeat.PHASES[status["phase"]]
         if limit is not None and status["idle"] > limit:
             return status
     training = [status for status in statuses if status["phase"] in heartbeat.TRAINING]
     if not training or len(training) < len(statuses):
-        return None  # somebody saves or evaluates, within the limit of that phase, and the others wait for it
+        return None  # a rank saves or evaluates within the limit of its phase, and the others wait for it
     limit = max(STALL_SECONDS, STALL_STEPS * max(status["median"] for status in training))
     if min(status["idle"] for status in training) <= limit:
         return None
