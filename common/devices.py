@@ -1,4 +1,4 @@
-"""Which device this process computes on, said once in the log, and refused with a remedy where it cannot be had."""
+"""The device that this process computes on; where it is not available, an error with a remedy."""
 
 import argparse
 import glob
@@ -17,10 +17,10 @@ def choose(args: argparse.Namespace) -> torch.device:
     here = args.world
     usable = args.enable_gpu is not False and torch.cuda.is_available() and torch.cuda.device_count() > 0
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
-        wanted = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
-        raise UserError(f"{wanted}, but torch sees no GPU: {diagnosis()}; or give --enable_gpu false to train on the CPU")
+        given = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
+        raise UserError(f"{given}, but torch sees no GPU: {diagnosis()}; or give --enable_gpu false to train on the CPU")
     if args.enable_gpu is False:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing in this process looks for one again
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
     if args.enable_gpu is False or not usable:
         return torch.device("cpu")
     number = 0 if shown_its_own(here) else here.local_rank
@@ -34,7 +34,7 @@ def choose(args: argparse.Namespace) -> torch.device:
 
 
 def shown_its_own(here: World) -> bool:
-    """Whether each process sees one GPU alone, its own: srun --gpus-per-task=1, or a wrapper of mpirun's."""
+    """Whether each process sees only one GPU, its own: srun --gpus-per-task=1, or a wrapper around mpirun."""
     return torch.cuda.device_count() == 1 and here.level == "process" and here.platform in ("slurm", "openmpi")
 
 
@@ -57,7 +57,7 @@ def cores_of_a_rank(args: argparse.Namespace) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until it has done all that it was given."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

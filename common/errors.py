@@ -1,8 +1,8 @@
-"""What can go wrong, and how a job ends then: one line on stderr and a documented exit code, no traceback for a user's mistake.
+"""The errors with which a job ends: one line on stderr and a documented exit code, no traceback for a user's mistake.
 
 0    finished, or stopped on purpose (--max_hours): start again to go on
 1    the training itself failed (a loss that is not a number, a lost node), or the doctor has found something bad
-2    asked for something impossible; the line says what was given, what is allowed and what to do
+2    an option or the environment is wrong; the line says what was given, what is allowed and what to do
 130  interrupted with Ctrl-C, after saving
 143  stopped by the platform (SIGTERM), after saving
 """
@@ -10,24 +10,24 @@
 import re
 import signal
 
-# What asks a job to stop, and the exit code of each; SLURM gives its early warning with USR1.
+# The signals that ask a job to stop, and the exit code of each; SLURM warns with USR1 before its time limit.
 STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
 
 
 class UserError(ValueError):
-    """What was given, what is allowed, what to do: in one line."""
+    """A wrong option, file or environment: what was given, what is allowed and what to do, in one line."""
 
     exit_code = 2
 
 
 class TrainingFailed(RuntimeError):
-    """The run cannot go on, through no mistake in the way it was started."""
+    """The run cannot go on, though it was started correctly."""
 
     exit_code = 1
 
 
 def one_line(text: object) -> str:
-    """`text` with line ends and control characters made visible: a file name must not be able to forge a log line."""
+    """`text` with line ends and control characters escaped: a file name must not be able to forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 

@@ -1,4 +1,4 @@
-"""Files that are under their name whole, or not at all."""
+"""Writing a file so that it exists under its name whole, or not at all."""
 
 import os
 from typing import Union
@@ -8,7 +8,7 @@ TEMPORARY = ".unfinished"  # the ending of a file that is being written
 
 
 def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
-    """The file is under its name whole or not at all, also after a power cut."""
+    """The file exists under its name whole or not at all, even after a power cut."""
     with open(path + TEMPORARY, "wb") as file:
         file.write(content)
         file.flush()
@@ -18,7 +18,7 @@ def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
     try:
         os.fsync(folder)
     except OSError:
-        pass  # some mounted stores cannot; the manifest's digest still tells
+        pass  # some mounted stores cannot; the digest in a manifest still tells an incomplete file
     finally:
         os.close(folder)
 

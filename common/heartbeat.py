@@ -1,4 +1,4 @@
-"""What a worker shows of itself to the parent of its node: the phase it is in, how many steps it has done, why it failed.
+"""What a worker tells the parent of its node: the phase it is in, how many steps it has done, why it failed.
 
 The parent names the files in one variable. The pulse is sixteen bytes of shared memory, written with every change and read
 twice a second; the fault is a line of JSON, written once. A job without a parent writes neither.
@@ -13,8 +13,8 @@ from typing import Any, Optional
 FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
 PARENT = "ANYRANK_PARENT"  # and the parent's process id
 
-# Every phase, and after how many seconds without a change it is taken for stuck. "data" and "step" are the training, which
-# has a rule of its own: ten times the median step, and at least a minute.
+# Every phase, and the seconds without a change after which it counts as stuck. "data" and "step" are the training, whose
+# limit is ten times the median step, and at least a minute.
 PHASES = {
     "start": 3600,
     "fetch": 600,
@@ -33,6 +33,8 @@ _FORM = struct.Struct("<2q")
 
 
 class Pulse:
+    """The phase and the number of steps in shared memory; without a prefix, set() does nothing."""
+
     def __init__(self, prefix: Optional[str]):
         self._memory: Any = None
         if prefix:
@@ -43,14 +45,14 @@ class Pulse:
         if self._memory:
             _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
 
-    def read(self) -> tuple:
+    def read(self) -> tuple[str, int]:
         """(phase, steps done)"""
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
 
 def create(prefix: str) -> Pulse:
-    """The files of a worker that is about to start."""
+    """The pulse of a worker that is about to start, in a new file."""
     with open(f"{prefix}.pulse", "wb") as file:
         file.write(bytes(_FORM.size))
     return Pulse(prefix)
@@ -65,7 +67,7 @@ def has_parent() -> bool:
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:
-    """Tell the parent why this worker fails; `victim`: only because another one did."""
+    """Tell the parent why this worker fails; `victim`: only because another one failed."""
     prefix = os.environ[FILES]
     with open(f"{prefix}.writing", "w") as file:
         json.dump({"text": text, "code": code, "victim": victim}, file)

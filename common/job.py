@@ -1,37 +1,39 @@
-"""How a job runs and ends: its `main` is called, and what becomes of it is an exit code (see errors.py) and at most one line.
+"""How a job runs and ends: its `main` is called, and its result is an exit code (see errors.py) and at most one line.
 
-With --doctor true the doctor listens to the job's course, from the moment its arguments are known.
+With --doctor true the doctor listens to the moments of the job, from when its arguments are parsed.
 """
 
+import argparse
 import os
 import sys
 import traceback
+from typing import Callable
 
 from common import heartbeat, moments
 from common.errors import TrainingFailed, UserError, is_victim, one_line
 
 
 class _CallTheDoctor:
-    def arguments(self, args):
+    def arguments(self, args: argparse.Namespace) -> None:
         if args.doctor:
             from common.doctor import Examination
 
             moments.listen(Examination(args))
 
 
-def run_job(main):
+def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main` and leave with its exit code."""
     moments.listen(_CallTheDoctor())
     try:
-        _with_last_words(main)
+        _announcing_failure(main)
     except (UserError, TrainingFailed) as error:
-        if heartbeat.has_parent():  # which says it once for all ranks
+        if heartbeat.has_parent():  # the parent prints it once for all ranks
             _leave(one_line(error), error.exit_code)
         print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before there was anything to save
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
+    except BrokenPipeError:  # the reader of our output has gone (`... | head`), so no message can be printed
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
@@ -42,7 +44,7 @@ def run_job(main):
         _leave(f"{type(error).__name__}: {one_line(error)[:300]}", 1, is_victim(error))
 
 
-def _with_last_words(main):
+def _announcing_failure(main):
     try:
         main()
     except Exception as error:
@@ -51,7 +53,7 @@ def _with_last_words(main):
 
 
 def _leave(text, code, victim=False):
-    """Without waiting for the collectives of a broken group, which would abort the process or hang it."""
+    """End the process without the collectives of a broken group, which would abort it or hang."""
     heartbeat.report_fault(text, code, victim)
     sys.stdout.flush()
     sys.stderr.flush()

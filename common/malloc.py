@@ -1,7 +1,7 @@
-"""Memory of large tensors is kept for the next step instead of being given back to the kernel and fetched, zeroed, again.
+"""Settings that keep the memory of large tensors for the next step, instead of returning it to the kernel at every step.
 
-glibc reads these settings once, as a process starts. So they are set by whoever starts the processes that train (`make run`,
-launch local, the parent of a node), never by a job itself, and what a user has set stands. By hand, where no GPU computes:
+glibc reads them once, when a process starts. So they are set by what starts the processes that train (`make run`, launch
+local, the parent of a node), never by a job itself, and a user's own setting is kept. By hand, where no GPU computes:
 
     GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
 """
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 VARIABLE = "GLIBC_TUNABLES"
 OLD_GLIBC = platform.libc_ver()[0] == "glibc" and [int(part) for part in platform.libc_ver()[1].split(".")[:2]] < [2, 35]
 SETTINGS = {
-    # Smaller pieces come from the heap, not from a mapping of their own. An old glibc takes no more than 32 MiB.
+    # Smaller blocks come from the heap, not from a separate mapping. An old glibc allows no more than 32 MiB.
     "glibc.malloc.mmap_threshold": 2**25 if OLD_GLIBC else 2**33,
     "glibc.malloc.trim_threshold": 2**34,  # free memory that the heap may keep at its end
     "glibc.malloc.top_pad": 2**28,  # by how much the heap grows at a time
-    "glibc.malloc.hugetlb": 1,  # in pages of 2 MiB, where the kernel has them
+    "glibc.malloc.hugetlb": 1,  # use pages of 2 MiB, where the kernel has them
 }
 
 
-def tuned(environ: Mapping) -> dict:
-    """What to add to the environment of processes that train here; nothing where there is a GPU, which it does not help."""
+def tuned(environ: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment of processes that train here; nothing where there is a GPU, as it would not help."""
     return {} if VARIABLE in environ or glob.glob("/dev/nvidia[0-9]*") else {VARIABLE: text()}
 
 

@@ -1,3 +1,3 @@
-"""The version of this project, as it stands in the log, in every checkpoint and in a bundle."""
+"""The version of this project, which is written to the log, to every checkpoint and to a bundle."""
 
 VERSION = "0.2.0"

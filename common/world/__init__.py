@@ -1,4 +1,4 @@
-"""Where am I: which node and process of how many, on which platform, and in which folders it wants me to work."""
+"""The place of this process: which node and rank of how many, on which platform, and the folders for its data and output."""
 
 from common.world import folders
 from common.world.place import World

@@ -9,6 +9,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping
+from typing import Optional
 
 from common.errors import UserError, one_line
 
@@ -26,7 +27,7 @@ OUTPUT = ["output_dir", "train_url", "SM_MODEL_DIR", "PAI_OUTPUT_MODEL", "AIP_MO
 CHECKPOINTS = ["PAI_OUTPUT_CHECKPOINTS", "AIP_CHECKPOINT_DIR"]
 TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSORBOARD_LOG_PATH"]
 
-# What may stand there beside a folder.
+# The addresses that are allowed there, besides a folder.
 BUCKETS = ("s3://", "obs://", "oss://")
 ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
 
@@ -35,7 +36,7 @@ SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
 SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
-def resolve(args: argparse.Namespace, environ: Mapping) -> dict:
+def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Optional[str]]:
     """{data_url, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
     output = args.output_dir or _first(environ, OUTPUT)
     checkpoints = tensorboard = None
@@ -47,7 +48,7 @@ def resolve(args: argparse.Namespace, environ: Mapping) -> dict:
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
     output = _place("output_dir", output) or os.path.join("output_dir", args.job)
     url = output if is_address(output) else None
-    if url:  # the run lives in a folder of this machine, and is published from there
+    if url:  # the run writes to a folder of this machine, and is published from there
         output = local_folder(url, "output_dir")
     return {
         "data_url": _place("data_url", args.data_url or _first(environ, DATA)),
@@ -72,7 +73,7 @@ def _place(what, path):
     if path is None:
         return None
     if "\0" in path:
-        raise UserError(f"{what} {path[:80]!r} holds a zero byte")
+        raise UserError(f"{what} {path[:80]!r} holds a zero byte: give a path without one")
     if path.startswith("gs://"):
         return "/gcs/" + path[len("gs://") :]
     allowed = ADDRESSES.get(what, ())
@@ -83,7 +84,7 @@ def _place(what, path):
 
 
 def is_address(text: object) -> bool:
-    """Also of a mistyped address, which must not become a folder of that name."""
+    """Also true of a mistyped address, which must not become a folder of that name."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
@@ -94,5 +95,5 @@ def local_folder(url: str, root: str) -> str:
     if parts.scheme in ("http", "https"):
         words.pop()  # the file goes into the folder
     if any(word == ".." or "\0" in word for word in words):
-        raise UserError(f"{one_line(url)[:200]} has a name in it that cannot be a folder's")
+        raise UserError(f"{one_line(url)[:200]} has a part that cannot be the name of a folder: give an address without ..")
     return os.path.join(root, *[word for word in words if word not in ("", ".")])

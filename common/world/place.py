@@ -1,4 +1,4 @@
-"""The place of a process: which node and which rank of how many, on which platform, and who is the master."""
+"""The place of a process: which node and which rank of how many, on which platform, and the address of the master."""
 
 import dataclasses
 
@@ -18,6 +18,6 @@ class World:
     world_size: int
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    gpus_promised: int = 0  # what the platform says this node has; 0 when it says nothing
+    gpus_promised: int = 0  # how many the platform says this node has; 0 when it says nothing
     job_id: str = ""
     restart_count: int = 0

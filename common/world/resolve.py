@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.world.place import World
 from common.world.rules import RULES, Given
 
-PLATFORM = "ANYRANK_PLATFORM"  # what the parent of this node recognised, so that its workers say the same
+PLATFORM = "ANYRANK_PLATFORM"  # the platform that the parent of this node recognised, for its workers
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it
 
 JOB_ID = [
@@ -22,8 +22,8 @@ JOB_ID = [
 RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "MA_SCHEDULE_CNT": 1, "MA_PROC_START_CNT": 1}
 
 
-def here(args: argparse.Namespace, environ: Mapping = os.environ) -> World:
-    """The place of this process, with the GPUs that torch sees; later it is args.world."""
+def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> World:
+    """The place of this process, with the GPUs that torch sees; jobs read it as args.world."""
     import torch
 
     gpus = 0 if args.enable_gpu is False else torch.cuda.device_count()
@@ -31,7 +31,7 @@ def here(args: argparse.Namespace, environ: Mapping = os.environ) -> World:
 
 
 def require_one_device(args: argparse.Namespace) -> None:
-    """In a job of one process: refuse to be one of several that train the same thing side by side."""
+    """In a job of one process: refuse to run as one of several, which would all train the same."""
     world = args.world
     if world.num_nodes > 1 or (world.level == "process" and world.world_size > 1):
         raise UserError(
@@ -40,21 +40,21 @@ def require_one_device(args: argparse.Namespace) -> None:
         )
 
 
-def resolve(args: argparse.Namespace, environ: Mapping, gpus: int, hostname: str) -> World:
-    """A pure function of what is given; of `args` it takes init_method, rank, world_size, local_rank and nproc_per_node."""
+def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str) -> World:
+    """A pure function; of `args` it reads init_method, rank, world_size, local_rank and nproc_per_node."""
     given = Given(args, environ, gpus, hostname)
     if "RANK_TABLE_FILE" in given.env:
-        raise UserError("RANK_TABLE_FILE is set: an Ascend engine, which these jobs do not support; choose a GPU or CPU flavor")
-    found = next(world for rule in RULES if (world := _apply(rule, given)))
-    if found.level == "node" and found.node_rank >= found.num_nodes:
-        raise UserError(f"{found.rule}: node rank {found.node_rank} is not below the number of nodes, {found.num_nodes}")
-    if found.rank >= found.world_size:
-        raise UserError(f"{found.rule}: rank {found.rank} is not below world size {found.world_size}")
+        raise UserError("RANK_TABLE_FILE is set: these jobs do not support Ascend devices; choose a GPU or CPU flavor")
+    place = next(world for rule in RULES if (world := _apply(rule, given)))
+    if place.level == "node" and place.node_rank >= place.num_nodes:
+        raise UserError(f"{place.rule}: node rank {place.node_rank} is not below the number of nodes, {place.num_nodes}")
+    if place.rank >= place.world_size:
+        raise UserError(f"{place.rule}: rank {place.rank} is not below world size {place.world_size}")
     return dataclasses.replace(
-        found,
-        platform=given.env.get(PLATFORM) or found.platform,
-        master_addr=found.master_addr or "127.0.0.1",
-        master_port=found.master_port or given.number("MASTER_PORT") or DEFAULT_PORT,
+        place,
+        platform=given.env.get(PLATFORM) or place.platform,
+        master_addr=place.master_addr or "127.0.0.1",
+        master_port=place.master_port or given.number("MASTER_PORT") or DEFAULT_PORT,
         job_id=next((given.env[name] for name in JOB_ID if name in given.env), ""),
         restart_count=sum(max(0, given.number(name) - first) for name, first in RESTARTS.items() if name in given.env),
     )
@@ -67,5 +67,5 @@ def _apply(rule, given):
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"the environment looks like {rule.__name__}'s, but its variables are not in the form that it documents: {error!r}"
+            f"the environment looks like that of {rule.__name__}, but its variables do not have the documented form: {error!r}"
         ) from None

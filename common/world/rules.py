@@ -1,29 +1,32 @@
 """How each platform and launcher says where a process is: one rule for each, and the order in which they are asked.
 
-The one question that breaks everyone is *level*: RANK and WORLD_SIZE count nodes on some platforms and processes on
-others. So the launchers that certainly start one process per worker come first, then the platforms that start a job once
-per node, each recognised by a name that only it sets.
+The difficult question is the *level*: RANK and WORLD_SIZE count nodes on some platforms and processes on others. So the
+launchers that certainly start one process per worker come first, then the platforms that start a job once per node, each
+recognised by a variable that no other sets.
 """
 
+import argparse
 import json
 import re
+from collections.abc import Mapping
+from typing import Any, Optional
 
 from common.errors import UserError
 from common.world.place import World
 
 
 class Given:
-    """Everything a rule may look at: arguments, environment, the GPUs that torch sees, the host's name."""
+    """Everything a rule may look at: arguments, environment, the number of GPUs that torch sees, the host's name."""
 
-    def __init__(self, args, environ, gpus, hostname):
+    def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str):
         self.args, self.gpus, self.hostname = args, gpus, hostname
         self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
         self.nproc_per_node = args.nproc_per_node
 
-    def has(self, *names):
+    def has(self, *names: str) -> bool:
         return all(name in self.env for name in names)
 
-    def number(self, *names):
+    def number(self, *names: str) -> int:
         """The whole number in the first of these variables that is set, else 0."""
         for name in names:
             if name in self.env:
@@ -32,14 +35,14 @@ class Given:
                 return int(self.env[name])
         return 0
 
-    def json(self, name):
+    def json(self, name: str) -> Any:
         try:
             return json.loads(self.env[name])
         except ValueError:
             raise UserError(f"{name} is {self.env[name][:80]!r}: JSON was expected") from None
 
 
-def agree(name, value, other_name, other):
+def agree(name: str, value: Optional[int], other_name: str, other: int) -> None:
     if value is not None and value != other:
         raise UserError(f"{name} is {value} but {other_name} is {other}: they contradict each other; give one of them")
 
@@ -47,20 +50,21 @@ def agree(name, value, other_name, other):
 # --- Launchers: one process per worker ---------------------------------------------------------------------------------
 
 
-def process(platform, rule, rank, size, local_rank, local_size, node_rank, master=None, port=None):
+def process(platform: str, rule: str, rank: int, size: int, local_rank: int, local_size: int, node_rank: int,
+            master: Optional[str] = None, port: Optional[int] = None) -> World:  # fmt: skip
     nodes = max(1, size // max(1, local_size))
     return World(platform, rule, "process", node_rank, nodes, local_rank, local_size, rank, size, master or "", port or 0)
 
 
-def torchrun(given):
-    """torchrun, torch.distributed.launch, Azure ML: RANK and WORLD_SIZE with a LOCAL_RANK beside them count processes."""
+def torchrun(given: Given) -> Optional[World]:
+    """torchrun, torch.distributed.launch, Azure ML: where LOCAL_RANK is set too, RANK and WORLD_SIZE count processes."""
     if not given.has("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
     rank, size, local_rank = given.number("RANK"), given.number("WORLD_SIZE"), given.number("LOCAL_RANK")
     node_rank = given.number("GROUP_RANK", "NODE_RANK")
     if given.has("LOCAL_WORLD_SIZE"):
         local_size = given.number("LOCAL_WORLD_SIZE")
-    elif node_rank:  # every node before this one holds as many
+    elif node_rank:  # every node before this one has the same number
         local_size = (rank - local_rank) // node_rank
     else:
         local_size = given.gpus if given.gpus and size % given.gpus == 0 else local_rank + 1
@@ -73,8 +77,8 @@ def torchrun(given):
     return process(platform, rule, rank, size, local_rank, local_size, node_rank, given.env.get("MASTER_ADDR"))
 
 
-def openmpi(given):
-    """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so that is worked out; a master is never given."""
+def openmpi(given: Given) -> Optional[World]:
+    """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so that is computed; a master is never given."""
     rank, size = given.number("OMPI_COMM_WORLD_RANK"), given.number("OMPI_COMM_WORLD_SIZE")
     if size < 2:
         return None
@@ -90,8 +94,8 @@ def openmpi(given):
     return process("openmpi", "OMPI_COMM_WORLD_SIZE", rank, size, local_rank, local_size, rank // local_size, master)
 
 
-def slurm(given):
-    """srun sets SLURM_STEP_NUM_TASKS; the batch script has SLURM_NTASKS too, but there only one process runs."""
+def slurm(given: Given) -> Optional[World]:
+    """srun sets SLURM_STEP_NUM_TASKS; a batch script has SLURM_NTASKS too, but runs as only one process."""
     if not given.has("SLURM_JOB_ID") or given.args.init_method or given.args.world_size:
         return None
     promised, tasks = given.number("SLURM_GPUS_ON_NODE"), given.number("SLURM_STEP_NUM_TASKS")
@@ -110,15 +114,15 @@ def slurm(given):
     return process("slurm", "srun, one task per process", rank, tasks, local_rank, local_size, node_rank, master, port)
 
 
-def first_slurm_host(nodelist):
+def first_slurm_host(nodelist: str) -> str:
     """node[01-03,07],gpu5 -> node01"""
     first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
     if not first:
-        raise UserError(f"the list of nodes that SLURM gives is {nodelist[:80]!r}: a host's name was expected at its beginning")
+        raise UserError(f"SLURM_JOB_NODELIST is {nodelist[:80]!r}: the name of a host was expected at its beginning")
     return first[1] + (first[2] or "")
 
 
-def slurm_tasks_on(tasks_per_node, node_rank):
+def slurm_tasks_on(tasks_per_node: str, node_rank: int) -> Optional[int]:
     """ "2(x3),1" is two tasks on each of three nodes, then one on the last."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
@@ -126,11 +130,12 @@ def slurm_tasks_on(tasks_per_node, node_rank):
     return counts[node_rank] if node_rank < len(counts) else None
 
 
-# --- Platforms: one process per node, the workers are for us to start --------------------------------------------------
+# --- Platforms: one process per node, which starts the workers ----------------------------------------------------------
 
 
-def node(given, platform, rule, node_rank, nodes, master=None, port=None, promised=0):
-    """--nproc_per_node or NPROC_PER_NODE say how many workers; 1 by hand means that the user starts one per GPU."""
+def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
+         master: Optional[str] = None, port: Optional[int] = None, promised: int = 0) -> World:  # fmt: skip
+    """--nproc_per_node or NPROC_PER_NODE is the number of workers; --nproc_per_node 1: the user starts one process per GPU."""
     if nodes > 1 and not master:
         raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
     workers, local_rank = given.nproc_per_node, 0
@@ -143,7 +148,7 @@ def node(given, platform, rule, node_rank, nodes, master=None, port=None, promis
     return World(platform, rule, "node", node_rank, nodes, *ranks, master or "", port or 0, promised)
 
 
-def modelarts_arguments(given):
+def modelarts_arguments(given: Given) -> Optional[World]:
     """ModelArts' preset images append --init_method, --rank and --world_size, each of which may be missing."""
     args = given.args
     if args.init_method is None and args.rank is None and args.world_size is None:
@@ -165,18 +170,19 @@ def modelarts_arguments(given):
     return node(given, "modelarts", rule, rank, nodes, master, port, given.number("MA_NUM_GPUS"))
 
 
-def init_method(given):
+def init_method(given: Given) -> tuple[Optional[str], int]:
+    """(host, port) of --init_method, or of MASTER_ADDR and MASTER_PORT."""
     url = given.args.init_method
     if url in (None, "env://"):
         return given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})/?", url)
     if not match or not 0 < int(match.group(2)) < 65536:
-        raise UserError(f"--init_method is {url[:200]!r}; it has the form tcp://HOST:PORT, an IPv6 address in brackets")
+        raise UserError(f"--init_method is {url[:200]!r}; give it the form tcp://HOST:PORT, with an IPv6 address in brackets")
     return match.group(1).strip("[]"), int(match.group(2))
 
 
-def modelarts_environment(given):
-    """ModelArts' own images: MA_NUM_HOSTS and VC_TASK_INDEX; the hosts are named, the port is not."""
+def modelarts_environment(given: Given) -> Optional[World]:
+    """ModelArts' own images: MA_NUM_HOSTS and VC_TASK_INDEX; VC_WORKER_HOSTS names the hosts, nothing names a port."""
     nodes = given.number("MA_NUM_HOSTS")
     if not nodes:
         return None
@@ -185,14 +191,14 @@ def modelarts_environment(given):
     return node(given, "modelarts", "MA_NUM_HOSTS and VC_TASK_INDEX", rank, nodes, master, promised=given.number("MA_NUM_GPUS"))
 
 
-def kubeflow(given):
+def kubeflow(given: Given) -> Optional[World]:
     """Kubeflow: PET_NNODES counts pods; in version 1 RANK counts pods too, while WORLD_SIZE may count processes."""
     if not given.has("PET_NNODES"):
         return None
     low, _, high = given.env["PET_NNODES"].partition(":")
     if not low.isdigit() or high not in ("", low):
         raise UserError(
-            f"PET_NNODES is {given.env['PET_NNODES'][:80]!r}, an elastic job: start it with torchrun, which agrees on a number"
+            f"PET_NNODES is {given.env['PET_NNODES'][:80]!r}, an elastic job: start it with torchrun, which settles the number"
         )
     rank = given.number("PET_NODE_RANK", "RANK")
     if given.has("RANK"):
@@ -204,7 +210,8 @@ def kubeflow(given):
     return node(given, "kubeflow", "PET_NNODES and PET_NODE_RANK", rank, int(low), master, port)
 
 
-def volcengine(given):
+def volcengine(given: Given) -> Optional[World]:
+    """Volcengine: MLP_WORKER_NUM and MLP_ROLE_INDEX."""
     nodes, rank = given.number("MLP_WORKER_NUM"), given.number("MLP_ROLE_INDEX")
     if not nodes:
         return None
@@ -214,8 +221,8 @@ def volcengine(given):
     )
 
 
-def sagemaker(given):
-    """SageMaker: the place in SM_HOSTS, never the number in the name: algo-10 is sorted before algo-2."""
+def sagemaker(given: Given) -> Optional[World]:
+    """SageMaker: the position in SM_HOSTS, never the number in the name: algo-10 is sorted before algo-2."""
     first = None
     if given.has("SM_HOSTS"):
         hosts, current = given.json("SM_HOSTS"), given.env.get("SM_CURRENT_HOST")
@@ -231,7 +238,7 @@ def sagemaker(given):
     return node(given, "sagemaker", "SM_HOSTS and SM_CURRENT_HOST", rank, nodes, master, port, given.number("SM_NUM_GPUS"))
 
 
-def vertex(given):
+def vertex(given: Given) -> Optional[World]:
     """Vertex AI: CLUSTER_SPEC; pool 0 is the primary replica, pool 1 the workers."""
     if not given.has("CLUSTER_SPEC"):
         return None
@@ -239,7 +246,7 @@ def vertex(given):
     cluster, task = spec.get("cluster", {}), spec.get("task", {})
     primary, workers = cluster.get("workerpool0", []), cluster.get("workerpool1", [])
     if task.get("type") not in (None, "workerpool0", "workerpool1"):
-        raise UserError(f"CLUSTER_SPEC makes this replica {task['type']!r}: a training job runs in worker pools 0 and 1")
+        raise UserError(f"CLUSTER_SPEC says that this replica is {task['type']!r}: run the job in workerpool0 and workerpool1")
     rank = int(task.get("index", 0)) + (len(primary) if task.get("type") == "workerpool1" else 0)
     if given.has("RANK"):
         agree("RANK", given.number("RANK"), "CLUSTER_SPEC's node", rank)
@@ -248,8 +255,8 @@ def vertex(given):
     return node(given, "vertex", "CLUSTER_SPEC", rank, max(1, len(primary) + len(workers)), master, port)
 
 
-def bare_rank(given):
-    """PAI-DLC, Baidu AIHC, Volcano's pytorch plugin: RANK and WORLD_SIZE without a LOCAL_RANK count nodes."""
+def bare_rank(given: Given) -> Optional[World]:
+    """PAI-DLC, Baidu AIHC, Volcano's pytorch plugin: RANK and WORLD_SIZE without LOCAL_RANK count nodes."""
     if not given.has("RANK", "WORLD_SIZE"):
         return None
     marks = {"AIHC_JOB_NAME": "baidu-aihc", "NPROC_PER_NODE": "pai-dlc", "VC_TASK_INDEX": "volcano"}
@@ -258,8 +265,8 @@ def bare_rank(given):
     return node(given, platform, rule, given.number("RANK"), given.number("WORLD_SIZE"), given.env.get("MASTER_ADDR"))
 
 
-def volcano(given):
-    """Volcano's env and svc plugins: VC_TASK_INDEX counts within one task, so the node is found by its host name."""
+def volcano(given: Given) -> Optional[World]:
+    """Volcano's env and svc plugins: VC_TASK_INDEX counts within one task, so the host name tells the node."""
     tasks = {name: value.split(",") for name, value in given.env.items() if re.fullmatch(r"VC_\w+_HOSTS", name)}
     if not tasks or not given.has("VC_TASK_INDEX"):
         return None
@@ -270,12 +277,12 @@ def volcano(given):
     else:
         labels, mine = [host.split(".")[0] for host in hosts], given.hostname.split(".")[0]
         if mine not in labels:
-            raise UserError(f"this host, {mine}, is in none of {', '.join(order)}: VC_TASK_INDEX alone counts within one task")
+            raise UserError(f"this host, {mine}, is in none of {', '.join(order)}: VC_TASK_INDEX counts within one task only")
         rank = labels.index(mine)
     return node(given, "volcano", f"VC_TASK_INDEX and {', '.join(order)}", rank, len(hosts), hosts[0])
 
 
-def plain(given):
+def plain(given: Given) -> World:
     return node(given, "plain", "no platform was recognised", 0, 1)
 
 
