@@ -1,8 +1,9 @@
-"""CIFAR-10 in memory, whose batches are cut out by indexing once, not sample by sample."""
+"""CIFAR-10 in memory; a batch is taken by indexing once, not sample by sample."""
 
+import argparse
 import functools
 import os
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ DATA = (
 
 
 def parser(doc: Optional[str]) -> arguments.Parser:
-    """The options that every CIFAR job shares, described by the job's docstring."""
+    """The options of every CIFAR job; `doc`: the job's docstring."""
     made = arguments.general_parser(doc, data=DATA, workers=0)
     training = arguments.group(made, "training")
     training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
@@ -46,8 +47,8 @@ def parser(doc: Optional[str]) -> arguments.Parser:
     return made
 
 
-def reads(args, shared: bool = True) -> arguments.Input:
-    """`shared`: whether --workers are processes of torch's loader, which hand their batches over in shared memory."""
+def reads(args: argparse.Namespace, shared: bool = True) -> arguments.Input:
+    """`shared`: whether --workers are processes of torch's loader, which pass their batches in shared memory."""
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
         synthetic=args.custom_data,
@@ -60,21 +61,21 @@ def reads(args, shared: bool = True) -> arguments.Input:
 class ImageArrays:
     """Images and labels as tensors, indexed a batch at a time."""
 
-    def __init__(self, images, labels, classes, limit=None):
+    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: list[str], limit: Optional[int] = None):
         self.classes = classes
         self.images = torch.from_numpy(np.ascontiguousarray(images[:limit])).contiguous(memory_format=torch.channels_last)
         self.labels = torch.from_numpy(labels[:limit])
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, epoch_and_ids):
+    def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(epoch_and_ids[1])
         return self.images[ids], self.labels[ids], ids
 
 
-def load(args):
-    """The training and the test set that the arguments ask for."""
+def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
+    """The training and the test set of the arguments."""
     if args.custom_data:
         limit = args.max_samples or 5000
         train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
@@ -126,6 +127,8 @@ def _read(folder, names):
     return np.concatenate(images), np.concatenate(labels)
 
 
-def loader(data_set, sampler, device, augment=False, seed=0, workers=0):
+def loader(
+    data_set: ImageArrays, sampler: Any, device: torch.device, augment: bool = False, seed: int = 0, workers: int = 0
+) -> DeviceLoader:
     crop_and_flip = functools.partial(crops.crop_and_flip, seed=seed) if augment else None
     return DeviceLoader(torch_batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)

@@ -1,12 +1,14 @@
 """Where each training picture is cropped and whether it is flipped: a pure function of (seed, epoch, sample id) and its size.
 
-No generator is drawn from, so a picture looks the same on every rank, in every batch split, with any number of workers and
-after any restart, and every loader, whatever decodes, is handed the same numbers.
+No random generator is used, so a picture looks the same on every rank, in every batch split, with any number of workers and
+after any restart, and every loader, whatever it decodes with, gets the same numbers.
 
 Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4
 to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. Small images in
 memory are shifted by up to PADDING pixels, a whole batch on its device.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ AREA = (0.08, 1.0)
 LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
 
 
-def random_windows(ids, widths, heights, seed, epoch, area=AREA):
+def random_windows(
+    ids: Any, widths: Any, heights: Any, seed: int, epoch: int, area: tuple[float, float] = AREA
+) -> tuple[np.ndarray, np.ndarray]:
     """(top, left, height, width) and flip for each sample, as int64 of shape (N, 4) and bool of shape (N,)."""
     widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
     ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
@@ -38,8 +42,8 @@ def random_windows(ids, widths, heights, seed, epoch, area=AREA):
     return windows, uniform(ids, seed, epoch, [4 * ATTEMPTS])[0] < 0.5
 
 
-def scaled(window, whole, stored):
-    """The same part of a picture of (height, width) `whole` that is stored smaller, to the nearest pixel of that."""
+def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) -> Any:
+    """The window in a picture of (height, width) `whole` that is stored with the smaller size `stored`, in whole pixels."""
     if stored == whole:
         return window
     top, left, height, width = window.tolist()
@@ -60,7 +64,7 @@ def _largest_in_the_middle(widths, heights):
     return np.stack([(heights - height) // 2, (widths - width) // 2, height, width], axis=1)
 
 
-def uniform(ids, seed, epoch, draws):
+def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
     """A row for each of the draws, of numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
     words = np.array([seed, epoch, *draws], dtype=object) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019
     seed, epoch, *draws = _mix((words % 2**64).astype(np.uint64))[:, None]
@@ -82,7 +86,7 @@ PADDING = 4  # pixels of black on every side, from which the crop may take
 MASK = 0xFFFFFFFF
 
 
-def crop_and_flip(images, ids, seed, epoch):
+def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
     """uint8 (N, C, H, W) in channels_last to the same, each shifted by up to PADDING pixels and flipped half of the time."""
     count, _, height, width = images.shape
     top, left, flip = crops_and_flips(ids.to(images.device), seed, epoch)
@@ -96,14 +100,14 @@ def crop_and_flip(images, ids, seed, epoch):
     return pixels.permute(0, 3, 1, 2)
 
 
-def crops_and_flips(ids, seed, epoch):
+def crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
     bits = random_bits(ids, seed, epoch)
     span = 2 * PADDING + 1
     return bits % span, (bits >> 8) % span, (bits >> 16) & 1
 
 
-def random_bits(ids, seed, epoch):
+def random_bits(ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
     """32 well mixed bits for each sample id, as int64."""
     bits = _mix32(torch.full_like(ids, seed & MASK, dtype=torch.int64))
     bits = _mix32(bits ^ (epoch & MASK))

@@ -1,7 +1,7 @@
-"""Batches of (images, labels) on the device, ready for the network, from any data set that is asked for whole batches.
+"""Batches of (images, labels) on the device, ready for the network, from any data set that returns whole batches.
 
 The images stay uint8 until they are on the device; there the whole batch is augmented and normalised. On a GPU a thread does
-that on a stream of its own, beside the training step.
+that on a second stream, during the training step.
 """
 
 import argparse
@@ -12,14 +12,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Callable, Optional
 
 import torch
 
 from common import devices
 
-AHEAD = 2  # batches that wait on the GPU while the network computes
+AHEAD = 2  # batches that are ready on the GPU while the network computes
 
 
 class DeviceLoader:
@@ -40,15 +40,15 @@ class DeviceLoader:
         self._batches, self._augment = batches, augment
         self._pin = pin_memory and device.type == "cuda"
         self.ids: Any = None
-        self.beside = device.type == "cuda"  # whether the transfer goes on beside the training step
+        self.beside = device.type == "cuda"  # whether the transfer happens during the training step
         self._clock = Clock(device)
         mean, std = (torch.tensor(value, device=device).view(1, -1, 1, 1) for value in (mean, std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels, ids, ready in ahead(self._moved(), AHEAD) if self.beside else self._moved():
             if ready:
                 stream = torch.cuda.current_stream(self.device)
@@ -59,21 +59,21 @@ class DeviceLoader:
             yield images, labels
 
     def transfer_seconds(self) -> float:
-        """What moving and normalising has taken since this was last asked."""
+        """The seconds of moving and normalising since the last call."""
         return self._clock.read()
 
     def _moved(self):
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread begins with the first GPU, and would hold memory there
+            torch.cuda.set_device(self.device)  # a new thread uses the first GPU, and would allocate memory there
         epoch, batches, augment = self.sampler.epoch, iter(self._batches), self._augment
         while True:
             with self._clock.stream():
-                found = next(batches, None)
-            if found is None:
+                batch = next(batches, None)
+            if batch is None:
                 return
-            images, labels, ids = found
+            images, labels, ids = batch
             with self._clock as clock:
-                if self._pin and images.device.type == "cpu":  # then the GPU fetches it beside its computing
+                if self._pin and images.device.type == "cpu":  # then the GPU copies it while it computes
                     images = images.pin_memory()
                 images = images.to(self.device, non_blocking=True)
                 if augment:
@@ -84,23 +84,23 @@ class DeviceLoader:
 
 
 class Clock:
-    """Seconds of the work inside `with`; on a GPU the work goes to a stream of its own, and its events tell the time."""
+    """Seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed by its events."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._seconds, self._events = 0.0, []
-        self.end: Any = None  # an event behind the work, for other streams to wait for
+        self.end: Any = None  # an event after the work, for other streams to wait for
         self._reading = threading.Lock()  # the thread that loads and the one that trains both look at the events
 
-    def stream(self):
+    def stream(self) -> Any:
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
-    def __enter__(self):
+    def __enter__(self) -> "Clock":
         self._began, self._inside = self._mark(), self.stream()
         self._inside.__enter__()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         self._inside.__exit__(*error)
         if self._stream:
             self.end = self._mark()
@@ -122,21 +122,22 @@ class Clock:
                 began, end = self._events.pop(0)
                 self._seconds += began.elapsed_time(end) / 1000
 
-    def read(self):
+    def read(self) -> float:
+        """The seconds since the last call."""
         self._fold()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-def ahead(items, depth):
-    """The same items, made by a thread up to `depth` ahead. What fails there is raised here; no thread outlives the loop."""
+def ahead(items: Generator, depth: int) -> Iterator:
+    """The same items, made by a thread up to `depth` ahead. Its errors are raised here; the thread ends with the loop."""
     made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
 
     def work():
         try:
             while room.acquire() and not over.is_set():
                 made.put((next(items), None))
-        except BaseException as error:  # the end of the items among them
+        except BaseException as error:  # among them StopIteration, the end of the items
             made.put((None, error))
 
     thread = threading.Thread(target=work, name="batches ahead", daemon=True)
@@ -158,10 +159,10 @@ def ahead(items, depth):
 
 
 def more_workers(args: argparse.Namespace) -> Iterator[str]:
-    """What to try where the loader is slow and has fewer processes than cores."""
+    """A remedy for a slow loader that has fewer processes than its rank has cores."""
     mine = devices.cores_of_a_rank(args)
     if devices.loader_workers(args) < mine:
-        yield f"--workers {mine} (this node has so many cores for each rank; now {devices.loader_workers(args)})"
+        yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.data.DataLoader:
@@ -173,7 +174,7 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=leave_signals_to_the_parent,
-        generator=torch.Generator(),  # its own, so that starting an epoch draws nothing from the global one
+        generator=torch.Generator(),  # so that starting an epoch draws nothing from the global generator
     )
     if workers:
         atexit.register(_end_workers, weakref.ref(loader))
@@ -181,26 +182,26 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
 
 
 class WithEpoch:
-    """The sampler's batches, each with its epoch: a worker process lives longer than one."""
+    """The sampler's batches, each with its epoch: a worker process lives for several epochs."""
 
-    def __init__(self, sampler):
+    def __init__(self, sampler: Any):
         self._sampler = sampler
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         return ((self._sampler.epoch, ids) for ids in self._sampler)
 
 
 def _end_workers(loader):
-    """At exit Python sends each of them the signal that they ignore, and waits: so they are told before."""
+    """Before Python's own exit handler, which would send the workers a signal that they ignore, and wait for them."""
     iterator = getattr(loader(), "_iterator", None)
     if iterator is not None:
         iterator._shutdown_workers()
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:
-    """A platform stops a job with a signal to every process; the loader must live until the job has saved."""
+    """Ignore stop signals: a platform sends them to every process, but the loader must live until the job has saved."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

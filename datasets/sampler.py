@@ -1,9 +1,11 @@
-"""The one order of samples: a function of (seed, epoch), whatever the number of ranks, loader workers or restarts.
+"""The order of the samples: a function of (seed, epoch), whatever the number of ranks, loader workers or restarts.
 
 `batch_size` is per device. One step of all ranks together takes `global_batch` = batch_size x ranks samples: step k of an
 epoch is order[k*G:(k+1)*G], and rank r takes its r-th contiguous slice. So for an equal G the steps see the same sets of
 samples at every world size, and a run can stop after any sample and go on with the next one.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,20 +15,20 @@ from common.errors import UserError
 class EpochSampler:
     """Batches of sample ids for training: shuffled anew each epoch, the incomplete last global batch dropped."""
 
-    def __init__(self, num_samples, batch_size, seed):
+    def __init__(self, num_samples: int, batch_size: int, seed: int):
         self.num_samples, self.seed = num_samples, seed
         self.rank, self.world_size = 0, 1
         self.set_global_batch(batch_size)
         self.start_at(epoch=0, consumed=0)
 
-    def shard(self, rank, world_size):
-        """From here on, this rank's slice of every global batch; the global batch grows with the ranks."""
+    def shard(self, rank: int, world_size: int) -> None:
+        """From here on, give this rank's slice of every global batch; the global batch grows with the number of ranks."""
         per_rank = self.global_batch // self.world_size
         self.rank, self.world_size = rank, world_size
         self.set_global_batch(per_rank * world_size)
 
-    def set_global_batch(self, global_batch):
-        """A resumed run keeps the global batch it began with; it must divide among the ranks there are now."""
+    def set_global_batch(self, global_batch: int) -> None:
+        """A resumed run keeps the global batch it began with, which must be a multiple of the present number of ranks."""
         if global_batch % self.world_size:
             allowed = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
             raise UserError(
@@ -40,49 +42,49 @@ class EpochSampler:
             )
         self.global_batch = global_batch
 
-    def start_at(self, epoch, consumed):
-        """Go on in this epoch after `consumed` samples; costs nothing."""
+    def start_at(self, epoch: int, consumed: int) -> None:
+        """Go on in this epoch after `consumed` samples; takes no time."""
         self.epoch, self.consumed = epoch, consumed
 
     @property
-    def samples_per_epoch(self):
+    def samples_per_epoch(self) -> int:
         """How many samples an epoch trains on: whole global batches, counted from where the epoch was resumed."""
         return self.consumed + (self.num_samples - self.consumed) // self.global_batch * self.global_batch
 
-    def step_ids(self, epoch, consumed):
+    def step_ids(self, epoch: int, consumed: int) -> np.ndarray:
         """The ids of the whole global batch that follows `consumed` samples of this epoch."""
         return self._order(epoch)[consumed : consumed + self.global_batch]
 
     def _order(self, epoch):
         return np.random.default_rng(self.seed + epoch).permutation(self.num_samples)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[np.ndarray]:
         order, mine = self._order(self.epoch), self.global_batch // self.world_size
         for first in range(self.consumed, self.samples_per_epoch, self.global_batch):
             begin = first + self.rank * mine
             yield order[begin : begin + mine]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return (self.samples_per_epoch - self.consumed) // self.global_batch
 
 
 class InOrder:
-    """Batches of sample ids for evaluation: every sample once, in order, the last batch as long as it comes out."""
+    """Batches of sample ids for evaluation: every sample once, in order; the last batch may be shorter."""
 
     epoch = 0
 
-    def __init__(self, num_samples, batch_size):
+    def __init__(self, num_samples: int, batch_size: int):
         self.num_samples, self.batch_size = num_samples, batch_size
         self.rank, self.world_size = 0, 1
 
-    def shard(self, rank, world_size):
-        """From here on, every world_size-th sample: all ranks together still see each sample exactly once."""
+    def shard(self, rank: int, world_size: int) -> None:
+        """From here on, give every world_size-th sample: all ranks together still see each sample exactly once."""
         self.rank, self.world_size = rank, world_size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[np.ndarray]:
         mine = np.arange(self.rank, self.num_samples, self.world_size)
         for first in range(0, len(mine), self.batch_size):
             yield mine[first : first + self.batch_size]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)

@@ -1,7 +1,7 @@
-"""Reading archives and pickles that a stranger may have made: nothing in them runs, nothing is written outside.
+"""Reading untrusted archives and pickles: nothing in them is executed, and nothing is written outside the folder.
 
-tarfile's own filters have been bypassed more than once and pickle runs what it is told, so neither is trusted here: the
-archive may only hold plain files with the names we expect, and the pickle only the opcodes of a dictionary of lists, byte
+tarfile's own filters have been bypassed more than once and a pickle can execute any code, so neither is trusted here: the
+archive may only hold plain files with the expected names, and the pickle only the opcodes of a dictionary of lists, byte
 strings and one array of uint8.
 """
 
@@ -21,7 +21,7 @@ from common.errors import UserError, one_line
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that gives at most `limit` bytes, so that neither a bomb nor a giant header is ever held in memory."""
+    """A stream of at most `limit` bytes, so that neither an archive bomb nor a giant header fills the memory."""
 
     def __init__(self, stream, limit):
         self._stream, self._left = stream, limit
@@ -36,15 +36,15 @@ class _Bounded(io.RawIOBase):
         return self._stream.read(size)
 
 
-def unpack(archive: str, folder: str, names: list, max_bytes: int) -> None:
+def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
     """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all."""
     parent = os.path.dirname(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
     try:
         with gzip.open(archive) as stream:
-            found = _write_members(_Bounded(stream, max_bytes), unfinished, names)
-        missing = sorted(set(names) - found)
+            written = _write_members(_Bounded(stream, max_bytes), unfinished, names)
+        missing = sorted(set(names) - written)
         if missing:
             raise UserError(f"it lacks {', '.join(missing)}")
         os.rename(unfinished, folder)
@@ -55,7 +55,7 @@ def unpack(archive: str, folder: str, names: list, max_bytes: int) -> None:
 
 
 def _write_members(stream, folder, names):
-    found = set()
+    written = set()
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             if member.isdir():
@@ -63,17 +63,17 @@ def _write_members(stream, folder, names):
             path, name = os.path.split(member.name)
             if not member.isreg() or member.issparse():
                 raise UserError(f"{one_line(member.name)[:80]!r} in it is not a plain file")
-            if name not in names or name in found or path.count("/") or path in ("..", "."):
+            if name not in names or name in written or path.count("/") or path in ("..", "."):
                 raise UserError(f"{one_line(member.name)[:80]!r} in it does not belong to the data set, or is there twice")
             content: Any = archive.extractfile(member)
             with open(os.path.join(folder, name), "xb") as file:
                 shutil.copyfileobj(content, file)
-            found.add(name)
-    return found
+            written.add(name)
+    return written
 
 
 class _Array:
-    """Stands where the pickle calls numpy: takes the array's state and builds it only if it is plain uint8."""
+    """Replaces numpy's array while unpickling: builds it only if it is plain uint8."""
 
     array = None
 
@@ -100,8 +100,8 @@ def _dtype(name, *_flags):
 
 
 class _BatchUnpickler(pickle._Unpickler):
-    """Knows the opcodes and the three names that the original batches use. Pure Python, because its memo is a dict: the
-    faster one allocates whatever index the file names."""
+    """Accepts the opcodes and the names that the original batches use. Pure Python, because its memo is a dict: the C version
+    allocates memory up to any index in the file."""
 
     _OPCODES = [
         pickle.PROTO, pickle.STOP, pickle.MARK, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
@@ -125,7 +125,7 @@ class _BatchUnpickler(pickle._Unpickler):
         return self._NAMES[module, name]
 
 
-def read_batch(path: str) -> tuple:
+def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:
     """(images uint8 (N, 3, 32, 32), labels int64 (N,)) of one file of CIFAR-10's Python version."""
     with open(path, "rb") as file:
         content = file.read(64 * 2**20)
@@ -138,7 +138,7 @@ def read_batch(path: str) -> tuple:
             raise ValueError(f"{len(images)} images but {len(labels)} labels")
         if any(type(label) is not int or not 0 <= label < 10 for label in labels):
             raise ValueError("a label is not in 0..9")
-    except Exception as error:  # a damaged pickle can fail in any way there is
+    except Exception as error:  # a damaged pickle can raise anything
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} is not a CIFAR-10 batch: {one_line(reason)[:200]}; fetch the data set again") from None
     return images.reshape(-1, 3, 32, 32), np.asarray(labels, dtype=np.int64)
