@@ -31,7 +31,7 @@ class _Bounded(io.RawIOBase):
 
     def read(self, size=-1):
         if size < 0 or size > self._left:
-            raise UserError("it unpacks to more than the data set can hold")
+            raise ValueError("it unpacks to more than the data set can hold")
         self._left -= size
         return self._stream.read(size)
 
@@ -46,7 +46,7 @@ def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
             written = _write_members(_Bounded(stream, max_bytes), unfinished, names)
         missing = sorted(set(names) - written)
         if missing:
-            raise UserError(f"it lacks {', '.join(missing)}")
+            raise ValueError(f"it lacks {', '.join(missing)}")
         os.rename(unfinished, folder)
     except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(f"{archive} cannot be unpacked: {one_line(error)}; delete it and fetch it again") from None
@@ -62,9 +62,9 @@ def _write_members(stream, folder, names):
                 continue
             path, name = os.path.split(member.name)
             if not member.isreg() or member.issparse():
-                raise UserError(f"{one_line(member.name)[:80]!r} in it is not a plain file")
+                raise ValueError(f"{one_line(member.name)[:80]!r} in it is not a plain file")
             if name not in names or name in written or path.count("/") or path in ("..", "."):
-                raise UserError(f"{one_line(member.name)[:80]!r} in it does not belong to the data set, or is there twice")
+                raise ValueError(f"{one_line(member.name)[:80]!r} in it does not belong to the data set, or is there twice")
             content: Any = archive.extractfile(member)
             with open(os.path.join(folder, name), "xb") as file:
                 shutil.copyfileobj(content, file)

@@ -95,5 +95,5 @@ def local_folder(url: str, root: str) -> str:
     if parts.scheme in ("http", "https"):
         words.pop()  # the file goes into the folder
     if any(word == ".." or "\0" in word for word in words):
-        raise UserError(f"{one_line(url)[:200]} has a part that cannot be the name of a folder: give an address without ..")
+        raise UserError(f"{one_line(url)[:200]} has a part that cannot be the name of a folder: give an address without '..'")
     return os.path.join(root, *[word for word in words if word not in ("", ".")])
