@@ -38,7 +38,7 @@ def add_options(parser: arguments.Parser) -> None:
         "--data_backend",
         choices=[*BACKENDS, *NO_INPUT],
         default="pytorch",
-        help="where the pictures come from and what decodes them; all give the same pictures in the same order. "
+        help="where the pictures come from and what decodes them; all but synthetic give the same pictures in the same order. "
         "pytorch: files, decoded on the CPU by nvImageCodec; "
         "dali-cpu (or dali), dali-gpu: files, decoded by DALI with --workers threads (0: one for each core); "
         "packed: the shards that launch pack makes; "
