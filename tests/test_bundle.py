@@ -61,6 +61,68 @@ def test_only_what_the_job_uses_is_in_it():
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_a_module_brings_the_packages_that_it_is_in(name):
+    places = bundle.modules_of(ROOT / "jobs" / name)
+    assert {"common/world/place.py", "common/world/__init__.py", "common/__init__.py", "datasets/__init__.py"} <= set(places)
+    packages = {f"{folder}/__init__.py" for place in places for folder in Path(place).parents[:-1]}
+    assert packages <= set(places)
+
+
+DEEP_JOB = """import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from common.outer.inner.deep import answer
+
+if __name__ == "__main__":
+    print(answer())
+"""
+
+
+@pytest.fixture
+def deep(tmp_path, monkeypatch):
+    """A repository with one job, which uses one module in a package of a package."""
+    sources = {
+        "jobs/deep.py": DEEP_JOB,
+        "common/__init__.py": "",
+        "common/outer/__init__.py": "print('outer is imported')\n",
+        "common/outer/inner/__init__.py": "print('inner is imported')\n",
+        "common/outer/inner/deep.py": "def answer():\n    return __name__\n",
+        "requirements.txt": "",
+        bundle.LOADER: (ROOT / bundle.LOADER).read_text(),
+    }
+    for place, text in sources.items():
+        (tmp_path / "repository" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "repository" / place).write_text(text)
+    monkeypatch.setattr(bundle, "ROOT", tmp_path / "repository")
+    return tmp_path / "repository" / "jobs" / "deep.py"
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_module_in_a_package_of_a_package_works(deep, empty, form):
+    boot = empty / "jobs" / "deep.py" if form == "folder" else empty / "deep.py"
+    words = ["--folder", str(empty)] if form == "folder" else ["-o", str(boot)]
+    assert bundle.main([str(deep), *words]) == 0
+    done = subprocess.run([sys.executable, str(boot)], cwd=empty, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "outer is imported\ninner is imported\ncommon.outer.inner.deep\n", done.stderr
+
+
+@pytest.mark.parametrize("where", ["jobs/deep.py", "common/outer/inner/deep.py"])
+@pytest.mark.parametrize("line", ["from . import beside", "from .beside import x", "from ..outer import x"])
+def test_a_relative_import_is_refused_with_its_file_and_line(deep, empty, where, line, capsys):
+    path = deep.parent.parent / where
+    path.write_text(f"{path.read_text()}\n\n{line}\n")
+    for words in (["-o", str(empty / "deep.py")], ["--folder", str(empty / "code")]):
+        with pytest.raises(SystemExit) as ended:
+            bundle.main([str(deep), *words])
+        number = len(path.read_text().splitlines())
+        assert ended.value.code == 2
+        assert f"{where}:{number}: `{line}` is a relative import" in capsys.readouterr().err
+    assert not list(empty.iterdir())
+
+
 def test_the_same_sources_give_the_same_bytes_and_others_another_digest(tmp_path, monkeypatch):
     first = bundle.bundle(ROOT / "jobs" / "train.py")
     assert first == bundle.bundle(ROOT / "jobs" / "train.py")
@@ -72,7 +134,7 @@ def test_the_same_sources_give_the_same_bytes_and_others_another_digest(tmp_path
     assert digests[0] != digests[1]
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name not in ("train.py", "train_ddp.py")])
+@pytest.mark.parametrize("name", JOBS)
 def test_every_job_runs_alone_in_an_empty_folder(empty, name):
     options = [*TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1, "--output_dir", empty / "out"]
     done = run_forked([write(empty, name), *options], empty)
@@ -128,7 +190,7 @@ def test_a_traceback_names_the_line_of_the_repository(empty):
         return text.replace(lines[number - 1], lines[number - 1] + "; 1 / 0")
 
     done = started(empty, write(empty, "train.py", change), *TINY, check=1)
-    assert f'train.py/common/run/logbook.py", line {number}, in _start' in done.stderr and "ZeroDivisionError" in done.stderr
+    assert f'train.py/common/run/logbook.py", line {number}, in __init__' in done.stderr and "ZeroDivisionError" in done.stderr
 
 
 def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
@@ -140,6 +202,7 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     with pytest.raises(UserError, match="is not empty: give another folder, or --overwrite true"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "code")
     bundle.write_folder(ROOT / "jobs" / "train_ddp.py", empty / "code", overwrite=True)
+    started(empty, empty / "code" / "jobs" / "train_ddp.py", *TINY, "--max_steps", 2)
     assert not (empty / "code" / "jobs" / "train.py").exists()
     (empty / "mine").mkdir()
     (empty / "mine" / "thesis.txt").write_text("my own work")
@@ -158,7 +221,8 @@ def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
     (tmp_path / "with_settings.py").write_text("import mine\n" + (ROOT / "jobs" / "train.py").read_text())
     for words, message in (
         ([str(tmp_path / "mine.py")], "is no job: it lacks the line"),
-        ([str(tmp_path / "with_settings.py")], "with_settings.py imports mine from beside it"),
+        ([str(tmp_path / "with_settings.py")], "with_settings.py imports mine from its own folder"),
+        ([str(tmp_path / "with_settings.py"), "--folder", str(tmp_path / "code")], "imports mine from its own folder"),
         ([str(tmp_path / "none.py")], "none.py: No such file or directory"),
         ([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "mine.py")], "exists and is no bundle"),
     ):

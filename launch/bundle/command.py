@@ -13,7 +13,9 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Union
 
 from common.errors import UserError, one_line
 from common.job import run_job
@@ -35,53 +37,57 @@ MARKER = ".bundle"  # in a folder that this verb has written
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 
 
-def modules_of(job):
-    """The files of ours that a job imports, and what those import, in the order of their names; below ROOT."""
-    found, left = set(), [Path(job)]
+def modules_of(job: Union[str, Path]) -> list[str]:
+    """The files of ours that a job needs, sorted, as paths below ROOT."""
+    places: set[str] = set()
+    left = [Path(job)]
     while left:
         for name in _imports(left.pop()):
-            for place in _files_of(name):
-                if place not in found:
-                    found.add(place)
-                    left.append(ROOT / place)
-    return sorted(found)
+            new = _files_of(name) - places
+            places |= new
+            left += [ROOT / place for place in new]
+    return sorted(places)
 
 
-def _beside(job):
-    """The modules that a job imports out of its own folder, which only its author's machine has on Python's path."""
-    for node in ast.walk(ast.parse(job.read_text(), str(job))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-        for name in (name.split(".")[0] for name in names):
-            if (job.parent / f"{name}.py").is_file() or (job.parent / name / "__init__.py").is_file():
-                yield name
-
-
-def _imports(path):
-    """Every dotted name that could be a module of ours."""
+def _imports(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports: each may be a module of ours, or a name in one."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in OURS)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
-            yield node.module
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise UserError(
+                    f"{one_line(path)}:{node.lineno}: `{ast.unparse(node)}` is a relative import, which does not work in a "
+                    "bundle: import it by its full name, such as common.files"
+                )
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _files_of(name):
-    path = name.replace(".", "/")
-    return [place for place in (f"{path}.py", f"{path}/__init__.py") if (ROOT / place).is_file()]
+def _files_of(name: str) -> set[str]:
+    """The module of this name and the packages around it: Python imports a package before what is in it."""
+    words = name.split(".")
+    paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
+    places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
+    return {place for place in places if (ROOT / place).is_file()}
+
+
+def _refuse_neighbours(job: Path) -> None:
+    """A module in the job's own folder is on Python's path here, and is not in a bundle."""
+    for name in (name.split(".")[0] for name in _imports(job)):
+        if (job.parent / f"{name}.py").is_file() or (job.parent / name / "__init__.py").is_file():
+            raise UserError(
+                f"{one_line(job.name)} imports {name} from its own folder, which a bundle leaves out: "
+                "move it to common or datasets, or into the job"
+            )
 
 
 def bundle(job):
     """The text of the one file."""
     job = Path(job)
     text = _read(job)
+    _refuse_neighbours(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line that begins with sys.path.insert(0, ...")
-    for name in _beside(job):
-        raise UserError(
-            f"{job.name} imports {name} from beside it: put that into common, datasets or the job, to go along with it"
-        )
     places = modules_of(job)
     sources = {place: _read(ROOT / place) for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
@@ -108,6 +114,7 @@ def write_folder(job, out, overwrite=False):
     """The job, its modules and requirements.txt in a folder of their own, inside the limits of the consoles."""
     job, out = Path(job), Path(out)
     _read(job)
+    _refuse_neighbours(job)
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; only what this verb has written is ever replaced"
