@@ -1,0 +1,29 @@
+"""`launch local`: the programs that play a platform start at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.jobs import ROOT, environment
+
+# Runs the verb as `python -m launch` does, and fails when it has loaded one of the heavy packages.
+SCRIPT = """
+import runpy, sys
+try:
+    runpy.run_module("launch", run_name="__main__", alter_sys=True)
+except SystemExit as ended:
+    assert ended.code == 0, ended.code
+heavy = {"torch", "numpy", "boto3", "ray", "tqdm"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("nodes", [None, 2], ids=["help", "two nodes"])
+def test_it_never_waits_for_torch(tmp_path, nodes):
+    (tmp_path / "nothing.py").write_text("import sys\nprint(sys.argv[1:3])\n")
+    words = ["--nodes", str(nodes), str(tmp_path / "nothing.py"), "--", "--a", "b"] if nodes else ["--help"]
+    script = [sys.executable, "-c", SCRIPT, "local", *words]
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("['--a', 'b']") == (nodes or 0) and ("exit codes 0 0" in done.stdout) == bool(nodes)
