@@ -10,13 +10,14 @@ A block opens with `### TAG: why ###` and closes with `### end TAG ###` at the s
 line, `# was: <line>` names each line of the base that it replaces; without one it only adds. Blocks do not nest.
 """
 
-import argparse
 import dataclasses
 import difflib
 import itertools
 import re
-import sys
 from pathlib import Path
+
+from common.errors import UserError
+from launch.options import exit_code, missing_job, new_parser
 
 JOBS = Path(__file__).resolve().parent.parent / "jobs"
 BASE = JOBS / "train.py"
@@ -33,7 +34,7 @@ CLOSE = re.compile(r"( *)### end ([A-Z0-9]+) ###")
 WAS = re.compile(r"( *)# was:(?: (.*))?")
 
 
-class BlockError(ValueError):
+class BlockError(UserError):
     """The file, the line and the rule that it breaks."""
 
 
@@ -101,10 +102,9 @@ def parse(lines, name):
 
 def read(path):
     """(base lines, blocks) of a job's file."""
-    try:
-        return parse(Path(path).read_text().split("\n"), str(path))
-    except FileNotFoundError:
-        raise BlockError(f"{path} does not exist: give a job, such as jobs/train_ddp.py") from None
+    if wrong := missing_job(path):
+        raise BlockError(wrong)
+    return parse(Path(path).read_text().split("\n"), str(path))
 
 
 def apply(base, blocks):
@@ -212,9 +212,7 @@ def show(path):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m launch blocks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("blocks", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list", help="every job and its blocks")
     for verb, what in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
@@ -226,16 +224,14 @@ def main(argv):
     for name in ("revert", "compose"):
         verbs.choices[name].add_argument("-o", "--output", help="a file to write; unset: the terminal")
     options = parser.parse_args(argv)
-    try:
-        text = run(options)
-        if getattr(options, "output", None):
-            _write(Path(options.output), text)
-        else:
-            print(text, end="" if text.endswith("\n") else "\n")
-    except (BlockError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _show_or_write(run(options), getattr(options, "output", None)))
+
+
+def _show_or_write(text, path):
+    if path:
+        _write(Path(path), text)
+    else:
+        print(text, end="" if text.endswith("\n") else "\n")
 
 
 def _write(path, text):

@@ -9,20 +9,18 @@ thrown away; nothing of a run is written. Exit code 0 when nothing is bad, else 
 A platform whose console takes only a job does the same with --doctor true among the job's options.
 """
 
-import argparse
 import os
 import sys
+from typing import NoReturn
+
+from launch.options import missing_job, new_parser, split_words
 
 
-def main(argv):
-    arguments = []
-    if "--" in argv:
-        argv, arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="python -m launch doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: list[str]) -> NoReturn:
+    parser = new_parser("doctor", __doc__)
     parser.add_argument("job", help="the job's file; its own options stand after --")
-    options = parser.parse_args(argv)
-    if not os.path.isfile(options.job):
-        parser.error(f"there is no job {options.job}")
-    os.execv(sys.executable, [sys.executable, os.path.abspath(options.job), *arguments, "--doctor", "true"])
+    own, arguments = split_words(argv)
+    job = parser.parse_args(own).job
+    if wrong := missing_job(job):
+        parser.error(wrong)
+    os.execv(sys.executable, [sys.executable, os.path.abspath(job), *arguments, "--doctor", "true"])

@@ -11,19 +11,18 @@ user:password) for a login; the password is taken from KSPEED_PASSWORD. A job fi
 folder and of the one around it, and by each file's size and time of change, so give the folder that the job reads.
 """
 
-import argparse
 import collections
 import functools
 import os
-import sys
 import time
 
 from tqdm import tqdm
 
-from common.errors import UserError, one_line
+from common.errors import TrainingFailed, UserError, one_line
 from datasets.kspeed import samples
 from datasets.kspeed.cache import name_of
 from datasets.kspeed.memcached import NOT_STORED, STORED, TOO_LARGE
+from launch.options import exit_code, new_parser
 
 DEADLINE = 2  # seconds for one image: here nobody waits for it
 
@@ -101,9 +100,7 @@ VERBS = {
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m launch kspeed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("kspeed", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, (_, what) in VERBS.items():
         one = verbs.add_parser(verb, help=what, description=what)
@@ -115,16 +112,13 @@ def main(argv):
     options = parser.parse_args(argv)
     if options.threads < 1:
         parser.error("--threads is at least 1")
-    try:
-        cache = samples.open_cache(options.iplist, options.user, deadline=DEADLINE)
-        if options.verb != "display" and not any(cache.status().values()):
-            print("error: no cache server answers", file=sys.stderr)
-            return 1
-        VERBS[options.verb][0](cache, options)
-    except UserError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
-    unreached = cache.unreached()
-    if unreached:
-        print(f"error: no help from {', '.join(map(name_of, unreached))}", file=sys.stderr)
-    return 1 if unreached else 0
+    return exit_code(lambda: run(options))
+
+
+def run(options):
+    cache = samples.open_cache(options.iplist, options.user, deadline=DEADLINE)
+    if options.verb != "display" and not any(cache.status().values()):
+        raise TrainingFailed("no cache server answers")
+    VERBS[options.verb][0](cache, options)
+    if unreached := cache.unreached():
+        raise TrainingFailed(f"no help from {', '.join(map(name_of, unreached))}")

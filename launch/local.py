@@ -20,6 +20,7 @@ import threading
 
 from common import cores, malloc
 from common.processes.network import free_port
+from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"
 
@@ -130,12 +131,7 @@ def kill_spec(text):
 
 
 def main(argv):
-    arguments = []
-    if "--" in argv:
-        argv, arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="python -m launch local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("local", __doc__)
     parser.add_argument("job", help="the job's file; its own options stand after --")
     parser.add_argument("--nodes", type=int, default=1, help="machines to play (default: 1)")
     parser.add_argument("--procs", type=int, help="workers on each; unset: as the job decides, one per GPU or one on CPU")
@@ -151,10 +147,11 @@ def main(argv):
         help="kill a node, in the first start; may be given again",
     )
     parser.add_argument("--restarts", type=int, default=0, help="start the job again so often after it has failed (default: 0)")
-    options = parser.parse_args(argv)
+    own, arguments = split_words(argv)
+    options = parser.parse_args(own)
     options.arguments = arguments
-    if not os.path.isfile(options.job):
-        parser.error(f"there is no job {options.job}")
+    if wrong := missing_job(options.job):
+        parser.error(wrong)
     if any(node >= options.nodes for node, _ in options.kill):
         parser.error("--kill names a node that --nodes does not have")
     for number in range(options.restarts + 1):

@@ -90,7 +90,7 @@ def run(*options, check=0):
     code, said, errors = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
         try:
-            pack.main([*map(str, options)])
+            code = pack.main([*map(str, options)])
         except SystemExit as ended:
             code = ended.code
     assert code == check, said.getvalue() + errors.getvalue()

@@ -9,7 +9,6 @@ The same command goes on where the last one stopped: shards that are whole are k
 same bytes. `--data_backend packed --data_url OUT` trains on them, and so does any reader of WebDataset.
 """
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -27,11 +26,11 @@ from common import storage
 from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, TEMPORARY, write_atomically
-from common.job import run_job
 from common.storage import bucket, etag, upload
 from common.storage.download import LINE_SECONDS, SPARE
 from common.world import folders
 from datasets.photos import packed
+from launch.options import exit_code, new_parser
 from launch.pack.forms import FORMS
 from launch.pack.shards import Plan, make
 
@@ -258,9 +257,7 @@ def run(options):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m launch pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("pack", __doc__)
     parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder with train and val")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
     words = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
@@ -279,5 +276,4 @@ def main(argv):
     options = parser.parse_args(argv)
     if bool(options.verify) == bool(options.out) or bool(options.root) != bool(options.out):
         parser.error("give ROOT and OUT, or --verify OUT")
-    run_job(lambda: run(options))
-    return 0
+    return exit_code(lambda: run(options))

@@ -10,7 +10,6 @@ With --dry_run true the request is printed and nothing is sent; so it is by itse
 Credentials come from where each platform's own SDK looks for them, never from an option.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -23,6 +22,7 @@ import time
 
 from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
+from launch.options import exit_code, new_parser, split_words
 from launch.submit.request import REMOTE, Request, describe, mistakes, stage
 
 # The platforms, and the file of this folder that knows each.
@@ -36,12 +36,7 @@ FAILED_LOOKS = 10  # so many in a row are forgiven: a job runs for days, and net
 
 
 def parser():
-    made = argparse.ArgumentParser(
-        prog="python -m launch submit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = new_parser("submit", __doc__, allow_abbrev=False)
     made.add_argument("job", nargs="?", help="the job's file; its own options stand after --")
     made.add_argument(
         "--platform", choices=PLATFORMS, required=True, help="where the job is to run; local: here, as it would there"
@@ -77,20 +72,17 @@ def whose(about):
 
 
 def main(argv):
-    arguments = []
-    if "--" in argv:
-        argv, arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    options = parser().parse_args(argv)
+    own, arguments = split_words(argv)
+    options = parser().parse_args(own)
+    return exit_code(lambda: run(options, arguments))
+
+
+def run(options, arguments):
     if not options.job and not options.stop:
-        print("error: give a job, such as jobs/train_ddp.py, or --stop JOB_ID", file=sys.stderr)
-        return 2
+        raise UserError("give a job, such as jobs/train_ddp.py, or --stop JOB_ID")
     platform = importlib.import_module(f"launch.submit.{PLATFORMS[options.platform]}")
     request = ask(options, arguments, datetime.datetime.now())
-    try:
-        return stop(platform, request, options.stop) if options.stop else submit(platform, request, options)
-    except (UserError, TrainingFailed) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return error.exit_code
+    return stop(platform, request, options.stop) if options.stop else submit(platform, request, options)
 
 
 def ask(options, arguments, now):

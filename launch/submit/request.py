@@ -13,6 +13,7 @@ from pathlib import Path
 from common.errors import UserError, one_line
 from common.world.folders import is_address
 from launch import bundle
+from launch.options import missing_job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -104,8 +105,8 @@ def _forms(request):
             yield f"--{name} is {value:g}: give {least:g} to {most:g}"
     if not re.fullmatch(r"jobs/[^/]+\.py", request.job):
         yield f"{request.job} is no job of this folder: give a file of {ROOT / 'jobs'} as jobs/NAME.py"
-    elif not (ROOT / request.job).is_file():
-        yield f"there is no job {request.job}"
+    elif wrong := missing_job(request.job, ROOT):
+        yield wrong
     for volume in request.volumes:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[^:]*", volume):
             yield f"--volumes {volume}: give CLAIM:/FOLDER, the name of a PersistentVolumeClaim and where to mount it"

@@ -1,0 +1,52 @@
+"""What the verbs share: how they read a command line, what they say of a job that is not there, and how they end."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Callable, Optional, Union
+
+from common.errors import TrainingFailed, UserError, one_line
+
+
+def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> argparse.ArgumentParser:
+    """A parser whose help shows the description with its line ends."""
+    return argparse.ArgumentParser(
+        prog=f"python -m launch {verb}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=allow_abbrev,
+    )
+
+
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(the verb's own words, the job's): the job's stand after --."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
+
+
+def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Optional[str]:
+    """What is wrong with the path of a job's file; a relative path is one below `folder`."""
+    if os.path.isfile(os.path.join(folder, path)):
+        return None
+    return f"there is no job {one_line(path)}: give a job's file, such as jobs/train_ddp.py"
+
+
+def exit_code(work: Callable[[], Optional[int]]) -> int:
+    """Call `work`. An error that its user can mend is one line on stderr and an exit code, any other is raised."""
+    try:
+        return work() or 0
+    except (UserError, TrainingFailed) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"error: {_of_a_file(error)}", file=sys.stderr, flush=True)
+        return UserError.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _of_a_file(error: OSError) -> str:
+    return ": ".join(one_line(word) for word in (error.filename, error.strerror or error) if word)
