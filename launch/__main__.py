@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from common.version import VERSION
+
 VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together, follow a change of train.py",
     "doctor": "look for what ruins runs before a job starts, on every node",
@@ -14,13 +16,16 @@ VERBS = {
 }
 
 
-def main():
-    if len(sys.argv) < 2 or sys.argv[1] not in VERBS:
+def main(argv: list[str]) -> int:
+    if argv == ["--version"]:
+        print(f"anyrank {VERSION}")
+        return 0
+    if not argv or argv[0] not in VERBS:
         lines = [f"    {name:8} {what}" for name, what in VERBS.items()]
-        print(__doc__ + "\n" + "\n".join(lines))
-        return 0 if sys.argv[1:] in ([], ["-h"], ["--help"]) else 2
+        print("\n".join([str(__doc__), "", *lines]))
+        return 0 if argv in ([], ["-h"], ["--help"]) else 2
     try:
-        code = importlib.import_module(f"launch.{sys.argv[1]}").main(sys.argv[2:])
+        code = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
@@ -29,4 +34,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

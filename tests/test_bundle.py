@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.version import VERSION
 from launch.bundle import command as bundle
 from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
 from tests.test_train import LEAVES, SMALLER
@@ -117,10 +118,8 @@ def test_a_relative_import_is_refused_with_its_file_and_line(deep, empty, where,
     path = deep.parent.parent / where
     path.write_text(f"{path.read_text()}\n\n{line}\n")
     for words in (["-o", str(empty / "deep.py")], ["--folder", str(empty / "code")]):
-        with pytest.raises(SystemExit) as ended:
-            bundle.main([str(deep), *words])
+        assert bundle.main([str(deep), *words]) == 2
         number = len(path.read_text().splitlines())
-        assert ended.value.code == 2
         assert f"{where}:{number}: `{line}` is a relative import" in capsys.readouterr().err
     assert not list(empty.iterdir())
 
@@ -218,6 +217,15 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
         assert not (empty / "other").exists()
 
 
+def test_a_bundle_says_by_which_version_it_was_made(tmp_path):
+    job, old = str(ROOT / "jobs" / "train.py"), tmp_path / "train.py"
+    assert bundle.main([job, "-o", str(old)]) == 0 and bundle.main([job, "--folder", str(tmp_path / "code")]) == 0
+    assert re.search(rf"^# .* Made by python -m launch bundle of anyrank {VERSION}\.$", old.read_text(), re.MULTILINE)
+    assert f"of anyrank {VERSION}" in (tmp_path / "code" / bundle.MARKER).read_text()
+    old.write_text(re.sub(r" of anyrank [0-9.]+\.\n", ".\n", old.read_text()))  # as 0.1.0 wrote it
+    assert bundle.main([job, "-o", str(old)]) == 0 and VERSION in old.read_text()
+
+
 def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("print('mine')\n")
     (tmp_path / "with_settings.py").write_text("import mine\n" + (ROOT / "jobs" / "train.py").read_text())
@@ -225,12 +233,10 @@ def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
         ([str(tmp_path / "mine.py")], "is no job: it lacks the line"),
         ([str(tmp_path / "with_settings.py")], "with_settings.py imports mine from its own folder"),
         ([str(tmp_path / "with_settings.py"), "--folder", str(tmp_path / "code")], "imports mine from its own folder"),
-        ([str(tmp_path / "none.py")], "none.py: No such file or directory"),
+        ([str(tmp_path / "none.py")], "none.py: give a job's file"),
         ([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "mine.py")], "exists and is no bundle"),
     ):
-        with pytest.raises(SystemExit) as error:
-            bundle.main(words)
-        assert error.value.code == 2 and message in capsys.readouterr().err
+        assert bundle.main(words) == 2 and message in capsys.readouterr().err
     assert (tmp_path / "mine.py").read_text() == "print('mine')\n"
     assert bundle.main([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "out.py")]) == 0
     assert Path(tmp_path / "out.py").read_text() == bundle.bundle(ROOT / "jobs" / "train.py")

@@ -7,7 +7,6 @@ In the one file the job comes first, line for line as it is, and below it each m
 give the same bytes.
 """
 
-import argparse
 import ast
 import hashlib
 import os
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Union
 
 from common.errors import UserError, one_line
-from common.job import run_job
+from common.version import VERSION
+from launch.options import exit_code, missing_job, new_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = ("common", "datasets")
@@ -31,6 +31,7 @@ FINDS_ITSELF = (  # fmt: skip
     "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
 )  # fmt: skip
 
+MADE_BY = "Made by python -m launch bundle"  # a file that says so may be replaced
 MARKER = ".bundle"  # in a folder that this verb has written
 
 # What ModelArts takes as a code folder.
@@ -84,16 +85,15 @@ def _refuse_neighbours(job: Path) -> None:
 def bundle(job):
     """The text of the one file."""
     job = Path(job)
-    text = _read(job)
-    _refuse_neighbours(job)
+    text = _read_job(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line that begins with sys.path.insert(0, ...")
     places = modules_of(job)
-    sources = {place: _read(ROOT / place) for place in [*places, LOADER]}
+    sources = {place: (ROOT / place).read_text(encoding="utf-8") for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
         FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
-        f"\n\n# The modules that {job.name} imports, each as it is in its repository. Made by python -m launch bundle.\n"
+        f"\n\n# The modules that {job.name} imports, each as it is in its repository. {MADE_BY} of anyrank {VERSION}.\n"
         f"# Digest of the sources: {digest.hexdigest()}\n",
     ]
     for place, source in sources.items():
@@ -103,18 +103,17 @@ def bundle(job):
     return "".join(parts)
 
 
-def _read(path):
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{one_line(path)}: {error.strerror}") from None
+def _read_job(job: Path) -> str:
+    if wrong := missing_job(job):
+        raise UserError(wrong)
+    _refuse_neighbours(job)
+    return job.read_text(encoding="utf-8")
 
 
 def write_folder(job, out, overwrite=False):
     """The job, its modules and requirements.txt in a folder of their own, inside the limits of the consoles."""
     job, out = Path(job), Path(out)
-    _read(job)
-    _refuse_neighbours(job)
+    _read_job(job)
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; only what this verb has written is ever replaced"
@@ -134,7 +133,7 @@ def write_folder(job, out, overwrite=False):
     for place, path in places.items():
         (out / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, out / place)
-    (out / MARKER).write_text("made by python -m launch bundle --folder\n")
+    (out / MARKER).write_text(f"{MADE_BY} --folder of anyrank {VERSION}\n")
     return len(places), size
 
 
@@ -145,29 +144,19 @@ def run(options):
         return
     out = Path(options.output or f"dist/{os.path.basename(options.job)}")
     text = bundle(options.job)
-    if out.exists() and "Made by python -m launch bundle." not in out.read_text(errors="replace"):
+    if out.exists() and MADE_BY not in out.read_text(errors="replace"):
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone")
 
 
-def _in_a_line(work, options):
-    try:
-        work(options)
-    except OSError as error:
-        raise UserError(f"{one_line(error.filename)}: {error.strerror}") from None
-
-
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m launch bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("bundle", __doc__)
     parser.add_argument("job", metavar="JOB", help="a job of this repository, e.g. jobs/train_ddp.py")
     parser.add_argument("-o", "--output", metavar="FILE", help="unset: dist/ and the job's name")
     parser.add_argument("--folder", metavar="FOLDER", help="write a folder instead of one file")
     parser.add_argument("--overwrite", choices=["true", "false"], default="false", help="true: replace what is in the folder")
     options = parser.parse_args(argv)
     options.overwrite = options.overwrite == "true"
-    run_job(lambda: _in_a_line(run, options))
-    return 0
+    return exit_code(lambda: run(options))

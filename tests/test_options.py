@@ -1,0 +1,79 @@
+"""What all verbs do alike: they split at --, refuse a missing job with the same words, and end with an exit code and one line."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import TrainingFailed, UserError
+from launch import options
+from tests.jobs import ROOT, environment
+
+
+@pytest.mark.parametrize(
+    "words, own, jobs",
+    [
+        ([], [], []),
+        (["a", "--b"], ["a", "--b"], []),
+        (["a", "--", "--b", "--", "c"], ["a"], ["--b", "--", "c"]),
+        (["--"], [], []),
+    ],
+)
+def test_the_words_after_the_first_dashes_are_the_jobs(words, own, jobs):
+    assert options.split_words(words) == (own, jobs)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "jobs/none.py"],
+        ["local", "jobs/none.py", "--", "--epochs", "1"],
+        ["bundle", "jobs/none.py"],
+        ["bundle", "jobs/none.py", "--folder", "dist/none"],
+        ["blocks", "show", "jobs/none.py"],
+        ["submit", "--platform", "local", "jobs/none.py"],
+    ],
+    ids=" ".join,
+)
+def test_a_missing_job_is_refused_with_the_same_words_by_every_verb(words, capsys):
+    verb = importlib.import_module(f"launch.{words[0]}")
+    try:
+        code = verb.main(words[1:])
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and error.endswith("error: there is no job jobs/none.py: give a job's file, such as jobs/train_ddp.py")
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (UserError("give\nless"), 2, "error: give\\nless\n"),
+        (TrainingFailed("no cache server answers"), 1, "error: no cache server answers\n"),
+        (OSError(13, "Permission denied", "out\n"), 2, "error: out\\n: Permission denied\n"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_error_is_one_line_and_an_exit_code(error, code, said, capsys):
+    def work():
+        raise error
+
+    assert options.exit_code(work) == code
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_programming_error_and_a_closed_pipe_are_raised():
+    for error in (BrokenPipeError, TypeError):
+        with pytest.raises(error):
+            options.exit_code(lambda error=error: (_ for _ in ()).throw(error()))
+    assert options.exit_code(lambda: None) == 0 and options.exit_code(lambda: 7) == 7
+
+
+def test_launch_says_which_version_it_is():
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "--version"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "anyrank 0.2.0\n", "")
