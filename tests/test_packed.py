@@ -206,7 +206,7 @@ def test_packed_again_it_has_the_same_bytes(root, whole, tmp_path, workers):
 
 ENDLESS = """
 import sys, threading
-from datasets import tree
+from datasets.photos import tree
 from launch import pack
 read, lock, count = tree.Tree.read, threading.Lock(), [0]
 def slow(self, number):

@@ -157,7 +157,7 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
     for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
         client.create_multipart_upload(Bucket="data", Key=key)
     (tmp_path / "checkpoints").mkdir()
-    publishing = upload.Publisher(str(tmp_path), "s3://data/up")
+    publishing = upload.Publisher(str(tmp_path), "s3://data/up", ours=output.LEFT_BY_A_RUN)
     publishing.start()
     left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="data", Prefix="up/").get("Uploads", [])]
     assert left == ["up/team/file"], "uploads of others go on"
