@@ -16,9 +16,8 @@ import functools
 import os
 import time
 
-from tqdm import tqdm
-
 from common.errors import TrainingFailed, UserError, one_line
+from common.progress import Progress
 from datasets.kspeed import samples
 from datasets.kspeed.cache import name_of
 from datasets.kspeed.memcached import NOT_STORED, STORED, TOO_LARGE
@@ -42,13 +41,12 @@ def over_all(options, function):
     if not any(found.values()):
         raise UserError(f"{options.root} holds no image")
     counts, sizes = collections.Counter(), collections.Counter()
-    with tqdm(total=sum(map(len, found.values())), unit="image", disable=None) as bar:
+    with Progress(options.root, sum(map(len, found.values())), "images") as progress:
         for root, paths in found.items():
             for outcome, size in samples.for_each(root, paths, options.threads, function):
                 counts[outcome] += 1
                 sizes[outcome] += size / 1e6
-                bar.set_postfix_str(f"{sum(sizes.values()):.1f} MB", refresh=False)
-                bar.update()
+                progress.add(1, size)
     return counts, sizes
 
 

@@ -46,7 +46,6 @@ OPTIONAL = {
 LONG_FILES = {
     "common/run/logbook.py": "the life of a run from start to end, in the order in which it happens",
     "common/processes/supervisor.py": "one program, the parent of a node: start, watch, decide, end",
-    "common/storage/download.py": "one transfer from listing to the file's name; its pieces share the state of one fetch",
     "jobs/speedrun.py": "a job of one file, with its own optimizer and networks",
 }
 LONG_FUNCTIONS = {

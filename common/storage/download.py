@@ -5,17 +5,14 @@ A large object lies beside its place as NAME.part, with NAME.part.json saying wh
 """
 
 import collections
+import contextlib
 import hashlib
 import os
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-
-from tqdm import tqdm
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB
+from common.progress import Progress
 from common.storage import etag, obstore
 from common.storage.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience
 from common.storage.index import INDEX, Index, Parts
@@ -23,12 +20,11 @@ from common.storage.index import INDEX, Index, Parts
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: they stay in the processor's cache
 AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; objects in parts; small objects of one task
-LINE_SECONDS = 10
 DAMAGED = 8  # deliveries of one object with wrong bytes until the store is no longer believed
 SPARE = 64 << 20  # bytes that stay free on the disk
 
 
-def fetch(url, folder, tell=lambda text, progress: None, say=print):
+def fetch(url, folder, tell=None, say=print):
     """Make `folder` hold what lies under `url`: every object below it, or the one object that has this name."""
     bucket = Bucket(url, say)
     os.makedirs(folder, exist_ok=True)
@@ -42,24 +38,21 @@ def fetch(url, folder, tell=lambda text, progress: None, say=print):
         say(f"{folder} has all {len(items)} objects of {url}")
         return
     _need_space(folder, missing)
-    progress = Progress(url, missing, tell)
-    transfer = Transfer(bucket, folder, index, progress)
-    try:
+    with contextlib.closing(index), _progress(url, missing, tell) as progress:
+        transfer = Transfer(bucket, folder, index, progress)
         transfer.run(missing)
-    finally:
-        progress.close()
-        index.close()
     unsure = f", {transfer.by_size} of them by size alone (the store gives no digest)" if transfer.by_size else ""
-    say(f"fetched {len(missing)} of {len(items)} objects, {progress.describe_bytes()}, to {folder}; all verified{unsure}")
+    say(f"fetched {len(missing)} of {len(items)} objects, {progress.describe()}, to {folder}; all verified{unsure}")
 
 
 def fetch_items(bucket, items, folder):
     """{name: item} as files of `folder`, beside what is there already."""
-    progress = Progress(bucket.url(bucket.prefix), items, lambda text, progress: None)
-    try:
+    with _progress(bucket.url(bucket.prefix), items) as progress:
         Transfer(bucket, folder, None, progress).run(items)
-    finally:
-        progress.close()
+
+
+def _progress(url, items, tell=None):
+    return Progress(f"fetching {url}", len(items), "objects", sum(item.size for item in items.values()), tell)
 
 
 def _list(bucket, tell):
@@ -67,7 +60,7 @@ def _list(bucket, tell):
     found = []
     for item in bucket.items(below):
         found.append(item)
-        if len(found) % 1000 == 0:
+        if tell and len(found) % 1000 == 0:
             tell(f"listing {bucket.url(below)}: {len(found)} objects", len(found))
     if not found and below:
         found = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
@@ -110,50 +103,6 @@ def _need_space(folder, items):
 
 class Damaged(TrainingFailed):
     """The store's bytes are not those that it names."""
-
-
-class Progress:
-    """A bar on a terminal, a line every ten seconds in a log, and the same words for those who wait."""
-
-    def __init__(self, url, items, tell):
-        self._url, self._objects, self._tell = url, len(items), tell
-        self._done = self._bytes = self._had = 0
-        self._total = sum(item.size for item in items.values())
-        self._began = self._told = time.monotonic()
-        self._lock = threading.Lock()
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, unit_divisor=1024, desc=f"{len(items)} objects")
-
-    def add(self, size, objects=0, had=False):
-        with self._lock:
-            self._bytes += size
-            self._done += objects
-            self._had += size if had else 0
-            if self._bar:
-                self._bar.update(size)
-                self._bar.set_postfix_str(f"{self._done} of {self._objects} objects", refresh=False)
-            now = time.monotonic()
-            if now - self._told < 1:
-                return
-            rate = (self._bytes - self._had) / (now - self._began)
-            left = (self._total - self._bytes) / rate if rate > 0 else 0
-            text = (
-                f"fetching {self._url}: {self._done} of {self._objects} objects, "
-                f"{self._bytes / MIB:.0f} of {self._total / MIB:.0f} MiB, {rate / MIB:.1f} MiB/s, {left:.0f} s left"
-            )
-            self._tell(text, self._bytes // MIB + self._done)
-            if not self._bar and now - self._told >= LINE_SECONDS:
-                print(text, flush=True)
-            self._told = now
-
-    def describe_bytes(self):
-        seconds = time.monotonic() - self._began
-        return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s"
-
-    def close(self):
-        if self._bar:
-            self._bar.close()
 
 
 class Transfer:
@@ -210,7 +159,7 @@ class Transfer:
                 with open(f"{path}.part", "wb") as file:
                     file.write(content)
                 self._finish(name, item, verified=digest is not None)
-                self._progress.add(item.size, objects=1)
+                self._progress.add(1, item.size)
                 return
             self._fast = None  # boto3's answer tells more
         raise self._damaged(item)
@@ -241,7 +190,7 @@ class Transfer:
                 continue
             if verified is not False:
                 self._finish(name, item, verified)
-                self._progress.add(0, objects=1)
+                self._progress.add(1)
                 return
         raise self._damaged(item)
 
@@ -265,13 +214,13 @@ class Transfer:
         right = hasher.right()
         if right is False:
             parts.forget()
-            self._progress.add(-item.size)
+            self._progress.add(size=-item.size)
         return right
 
     def _part(self, parts, item, number):
         begin, length = number * PART, parts.length(number)
         if number in parts.there:
-            self._progress.add(length, had=True)
+            self._progress.add(size=length, old=True)
             return
 
         def keep(answer):
@@ -285,7 +234,7 @@ class Transfer:
 
         self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
         parts.have(number)
-        self._progress.add(length)
+        self._progress.add(size=length)
 
     def _head(self, item):
         """How the object was stored: the size of its parts, where the store tells, and whether its ETag is a digest at all."""

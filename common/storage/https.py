@@ -9,16 +9,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from tqdm import tqdm
-
 from common.errors import UserError, one_line
+from common.progress import Progress
 
 STALL_SECONDS = 15  # a connection that gives no byte for so long is opened anew
 ATTEMPTS = 6  # without a single new byte between them
 CHUNK = 1 << 20
 
 
-def download(url, path, sha256=None, tell=lambda text, progress: None):
+def download(url, path, sha256=None, tell=None):
     """`url` as the file `path`. A broken download is resumed where it stopped, also by a later start.
 
     Without a digest only the length that the server states can be verified.
@@ -80,13 +79,13 @@ def _download(url, part, unverified, tell):
             raise UserError(f"{url} does not state its length, so it cannot be verified; fetch it by hand to {part[:-5]}")
         with (
             open(part, "r+b" if have else "wb") as file,
-            tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=os.path.basename(url)) as bar,
+            Progress(f"fetching {url}", total_bytes=total, tell=tell) as progress,
         ):
             file.seek(have)
+            progress.add(size=have, old=True)
             while chunk := answer.read(CHUNK):
                 file.write(chunk)
-                bar.update(len(chunk))
-                tell(f"fetching {url}: {file.tell() >> 20} MiB", file.tell())
+                progress.add(size=len(chunk))
             if total is not None and file.tell() < total:
                 raise ConnectionError(f"the connection closed after {file.tell()} of {total} bytes")
 

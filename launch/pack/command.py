@@ -16,18 +16,17 @@ import os
 import re
 import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
-from tqdm import tqdm
 
 from common import storage
 from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, TEMPORARY, write_atomically
+from common.progress import Progress, say
 from common.storage import bucket, etag, upload
-from common.storage.download import LINE_SECONDS, SPARE
+from common.storage.download import SPARE
 from common.world import folders
 from datasets.photos import packed
 from launch.options import exit_code, new_parser
@@ -40,43 +39,23 @@ UPLOADS = 4
 OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.json)", re.ASCII)
 
 
-class Progress:
-    """A bar on a terminal, a line every ten seconds in a log."""
+def in_threads(workers, work, items, progress):
+    """`work(item, done)` of all items, which calls done(size) as it goes on; the first failure stops the others there."""
+    failed = threading.Event()
 
-    def __init__(self, what, count, size):
-        self._what, self._count, self._done, self._lock = what, count, 0, threading.Lock()
-        self._bar = tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=what, disable=None)
-        self._size, self._bytes, self._began = size, 0, time.monotonic()
-        self._told, self.stopped = self._began, False
-
-    def add(self, size):
-        if self.stopped:
+    def done(size):
+        if failed.is_set():
             raise InterruptedError
-        with self._lock:
-            self._done, self._bytes, now = self._done + 1, self._bytes + size, time.monotonic()
-            self._bar.update(size)
-            self._bar.set_postfix_str(f"{self._done} of {self._count}", refresh=False)
-            if self._bar.disable and now - self._told >= LINE_SECONDS:
-                self._told = now
-                left = (now - self._began) / max(self._bytes, 1) * (self._size - self._bytes)
-                print(f"{self._what}: {self._done} of {self._count}, {self.describe()}, {left:.0f} s left", flush=True)
+        progress.add(1, size)
 
-    def describe(self):
-        seconds = time.monotonic() - self._began
-        return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {self._bytes / MIB / max(seconds, 1e-3):.1f} MiB/s"
-
-    def all_of(self, workers, work, items):
-        """`work(item)` of all, in threads; the first failure stops the others."""
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                for task in as_completed([pool.submit(work, item) for item in items]):
-                    task.result()
-            except BaseException:
-                self.stopped = True
-                pool.shutdown(cancel_futures=True)
-                raise
-            finally:
-                self._bar.close()
+    with progress, ThreadPoolExecutor(workers) as pool:
+        try:
+            for task in as_completed([pool.submit(work, item, done) for item in items]):
+                task.result()
+        except BaseException:
+            failed.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 # --- Packing -------------------------------------------------------------------------------------------------------
@@ -103,8 +82,8 @@ def pack(root, folder, options):
             with contextlib.suppress(FileNotFoundError):  # it would vouch for what is about to be replaced
                 os.unlink(packed.index_path(folder, plan.split))
         lengths = [plan.lengths[shard.numbers] for plan, shard in missing]
-        progress = Progress("images", sum(map(len, lengths)), int(sum(map(np.sum, lengths))))
-        progress.all_of(options.workers, lambda pair: make(*pair, progress), missing)
+        progress = Progress("packing", sum(map(len, lengths)), "images", int(sum(map(np.sum, lengths))))
+        in_threads(options.workers, lambda pair, done: make(pair[0], pair[1], done), missing, progress)
         for plan in plans:
             plan.write_index()
         shutil.rmtree(os.path.join(folder, ".tree"))
@@ -190,15 +169,15 @@ def publish(folder, shards, url, overwrite):
             raise UserError(f"{one_line(url)} has another pack: give another address, or --overwrite true")
         store.ask("delete_object", store.below() + name)
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in missing}
-    progress = Progress(f"published to {one_line(url)}: files", len(missing), sum(sizes.values()))
+    progress = Progress(f"publishing to {url}", len(missing), "files", sum(sizes.values()))
 
-    def send(name):
+    def send(name, done):
         storage.publish(os.path.join(folder, name), f"{store.url(store.below())}{name}")
-        progress.add(sizes[name])
+        done(sizes[name])
 
-    progress.all_of(UPLOADS, send, [name for name in missing if name not in indexes])
+    in_threads(UPLOADS, send, [name for name in missing if name not in indexes], progress)
     for name in sizes.keys() & indexes:
-        send(name)
+        send(name, lambda size: progress.add(1, size))
     print(f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} are there", flush=True)
 
 
@@ -219,17 +198,18 @@ def verify(folder, workers):
         raise UserError(f"{one_line(folder)}: only a folder can be verified; a job that fetches it verifies each shard")
     splits = [packed.load(folder, split) for split in SPLITS]
     pairs = [(files, number) for files in splits for number in range(len(files.shards))]
-    progress, damaged = Progress("shards", len(pairs), sum(files.shards[number]["size"] for files, number in pairs)), []
+    size = sum(files.shards[number]["size"] for files, number in pairs)
+    progress, damaged = Progress("verifying", len(pairs), "shards", size), []
 
-    def look(pair):
+    def look(pair, done):
         files, number = pair
         what = files.damage(number)
-        progress.add(files.shards[number]["size"])
+        done(files.shards[number]["size"])
         if what:
             damaged.append(what)
-            tqdm.write(f"damaged: {what}")
+            say(f"damaged: {what}")
 
-    progress.all_of(workers, look, pairs)
+    in_threads(workers, look, pairs, progress)
     if damaged:
         raise TrainingFailed(
             f"{len(damaged)} of {len(pairs)} shards are damaged: delete them, then fetch them again or have "

@@ -13,10 +13,10 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from tqdm import tqdm
 
 from common.errors import UserError, one_line
 from common.files import MIB, TEMPORARY, write_atomically
+from common.progress import say
 from datasets.photos import packed, tree
 from launch.pack import forms
 
@@ -111,7 +111,7 @@ class Plan:
         packed.write_index(self.folder, self.split, self.files, about, arrays)
 
 
-def make(plan, shard, progress):
+def make(plan, shard, done):
     """The shard under its name, and then its note: by the note a later start knows that it is whole."""
     path = os.path.join(plan.folder, shard.name)
     digest, made = hashlib.sha256(), {name: [] for name in MADE}
@@ -137,13 +137,13 @@ def make(plan, shard, progress):
             stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.whole(sample))
             if not min(size):
                 name = one_line(plan.files.path(sample))
-                tqdm.write(f"warning: {name} cannot be decoded: it is packed as it is, and the next one will take its place")
+                say(f"warning: {name} cannot be decoded: it is packed as it is, and the next one will take its place")
             for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), zlib.crc32(stored), *size)):
                 made[name].append(value)
             key = f"{sample:08d}"  # unique, and without the dot that ends a key
             member(f"{key}.{_kind(stored)}", stored)
             member(f"{key}.cls", b"%d" % plan.files.labels[sample])
-            progress.add(len(content))
+            done(len(content))
         write(bytes(2 * BLOCK))  # the archive's end
         write(bytes(-file.tell() % tarfile.RECORDSIZE))
         whole = file.tell()

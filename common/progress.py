@@ -1,0 +1,111 @@
+"""How far a long piece of work is: a bar on a terminal, a line every ten seconds in a log, a word to those who wait."""
+
+import sys
+import threading
+import time
+from typing import Callable, Optional
+
+from tqdm import tqdm
+
+from common.errors import one_line
+from common.files import MIB
+
+LINE_SECONDS = 10  # between two lines in a log
+TELL_SECONDS = 1  # between two calls of `tell`
+
+Tell = Callable[[str, int], None]
+
+
+class Progress:
+    """Counts things, bytes, or both. Any number of threads may add to it; as a context manager it removes its bar at the end.
+
+        Progress("indexing /data", total=3000, unit="images")
+        Progress("fetching s3://bucket/data", total=30, unit="objects", total_bytes=4000000)
+        Progress("fetching https://host/file")                                                  bytes, nobody knows how many
+
+    `tell(text, number)` is called at most once a second; the number changes with every progress.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: Optional[int] = None,
+        unit: str = "",
+        total_bytes: Optional[int] = None,
+        tell: Optional[Tell] = None,
+    ) -> None:
+        self._what, self._total, self._unit, self._total_bytes, self._tell = one_line(what), total, unit, total_bytes, tell
+        self._things = self._bytes = self._old_bytes = 0
+        self._began = self._told = self._printed = time.monotonic()
+        self._lock = threading.Lock()
+        # Things may differ in size, so bytes say better how far the work is, where it is known how many there are.
+        self._by_bytes = not unit or total_bytes is not None
+        self._bar = None
+        if sys.stderr.isatty():
+            kind = ("B", True, 1024, total_bytes) if self._by_bytes else (f" {unit}", False, 1000, total)
+            unit, scaled, divisor, end = kind
+            self._bar = tqdm(desc=self._what[:40], total=end, unit=unit, unit_scale=scaled, unit_divisor=divisor)
+
+    def add(self, things: int = 0, size: int = 0, old: bool = False) -> None:
+        """So many things and bytes more are done. `old`: by an earlier start, so they say nothing of the speed."""
+        with self._lock:
+            self._things += things
+            self._bytes += size
+            self._old_bytes += size if old else 0
+            now = time.monotonic()
+            if self._bar:
+                self._bar.set_postfix_str(self._counted_things() if self._by_bytes else self._counted_bytes(), refresh=False)
+                self._bar.update(size if self._by_bytes else things)
+            elif now - self._printed >= LINE_SECONDS:
+                self._printed = now
+                print(self.text(), flush=True)
+            if self._tell and now - self._told >= TELL_SECONDS:
+                self._told = now
+                self._tell(self.text(), self._things + self._bytes)
+
+    def text(self) -> str:
+        """The line in a log: what is done, of how much, how fast, and the time left."""
+        words = [self._counted_things(), self._counted_bytes(), *self._speed_and_time_left()]
+        return f"{self._what}: {', '.join(filter(None, words))}"
+
+    def describe(self) -> str:
+        """The bytes, the time and the speed, for a line after the end."""
+        seconds = self._seconds()
+        return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {(self._bytes - self._old_bytes) / MIB / seconds:.1f} MiB/s"
+
+    def _counted_things(self) -> str:
+        return f"{_of(self._things, self._total)} {self._unit}" if self._unit else ""
+
+    def _counted_bytes(self) -> str:
+        total = None if self._total_bytes is None else self._total_bytes // MIB
+        return f"{_of(self._bytes // MIB, total)} MiB" if self._bytes or self._by_bytes else ""
+
+    def _speed_and_time_left(self) -> list[str]:
+        byte_speed, speed = (self._bytes - self._old_bytes) / self._seconds(), self._things / self._seconds()
+        shown = f"{byte_speed / MIB:.1f} MiB/s" if self._bytes or self._by_bytes else f"{speed:.0f} {self._unit}/s"
+        done, total = (self._bytes, self._total_bytes) if self._by_bytes else (self._things, self._total)
+        speed = byte_speed if self._by_bytes else speed
+        return [shown, f"{(total - done) / speed:.0f} s left"] if total is not None and speed > 0 else [shown]
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._began, 1e-3)
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _of(done: int, total: Optional[int]) -> str:
+    return str(done) if total is None else f"{done} of {total}"
+
+
+def say(text: str) -> None:
+    """Print a line, above a bar if there is one."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
