@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,9 +16,15 @@ from common.errors import TrainingFailed, UserError
 from common.storage import bucket, download, index, obstore
 from common.storage import etag as etag_module
 from tests.faultproxy import BODY_FAULTS, faults
+from tests.jobs import ROOT, environment
 from tests.stores import BIG, MIB, SMALL, names_in, same
 
 pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
+
+
+def test_importing_it_loads_neither_torch_nor_boto3():
+    script = "import sys, common.storage; heavy = {'torch', 'boto3', 'common.run'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), check=True)
 
 
 def test_a_second_start_fetches_only_what_is_missing_or_changed(store, monkeypatch):

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from launch import submit
-from launch.submit import PLATFORMS, fresh, kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
+from launch.submit import command as submit
+from launch.submit import kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
+from launch.submit.command import PLATFORMS, fresh
 from launch.submit.request import Request, describe, mistakes
 from tests.jobs import ROOT
 

@@ -140,7 +140,7 @@ def test_a_slurm_job_is_sent_followed_and_stopped(tmp_path, monkeypatch, capsys)
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("QUEUE", str(tmp_path))
-    monkeypatch.setattr("launch.submit.FOLLOW_SECONDS", 0)
+    monkeypatch.setattr("launch.submit.command.FOLLOW_SECONDS", 0)
     request = ask("slurm")
     assert main(["--follow", "true", *words_of(request)]) == 0
     printed = capsys.readouterr().out.splitlines()

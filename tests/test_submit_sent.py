@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import submit
+from launch.submit import command as submit
 from launch.submit import kubernetes, sagemaker
 from launch.submit import request as requests
 from tests.jobs import environment

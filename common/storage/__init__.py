@@ -1,5 +1,5 @@
-"""Data in, results out: the same for a folder, a bucket and a web server."""
+"""How data come in and results go out, whether the place is a folder, a bucket or a web server."""
 
 from common.storage.transfer import fetch, publish
 
-__all__ = ["fetch", "publish"]
+__all__ = ["bucket", "download", "fetch", "https", "once", "publish", "upload"]

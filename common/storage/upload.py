@@ -12,7 +12,7 @@ import re
 import threading
 
 from common.errors import TrainingFailed, one_line
-from common.files import TEMPORARY
+from common.files import MIB, TEMPORARY
 from common.storage import etag
 from common.storage.bucket import Bucket, Patience
 
@@ -199,6 +199,17 @@ class Publisher:
                 continue
             self._bucket.ask("delete_object", self._key(name), self._patience)
             self._there.pop(name, None)
+
+
+def is_up_to_date(item, path):
+    """Whether an object of a bucket, or None where there is none, has the bytes of the file as far as its ETag tells."""
+    if item is None or item.size != os.path.getsize(path) or not item.digest:
+        return False
+    hasher = etag.Hasher(item.digest, item.size, PART)
+    with open(path, "rb") as file:
+        while content := file.read(MIB):
+            hasher.update(content)
+    return hasher.right() is True
 
 
 def _order(name):

@@ -1,4 +1,4 @@
-"""A job as one file, or as a folder, for a training console."""
+"""How a job becomes one file, or one folder, that needs nothing else of this repository."""
 
 from launch.bundle.command import bundle, main
 

@@ -1,4 +1,4 @@
-"""Photographs as a few large files."""
+"""How many small photographs become a few large files."""
 
 from launch.pack.command import main
 

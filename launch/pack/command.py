@@ -25,7 +25,7 @@ from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, TEMPORARY, write_atomically
 from common.progress import Progress, say
-from common.storage import bucket, etag, upload
+from common.storage import bucket, upload
 from common.storage.download import SPARE
 from common.world import folders
 from datasets.photos import packed
@@ -163,7 +163,7 @@ def publish(folder, shards, url, overwrite):
     store = bucket.Bucket(url)
     there = {store.relative(item.key): item for item in store.items(store.below())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in SPLITS]
-    missing = [name for name in [*shards, *indexes] if not _same(os.path.join(folder, name), there.get(name))]
+    missing = [name for name in [*shards, *indexes] if not upload.is_up_to_date(there.get(name), os.path.join(folder, name))]
     for name in [name for name in indexes if name in missing and name in there]:
         if not overwrite:
             raise UserError(f"{one_line(url)} has another pack: give another address, or --overwrite true")
@@ -179,17 +179,6 @@ def publish(folder, shards, url, overwrite):
     for name in sizes.keys() & indexes:
         send(name, lambda size: progress.add(1, size))
     print(f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} are there", flush=True)
-
-
-def _same(path, item):
-    """Whether the bucket's object has the bytes of the file, as far as its ETag tells."""
-    if item is None or item.size != os.path.getsize(path) or not item.digest:
-        return False
-    hasher = etag.Hasher(item.digest, item.size, upload.PART)
-    with open(path, "rb") as file:
-        while content := file.read(MIB):
-            hasher.update(content)
-    return hasher.right() is True
 
 
 def verify(folder, workers):

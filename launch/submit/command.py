@@ -1,0 +1,195 @@
+"""Send a job to a platform: build its request, check it, show it, upload the code, send it, follow it, stop it.
+
+    python -m launch submit --platform modelarts jobs/train_ddp.py --nodes 2 --gpus 8 --region cn-north-4 \\
+        --flavor FLAVOR --engine ENGINE --code_url obs://bucket/code --data_url obs://bucket/cifar10 \\
+        --output_url obs://bucket/runs/7 -- --epochs 30
+    python -m launch submit --platform local     jobs/train_ddp.py --nodes 2 --gpus 8 ...       the same, on this machine
+    python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID
+
+With --dry_run true the request is printed and nothing is sent; so it is by itself where there is no credential.
+Credentials come from where each platform's own SDK looks for them, never from an option.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+
+from common import storage
+from common.arguments import boolean
+from common.errors import TrainingFailed, UserError, one_line
+from launch.options import exit_code, new_parser, split_words
+from launch.submit.request import REMOTE, Request, describe, mistakes, stage
+
+# The platforms, and the file of this folder that knows each.
+PLATFORMS = {
+    "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubeflow": "kubernetes",
+    "volcano": "kubernetes", "slurm": "slurm", "local": "local",
+}  # fmt: skip
+YES_OR_NO = "true|false"
+FOLLOW_SECONDS = 5  # between two looks at a job
+FAILED_LOOKS = 10  # so many in a row are forgiven: a job runs for days, and networks stumble
+
+
+def parser():
+    made = new_parser("submit", __doc__, allow_abbrev=False)
+    made.add_argument("job", nargs="?", help="the job's file; its own options stand after --")
+    made.add_argument(
+        "--platform", choices=PLATFORMS, required=True, help="where the job is to run; local: here, as it would there"
+    )
+    for field in dataclasses.fields(Request):
+        if not field.metadata:
+            continue
+        kind, default = field.metadata["kind"], field.default
+        how = {"action": "append"} if default == () else {"type": kind}
+        if isinstance(default, bool):
+            how = {"type": boolean, "metavar": YES_OR_NO}
+        shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"
+        made.add_argument(f"--{field.name}", help=field.metadata["help"] + shown + whose(field.metadata), **how)
+    made.add_argument(
+        "--dry_run",
+        type=boolean,
+        metavar=YES_OR_NO,
+        help="show the request and send nothing; unset: where there is no credential",
+    )
+    made.add_argument(
+        "--follow", type=boolean, metavar=YES_OR_NO, default=False, help="print state and log until the end (default: false)"
+    )
+    made.add_argument("--stop", metavar="JOB_ID", help="stop this job")
+    return made
+
+
+def whose(about):
+    """Which platforms know an option, and which cannot do without."""
+    used, needed = (", ".join(about[name]) for name in ("used_by", "needed_by"))
+    known = f"only {used}" if about["used_by"] != REMOTE else ""
+    words = [*([known] if known and used != needed else []), *([f"needed by {needed}"] if needed else [])]
+    return f" [{'; '.join(words)}]" if words else ""
+
+
+def main(argv):
+    own, arguments = split_words(argv)
+    options = parser().parse_args(own)
+    return exit_code(lambda: run(options, arguments))
+
+
+def run(options, arguments):
+    if not options.job and not options.stop:
+        raise UserError("give a job, such as jobs/train_ddp.py, or --stop JOB_ID")
+    platform = importlib.import_module(f"launch.submit.{PLATFORMS[options.platform]}")
+    request = ask(options, arguments, datetime.datetime.now())
+    return stop(platform, request, options.stop) if options.stop else submit(platform, request, options)
+
+
+def ask(options, arguments, now):
+    """The Request that these options are."""
+    given = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
+    name = {"name": f"{stem}-{now:%m%d-%H%M%S}"}
+    return Request(**{**name, **given, **lists, "job": os.path.normpath(options.job or "job"), "arguments": tuple(arguments)})
+
+
+def submit(platform, request, options):
+    wrong = [*mistakes(request), *platform.mistakes(request)]
+    for line in wrong:
+        print(f"error: {one_line(line)}", file=sys.stderr)
+    if wrong:
+        return 2
+    body = platform.build(request)
+    dry_run = options.dry_run
+    if dry_run is None and not platform.has_credentials(os.environ):
+        dry_run = True
+        print(f"nothing is sent, because there is no credential: {platform.CREDENTIALS}", file=sys.stderr)
+    if dry_run:
+        print(show(body))
+        return 0
+    client = connected(platform, request)
+    upload(request.job, platform.upload_to(request), request.region)
+    job_id = asked(platform, platform.send, client, request, body)
+    if job_id is None:  # it ran here and now
+        return client.exit_code
+    print(f"submitted {job_id}", flush=True)
+    print(f"see it at {platform.console(request, job_id)}", flush=True)
+    return follow(platform, client, request, job_id) if options.follow else 0
+
+
+def stop(platform, request, job_id):
+    client = connected(platform, request)
+    asked(platform, platform.stop, client, request, job_id)
+    print(f"asked {request.platform} to stop {one_line(job_id)}")
+    return 0
+
+
+def show(body):
+    return body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False)
+
+
+def connected(platform, request):
+    if not platform.has_credentials(os.environ):
+        raise UserError(f"there is no credential: {platform.CREDENTIALS}")
+    return asked(platform, platform.connect, request)
+
+
+def asked(platform, function, *arguments):
+    """What the platform's SDK answers; its exceptions, of which each has its own, as one line."""
+    try:
+        return function(*arguments)
+    except (UserError, TrainingFailed):
+        raise
+    except Exception as error:
+        raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
+
+
+def upload(job, url, region=None):
+    """The job as one file to the address from which the platform takes it, None where it takes it from elsewhere."""
+    if url is None:
+        return
+    if region:
+        os.environ.setdefault("AWS_REGION", region)  # the bucket is where the job is
+    with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
+        stage(job, folder)
+        storage.publish(folder, url)
+    print(f"the code is at {url}", flush=True)
+
+
+def follow(platform, client, request, job_id):
+    """Print each new state and the log's new lines until the job has ended; 0 when it ended well."""
+    last, shown, failed = None, [], 0
+    try:
+        while True:
+            try:
+                state, code = asked(platform, platform.state, client, request, job_id)
+                failed = 0
+            except UserError as error:
+                failed += 1
+                if failed > FAILED_LOOKS:
+                    raise
+                print(f"warning: {one_line(error)}; looking again", file=sys.stderr, flush=True)
+                time.sleep(FOLLOW_SECONDS)
+                continue
+            if state != last:
+                print(f"{job_id} is {state}", flush=True)
+                last = state
+            with contextlib.suppress(UserError):  # there is no log yet, or no longer
+                lines = asked(platform, platform.log, client, request, job_id)
+                for line in fresh(shown, lines):
+                    print(one_line(line.replace("\t", "    ")), flush=True)
+                shown = lines
+            if code is not None:
+                return code
+            time.sleep(FOLLOW_SECONDS)
+    except KeyboardInterrupt:
+        print(f"\n{job_id} goes on; --stop {job_id} stops it", file=sys.stderr)
+        return 130
+
+
+def fresh(shown, lines):
+    """The lines behind those that were shown: a platform gives the last so many of its log each time."""
+    common = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
+    return lines[common:]
