@@ -13,6 +13,7 @@ import time
 import pytest
 
 from common import storage
+from common.errors import UserError
 from common.storage import once
 from tests.faultproxy import faults
 from tests.jobs import ROOT, TINY, command, environment, lock_holders, wait_for
@@ -26,6 +27,7 @@ FETCHER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from common import storage
+from common.errors import UserError
 print("done", os.path.getsize(os.path.join(storage.fetch("s3://data/set"), "2/29.bin")))
 """
 
@@ -66,6 +68,17 @@ def test_on_a_store_that_knows_no_locks_the_lease_is_a_file_of_this_machine(monk
 
     once.once_per_node(str(tmp_path / "data" / "set"), work)
     assert done == [1]
+
+
+def test_alone_or_refused(tmp_path):
+    path = str(tmp_path / "x")
+    for _ in range(2):
+        with (
+            once.alone(path, "somebody is here"),
+            pytest.raises(UserError, match="somebody is here"),
+            once.alone(path, "somebody is here"),
+        ):
+            raise AssertionError("both were let in")
 
 
 @pytest.mark.parametrize("kills", [0, 2])

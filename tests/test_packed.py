@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from common.storage import bucket
+from common.storage import bucket, once
 from datasets.photos import packed, tree
 from launch.pack import command as pack
 from tests.faultproxy import faults
@@ -298,7 +298,7 @@ def test_what_cannot_be_is_said_in_one_line(root, tmp_path, monkeypatch, capsys)
         pack.pack(str(root), str(tmp_path / "out"), settings())
     assert not [name for name in os.listdir(tmp_path / "out") if name.endswith((".tar", ".npz"))]
     full.free = 1 << 40
-    with pack._alone(str(tmp_path / "out")), pytest.raises(UserError, match="another pack is being made"):
+    with once.alone(str(tmp_path / "out" / ".pack"), ""), pytest.raises(UserError, match="another pack is being made"):
         pack.pack(str(root), str(tmp_path / "out"), settings())
     read = tree.Tree.read
     monkeypatch.setattr(tree.Tree, "read", lambda self, number: read(self, number) + b"x" * (number == 30))

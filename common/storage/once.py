@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 
 from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
@@ -64,6 +65,18 @@ def once_per_node(path, work):
         lease.write(state="done")
     finally:
         lease.ended()
+        os.close(file)
+
+
+@contextlib.contextmanager
+def alone(path: str, refusal: str) -> Iterator[None]:
+    """Nobody else of this node is in such a block of the same path; UserError with `refusal` where somebody is."""
+    file = _lockable(path)
+    try:
+        if not _take(file):
+            raise UserError(refusal)
+        yield
+    finally:
         os.close(file)
 
 

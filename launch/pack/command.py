@@ -10,7 +10,6 @@ same bytes. `--data_backend packed --data_url OUT` trains on them, and so does a
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, TEMPORARY, write_atomically
 from common.progress import Progress, say
-from common.storage import bucket, upload
+from common.storage import bucket, once, upload
 from common.storage.download import SPARE
 from common.world import folders
 from datasets.photos import packed
@@ -71,7 +70,8 @@ def pack(root, folder, options):
     if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
         raise UserError(f"{one_line(folder)} lies in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
     os.makedirs(folder, exist_ok=True)
-    with _alone(folder):
+    busy = f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
+    with once.alone(os.path.join(folder, ".pack"), busy):
         plans = [Plan(root, split, folder, options) for split in SPLITS]
         _clear(folder, plans, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
@@ -103,19 +103,6 @@ def _describe(plans, count, progress):
         f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {len(notes)} shards; "
         f"made {count} of them now ({progress.describe()}); left out: {left_out}"
     ) + (f"; packed, though they cannot be decoded: {lost}" if lost else "")
-
-
-@contextlib.contextmanager
-def _alone(folder):
-    file = os.open(os.path.join(folder, ".pack.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another pack is being made in {one_line(folder)}: wait for it, or give another folder") from None
-        yield
-    finally:
-        os.close(file)
 
 
 def _marker(folder, split):
