@@ -1,4 +1,4 @@
-"""One bucket of an object store: how it is reached, how long a request is tried, and what to do when the store says no.
+"""One bucket of an object store: how it is reached, how long a request is tried, and what an error message advises.
 
     s3://bucket/prefix     Amazon S3, or any store that AWS_ENDPOINT_URL_S3 names
     obs://bucket/prefix    Huawei OBS
@@ -16,23 +16,27 @@ import re
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.world.folders import BUCKETS
 
-PATIENCE_SECONDS = 180  # without one good answer for so long, the store is taken for lost
-CONNECT_SECONDS, READ_SECONDS = 5, 10  # a connection that is silent for so long is opened anew
+PATIENCE_SECONDS = 180  # a store that gives no good answer for so long is given up
+CONNECT_SECONDS, READ_SECONDS = 5, 10  # a connection that is silent for so long is opened again
 LONGEST_PAUSE, WAITING_LINE_SECONDS = 8, 10
 THREADS = 16  # requests under way at a time
 
+Say = Callable[[str], object]  # prints a line of the log
+
 ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.DOTALL)
 
-# Where each store is, given the region. With a bucket's name in the host name (virtual addressing), as OBS and OSS want it.
+# Where each store is, given the region. OBS and OSS need the bucket's name in the host name (virtual addressing).
 ENDPOINTS = {"obs": "https://obs.{region}.myhuaweicloud.com", "oss": "https://oss-{region}.aliyuncs.com"}
 
 # What to do about a refusal. OBS and OSS have some names of their own.
 KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) for this store"
-EXPIRED = "the temporary credential has expired: get a new one and start again, the transfer goes on where it stopped"
+EXPIRED = "the temporary credential has expired: get a new one and start again, and the transfer goes on where it stopped"
 EXPIRED_CODES = ["ExpiredToken", "RequestExpired", "SecurityTokenExpired", "InvalidToken", "TokenRefreshRequired"]
 REMEDIES = {
     "NoSuchBucket": "there is no such bucket: check its name, AWS_REGION and the endpoint",
@@ -51,17 +55,17 @@ TRANSIENT = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    endpoint: str  # None for Amazon's own
+    endpoint: Optional[str]  # None for Amazon's own
     region: str
-    style: str  # where the bucket's name stands: "path", "virtual" (in the host name), or "auto"
-    session: object = None
+    style: str  # where the bucket's name is: "path", "virtual" (in the host name), or "auto"
+    session: Any  # boto3's
 
 
 class Changed(Exception):
     """The object is not the one that was listed."""
 
 
-def is_address(text):
+def is_address(text: object) -> bool:
     return isinstance(text, str) and text.startswith(BUCKETS)
 
 
@@ -74,80 +78,92 @@ class Item:
     etag: str
 
     @property
-    def digest(self):
+    def digest(self) -> Optional[str]:
         return self.etag if re.fullmatch(r"[0-9a-f]{32}(-\d+)?", self.etag) else None
 
 
 class Bucket:
-    def __init__(self, url, say=print):
+    def __init__(self, url: str, say: Say = print) -> None:
         match = ADDRESS.fullmatch(url)
         if not match or "\0" in url:
             raise UserError(f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX")
         self.scheme, self.name, self.prefix = match[1], match[2], (match[3] or "").strip("/")
         self.say = say
         self._lock = threading.Lock()
-        self._told = 0.0
+        self._warned = 0.0
         try:
             self.client, self.settings = _client(self.scheme)
         except Exception as error:
             raise _refusal(error, "connect to", f"{self.scheme}://{self.name}", "") or UserError(describe(error)) from None
         self.endpoint = self.client.meta.endpoint_url
 
-    def below(self):
+    def below(self) -> str:
         """What the keys of everything below the address begin with."""
         return f"{self.prefix}/" if self.prefix else ""
 
-    def relative(self, key):
+    def relative(self, key: str) -> str:
         return key[len(self.below()) :]
 
-    def url(self, key):
+    def url(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
 
-    def obstore_endpoint(self):
-        """The same place in the words of obstore, which wants the bucket's name in a virtual endpoint."""
+    def obstore_endpoint(self) -> Optional[str]:
+        """The endpoint as obstore needs it: with the bucket's name in the host name where the addressing is virtual."""
         endpoint = self.settings.endpoint
         return endpoint.replace("://", f"://{self.name}.") if endpoint and self.settings.style == "virtual" else endpoint
 
-    def items(self, prefix):
-        """Every object whose key begins with `prefix`, in order."""
+    def items(self, prefix: str) -> Iterator[Item]:
+        """Every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""
         while True:
-            # Version 1 of the list: every store of this kind has it.
+            # Version 1 of the request, because every store of this kind has it.
             page = self.ask("list_objects", prefix, Prefix=prefix, Marker=marker, key_named=False)
-            found = page.get("Contents", [])
-            for entry in found:
+            entries = page.get("Contents", [])
+            for entry in entries:
                 yield Item(entry["Key"], entry["Size"], entry["ETag"].strip('"'))
-            if not page.get("IsTruncated") or not found:
+            if not page.get("IsTruncated") or not entries:
                 return
-            marker = page.get("NextMarker") or found[-1]["Key"]
+            marker = page.get("NextMarker") or entries[-1]["Key"]
 
-    def ask(self, operation, key, patience=None, key_named=True, work=None, **words):
-        """One answer of the store, asked for until PATIENCE_SECONDS are over. `work` reads the answer's body within the try."""
+    def ask(
+        self,
+        operation: str,
+        key: str,
+        patience: "Optional[Patience]" = None,
+        key_named: bool = True,
+        work: Optional[Callable[[Any], Any]] = None,
+        **parameters: Any,
+    ) -> Any:
+        """The store's answer to boto3's `operation`, or what `work` makes of it; repeated while that may help.
+
+        `work` reads the answer's body, so that one that breaks off is asked for again, too. `key_named`: the operation takes
+        the key as a parameter; otherwise the key is only for messages.
+        """
         patience = patience or Patience(PATIENCE_SECONDS)
         if key_named:
-            words["Key"] = key
+            parameters["Key"] = key
         while True:
             try:
-                answer = getattr(self.client, operation)(Bucket=self.name, **words)
+                answer = getattr(self.client, operation)(Bucket=self.name, **parameters)
                 result = work(answer) if work else answer
             except Exception as error:
                 refusal = _refusal(error, operation, self.url(key), self.endpoint)
                 if refusal:
                     raise refusal from None
-                self._wait(patience, describe(error), operation, key)
+                self._pause(patience, describe(error), operation, key)
             else:
                 patience.good()
                 return result
 
-    def _wait(self, patience, what, operation, key):
+    def _pause(self, patience: "Patience", what: str, operation: str, key: str) -> None:
         asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
         if patience.over():
             raise TrainingFailed(
                 f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {what}; start again to go on"
             )
         with self._lock:
-            if time.monotonic() - self._told > WAITING_LINE_SECONDS:
-                self._told = time.monotonic()
+            if time.monotonic() - self._warned > WAITING_LINE_SECONDS:
+                self._warned = time.monotonic()
                 self.say(f"warning: {asked}: {what}; trying again")
         patience.pause()
 
@@ -155,33 +171,36 @@ class Bucket:
 class Patience:
     """One time limit for many requests: the seconds since the last good answer to any of them."""
 
-    def __init__(self, seconds):
+    def __init__(self, seconds: float) -> None:
         self.seconds, self._stop = seconds, threading.Event()
         self.good()
 
-    def good(self):
+    def good(self) -> None:
+        """There was a good answer."""
         self._since, self._failures = time.monotonic(), 0
 
-    def over(self):
+    def over(self) -> bool:
         return self._stop.is_set() or time.monotonic() - self._since > self.seconds
 
-    def pause(self):
+    def pause(self) -> None:
+        """Wait a random time, which grows with every failure in a row."""
         self._failures += 1
         self._stop.wait(random.uniform(0.05, min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failures, 10))))
 
-    def give_up(self):
+    def give_up(self) -> None:
+        """End every pause, and ask no more."""
         self._stop.set()
 
 
 # --- How a store is reached --------------------------------------------------------------------------------------------
 
 
-def _client(scheme):
+def _client(scheme: str) -> tuple[Any, Settings]:
     """(boto3 client, the settings that it was made with)"""
     import boto3
     from botocore.config import Config
 
-    session = boto3.session.Session()
+    session = boto3.Session()
     endpoint, region = settings(scheme, os.environ, session.region_name)
     style = "path" if endpoint and _is_plain_host(endpoint) else "virtual" if scheme in ENDPOINTS else "auto"
     config = {
@@ -193,7 +212,7 @@ def _client(scheme):
         "max_pool_connections": 2 * THREADS,
         "user_agent_extra": "anyrank",
     }
-    # Other stores than Amazon's refuse the checksums that boto3 adds of itself, and the chunks that it sends them in.
+    # Other stores than Amazon's refuse the checksums that boto3 adds by default, and the chunks in which it sends them.
     for name in ("request_checksum_calculation", "response_checksum_validation"):
         if f"AWS_{name.upper()}" not in os.environ:
             config[name] = "when_required"
@@ -201,8 +220,8 @@ def _client(scheme):
     return client, Settings(endpoint, region, style, session)
 
 
-def settings(scheme, environ, region):
-    """(endpoint or None for Amazon's, region) of a scheme, as the standard environment has it."""
+def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> tuple[Optional[str], str]:
+    """(endpoint or None for Amazon's, region) of a scheme, from the standard environment variables."""
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if not endpoint and scheme == "obs" and environ.get("S3_ENDPOINT"):  # ModelArts sets it
         endpoint = environ["S3_ENDPOINT"]
@@ -218,8 +237,8 @@ def settings(scheme, environ, region):
     return endpoint, region or "us-east-1"
 
 
-def _is_plain_host(endpoint):
-    """Whether a bucket's name cannot stand before it: an IP address, or a name without a domain."""
+def _is_plain_host(endpoint: str) -> bool:
+    """Whether no bucket's name can be put before it: an IP address, or a name without a domain."""
     host = urllib.parse.urlsplit(endpoint).hostname or ""
     try:
         ipaddress.ip_address(host)
@@ -231,8 +250,8 @@ def _is_plain_host(endpoint):
 # --- What a store answers ----------------------------------------------------------------------------------------------
 
 
-def describe(error):
-    """What went wrong, without the request (which holds a signature)."""
+def describe(error: Exception) -> str:
+    """What went wrong, without the request, which has a signature in it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
@@ -240,13 +259,13 @@ def describe(error):
     kind = type(error).__name__
     known = {
         "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {CONNECT_SECONDS} s",
-        "ReadTimeoutError": f"silent for {READ_SECONDS} s", "ConnectionClosedError": "it closed the connection",
-        "IncompleteReadError": "its body broke off", "ResponseStreamingError": "its body broke off",
+        "ReadTimeoutError": f"no byte for {READ_SECONDS} s", "ConnectionClosedError": "the connection was closed",
+        "IncompleteReadError": "the answer broke off", "ResponseStreamingError": "the answer broke off",
     }  # fmt: skip
     return known.get(kind) or one_line(f"{kind}: {error}")[:200]
 
 
-def _refusal(error, operation, url, endpoint):
+def _refusal(error: Exception, operation: str, url: str, endpoint: str) -> Optional[Exception]:
     """What to raise for this error, or None where trying again may help."""
     import urllib3.exceptions
     from botocore import exceptions
@@ -261,15 +280,15 @@ def _refusal(error, operation, url, endpoint):
             return Changed()
         if code in TRANSIENT or status in (408, 429) or status >= 500:
             return None
-        remedy = REMEDIES.get(code) or REMEDIES.get({403: "AccessDenied", 404: "NoSuchKey"}.get(status))
+        remedy = REMEDIES.get(code) or REMEDIES.get({403: "AccessDenied", 404: "NoSuchKey"}.get(status, ""))
         message = remedy or one_line(error.response["Error"].get("Message", ""))[:200]
         return UserError(f"{asked} answered {describe(error)}: {message}")
     if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
         return UserError(f"{asked}: there is no credential: {KEYS}")
-    passing = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ResponseParserError,
+    temporary = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ResponseParserError,
                urllib3.exceptions.HTTPError, OSError)  # fmt: skip
-    if isinstance(error, passing):
+    if isinstance(error, temporary):
         return None
-    if isinstance(error, (exceptions.BotoCoreError, ValueError)):  # a profile, a region, a name that cannot be
+    if isinstance(error, (exceptions.BotoCoreError, ValueError)):  # a profile, region or name that is not valid
         return UserError(f"{asked}: {one_line(error)[:300]}")
     return error

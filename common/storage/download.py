@@ -1,80 +1,80 @@
-"""A bucket's objects as files of a folder: in parallel, in parts, resumed where it stopped, each file verified and then named.
+"""A bucket's objects as files of a folder: in parallel, in parts, from where it stopped, each verified before it has its name.
 
 The folder remembers in .fetched.jsonl which object each file is, so a second start fetches only what is missing or changed.
-A large object lies beside its place as NAME.part, with NAME.part.json saying which parts of it are there.
+A large object grows in NAME.part, and NAME.part.json says which parts of it are there.
 """
 
 import collections
 import contextlib
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB
-from common.progress import Progress
+from common.progress import Progress, Tell
 from common.storage import etag, obstore
-from common.storage.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience
+from common.storage.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience, Say
 from common.storage.index import INDEX, Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
-CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: they stay in the processor's cache
-AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; objects in parts; small objects of one task
-DAMAGED = 8  # deliveries of one object with wrong bytes until the store is no longer believed
+CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few enough for the processor's cache
+AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; large objects under way; small objects of one task
+DAMAGED = 8  # so many times may an object arrive with wrong bytes until it counts as damaged
 SPARE = 64 << 20  # bytes that stay free on the disk
 
 
-def fetch(url, folder, tell=None, say=print):
-    """Make `folder` hold what lies under `url`: every object below it, or the one object that has this name."""
+def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) -> None:
+    """Make `folder` hold what is at `url`: every object below it, or the one object of this name."""
     bucket = Bucket(url, say)
     os.makedirs(folder, exist_ok=True)
-    index = Index(folder)
-    items = _named(bucket, _list(bucket, tell))
-    for name in index.names() - items.keys():
-        index.remove(name)
-    missing = {name: item for name, item in items.items() if not index.has(name, item)}
-    if not missing:
-        index.close()
-        say(f"{folder} has all {len(items)} objects of {url}")
-        return
-    _need_space(folder, missing)
-    with contextlib.closing(index), _progress(url, missing, tell) as progress:
-        transfer = Transfer(bucket, folder, index, progress)
-        transfer.run(missing)
+    with contextlib.closing(Index(folder)) as index:
+        items = _named(bucket, _list(bucket, tell))
+        for name in index.names() - items.keys():
+            index.remove(name)
+        missing = {name: item for name, item in items.items() if not index.has(name, item)}
+        if not missing:
+            say(f"{folder} has all {len(items)} objects of {url}")
+            return
+        _need_space(folder, missing)
+        with _progress(url, missing, tell) as progress:
+            transfer = Transfer(bucket, folder, index, progress)
+            transfer.run(missing)
     unsure = f", {transfer.by_size} of them by size alone (the store gives no digest)" if transfer.by_size else ""
     say(f"fetched {len(missing)} of {len(items)} objects, {progress.describe()}, to {folder}; all verified{unsure}")
 
 
-def fetch_items(bucket, items, folder):
-    """{name: item} as files of `folder`, beside what is there already."""
+def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str) -> None:
+    """{name: item} as files of `folder`, in addition to what is there already."""
     with _progress(bucket.url(bucket.prefix), items) as progress:
         Transfer(bucket, folder, None, progress).run(items)
 
 
-def _progress(url, items, tell=None):
+def _progress(url: str, items: dict[str, Item], tell: Optional[Tell] = None) -> Progress:
     return Progress(f"fetching {url}", len(items), "objects", sum(item.size for item in items.values()), tell)
 
 
-def _list(bucket, tell):
+def _list(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
     below = bucket.below()
-    found = []
+    items = []
     for item in bucket.items(below):
-        found.append(item)
-        if tell and len(found) % 1000 == 0:
-            tell(f"listing {bucket.url(below)}: {len(found)} objects", len(found))
-    if not found and below:
-        found = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
-    if not found:
+        items.append(item)
+        if tell and len(items) % 1000 == 0:
+            tell(f"listing {bucket.url(below)}: {len(items)} objects", len(items))
+    if not items and below:
+        items = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
+    if not items:
         raise UserError(f"{bucket.url(below)} at {bucket.endpoint} holds nothing: no object's name begins with {below!r}")
-    return found
+    return items
 
 
-def _named(bucket, items):
-    """{path below the folder: item}; names that would lead out of it, or stand for both a file and a folder, are refused."""
+def _named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
+    """{path below the folder: item}; a name that leads out of the folder, or is of both a file and a folder, is refused."""
     named = {}
     for item in items:
         if item.key.endswith("/") and item.size == 0:
-            continue  # a console's mark for an empty folder
+            continue  # how a console keeps an empty folder
         name = os.path.basename(item.key) if item.key == bucket.prefix else bucket.relative(item.key)
         words = name.split("/")
         if any(word in ("", ".", "..") for word in words) or "\0" in name or name == INDEX or len(name) > 1024:
@@ -83,14 +83,14 @@ def _named(bucket, items):
     for name in named:
         folders = name.split("/")[:-1]
         for depth in range(1, len(folders) + 1):
-            if "/".join(folders[:depth]) in named:
-                clash = one_line(bucket.url(bucket.prefix + "/" + "/".join(folders[:depth])))
-                raise UserError(f"{clash} is an object and a folder of others too: rename one of them")
+            if (folder := "/".join(folders[:depth])) in named:
+                url = one_line(bucket.url(f"{bucket.prefix}/{folder}"))
+                raise UserError(f"{url} is an object and a folder of others too: rename one of them")
     return named
 
 
-def _need_space(folder, items):
-    """Before the first byte: bytes and files that the disk must still take."""
+def _need_space(folder: str, items: dict[str, Item]) -> None:
+    """Refuse, before the first byte, what the disk has no room for."""
     there = sum(os.stat(path).st_blocks * 512 for name in items if os.path.exists(path := f"{os.path.join(folder, name)}.part"))
     need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
     free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
@@ -102,24 +102,24 @@ def _need_space(folder, items):
 
 
 class Damaged(TrainingFailed):
-    """The store's bytes are not those that it names."""
+    """An object's bytes do not have the digest that the store states."""
 
 
 class Transfer:
-    """One fetch: many requests under way, the first lasting failure stops them all."""
+    """One fetch: many requests under way; the first failure that lasts stops them all."""
 
-    def __init__(self, bucket, folder, index, progress):
+    def __init__(self, bucket: Bucket, folder: str, index: Optional[Index], progress: Progress) -> None:
         self._bucket, self._folder, self._index, self._progress = bucket, folder, index, progress
         self._patience = Patience(PATIENCE_SECONDS)
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
-        self._fast = obstore.reader(bucket)
-        self._folders = set()  # made already
-        self._in_parts = set()  # names of large objects
-        self._grown = []  # (name, item) of small ones that became large meanwhile
-        self.by_size = 0
+        self._fast_reader = obstore.reader(bucket)
+        self._folders: set[str] = set()  # that exist already
+        self._in_parts: set[str] = set()  # the names of large objects
+        self._grown: list[tuple[str, Item]] = []  # small objects that were replaced by large ones meanwhile
+        self.by_size = 0  # objects that have no digest, so that only their size was verified
 
-    def run(self, items):
-        """Large objects a few at a time, in parts; beside them the small ones, a batch of them as one task."""
+    def run(self, items: dict[str, Item]) -> None:
+        """Large objects in parts, a few objects at a time; small objects meanwhile, a batch of them as one task."""
         small = [pair for pair in items.items() if pair[1].size <= PART]
         size = max(1, min(BATCH, len(small) // (4 * THREADS)))
         batches = [small[begin : begin + size] for begin in range(0, len(small), size)]
@@ -140,11 +140,11 @@ class Transfer:
 
     # --- Small objects: one request each ---
 
-    def _batch(self, batch):
+    def _batch(self, batch: list[tuple[str, Item]]) -> None:
         for name, item in batch:
             self._small(name, item)
 
-    def _small(self, name, item):
+    def _small(self, name: str, item: Item) -> None:
         path = self._place(name)
         for _ in range(DAMAGED):
             try:
@@ -161,13 +161,13 @@ class Transfer:
                 self._finish(name, item, verified=digest is not None)
                 self._progress.add(1, item.size)
                 return
-            self._fast = None  # boto3's answer tells more
+            self._fast_reader = None  # boto3's answer tells more
         raise self._damaged(item)
 
-    def _read_small(self, item):
+    def _read_small(self, item: Item) -> tuple[Any, Optional[str]]:
         """(bytes, the MD5 that they should have or None)"""
         digest = None if "-" in (item.digest or "-") else item.digest
-        content = self._fast(item) if self._fast and digest else None
+        content = self._fast_reader(item) if self._fast_reader and digest else None
         if content is not None:
             self._patience.good()
             return content, digest
@@ -177,9 +177,9 @@ class Transfer:
 
         return self._get(item, read)
 
-    # --- Large objects: parts, fetched side by side and hashed in order ---
+    # --- Large objects: parts that are fetched in parallel and hashed in order ---
 
-    def _large(self, name, item):
+    def _large(self, name: str, item: Item) -> None:
         path = self._place(name)
         self._in_parts.add(name)
         for _ in range(DAMAGED):
@@ -194,12 +194,12 @@ class Transfer:
                 return
         raise self._damaged(item)
 
-    def _attempt(self, path, item):
-        """Whether the object's bytes are right, None where that cannot be known; they are in PATH.part then."""
+    def _attempt(self, path: str, item: Item) -> Optional[bool]:
+        """Fetch into PATH.part. Whether the bytes are right; None where that cannot be known."""
         parts = Parts(path, item, PART)
-        first = self._head(item)
-        hasher = etag.Hasher(None if first["encrypted"] else item.digest, item.size, first["part_size"])
-        ahead = collections.deque()
+        part_size, encrypted = self._head(item)
+        hasher = etag.Hasher(None if encrypted else item.digest, item.size, part_size)
+        ahead: collections.deque[Future[None]] = collections.deque()
         try:
             for number in range(parts.count + AHEAD):
                 if number < parts.count:
@@ -209,7 +209,7 @@ class Transfer:
                     for chunk in parts.chunks(number - AHEAD, CHUNK):
                         hasher.update(chunk)
         finally:
-            wait([task for task in ahead if not task.cancel()])  # a cancelled one is never heard of again
+            wait([task for task in ahead if not task.cancel()])  # those that could not be cancelled still write
             parts.close()
         right = hasher.right()
         if right is False:
@@ -217,7 +217,7 @@ class Transfer:
             self._progress.add(size=-item.size)
         return right
 
-    def _part(self, parts, item, number):
+    def _part(self, parts: Parts, item: Item, number: int) -> None:
         begin, length = number * PART, parts.length(number)
         if number in parts.there:
             self._progress.add(size=length, old=True)
@@ -230,26 +230,26 @@ class Transfer:
                     parts.write(begin + have, chunk)
                 have += len(chunk)
             if have != length:
-                raise ConnectionError("its body has another length than was asked for")
+                raise ConnectionError("the answer has another length than was asked for")
 
         self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
         parts.have(number)
         self._progress.add(size=length)
 
-    def _head(self, item):
-        """How the object was stored: the size of its parts, where the store tells, and whether its ETag is a digest at all."""
-        words = {"PartNumber": 1} if item.digest and "-" in item.digest else {}
-        answer = self._bucket.ask("head_object", item.key, self._patience, **words)
-        return {"part_size": answer["ContentLength"] if words else item.size, "encrypted": etag.is_encrypted(answer)}
+    def _head(self, item: Item) -> tuple[int, bool]:
+        """(bytes of the parts in which the object was uploaded, whether it is encrypted, so that its ETag is no digest)"""
+        first_part: dict[str, Any] = {"PartNumber": 1} if item.digest and "-" in item.digest else {}
+        answer = self._bucket.ask("head_object", item.key, self._patience, **first_part)
+        return answer["ContentLength"] if first_part else item.size, etag.is_encrypted(answer)
 
     # --- What both kinds share ---
 
-    def _get(self, item, read, **words):
+    def _get(self, item: Item, read: Callable[[Any], Any], **parameters: Any) -> Any:
         if item.etag:
-            words["IfMatch"] = f'"{item.etag}"'
-        return self._bucket.ask("get_object", item.key, self._patience, work=read, **words)
+            parameters["IfMatch"] = f'"{item.etag}"'
+        return self._bucket.ask("get_object", item.key, self._patience, work=read, **parameters)
 
-    def _place(self, name):
+    def _place(self, name: str) -> str:
         path = os.path.join(self._folder, name)
         folder = os.path.dirname(path)
         if folder not in self._folders:
@@ -257,7 +257,7 @@ class Transfer:
             self._folders.add(folder)
         return path
 
-    def _finish(self, name, item, verified):
+    def _finish(self, name: str, item: Item, verified: Optional[bool]) -> None:
         path = os.path.join(self._folder, name)
         os.replace(f"{path}.part", path)
         if self._index:
@@ -266,12 +266,12 @@ class Transfer:
             os.unlink(f"{path}.part.json")
         self.by_size += not verified
 
-    def _as_it_is_now(self, item):
-        """The object after it was replaced while we read it."""
+    def _as_it_is_now(self, item: Item) -> Item:
+        """The object that has replaced the one that we were reading."""
         answer = self._bucket.ask("head_object", item.key, self._patience)
         return Item(item.key, answer["ContentLength"], answer["ETag"].strip('"'))
 
-    def _damaged(self, item):
+    def _damaged(self, item: Item) -> Damaged:
         return Damaged(
             f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {DAMAGED} times with other bytes than "
             f"its ETag {one_line(item.etag)} names, or changed as often: it is damaged there or on the way"

@@ -1,4 +1,4 @@
-"""One file from a web server: whole, verified and then named, or not at all."""
+"""One file from a web server: under its name when it is whole and verified, or not at all."""
 
 import hashlib
 import http.client
@@ -8,19 +8,20 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from typing import Optional
 
 from common.errors import UserError, one_line
-from common.progress import Progress
+from common.progress import Progress, Tell
 
-STALL_SECONDS = 15  # a connection that gives no byte for so long is opened anew
-ATTEMPTS = 6  # without a single new byte between them
+STALL_SECONDS = 15  # a connection that brings no byte for so long is opened again
+ATTEMPTS = 6  # in a row that bring no new byte
 CHUNK = 1 << 20
 
 
-def download(url, path, sha256=None, tell=None):
-    """`url` as the file `path`. A broken download is resumed where it stopped, also by a later start.
+def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:
+    """`url` as the file `path`. A broken download goes on where it stopped, also in a later start.
 
-    Without a digest only the length that the server states can be verified.
+    Without `sha256` only the length that the server states can be verified.
     """
     refuse_unsafe(url)
     part = f"{path}.part"
@@ -33,7 +34,7 @@ def download(url, path, sha256=None, tell=None):
         except urllib.error.HTTPError as error:
             if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{had}":
                 break
-            if error.code == 416:  # the part is longer than the file: of another one, that was at this address before
+            if error.code == 416:  # the part is longer than the file, so it is of an older one
                 os.unlink(part)
             elif error.code < 500 and error.code != 429:
                 raise UserError(f"{url} answered {error.code} {one_line(error.reason)}; fetch it by hand to {path}") from None
@@ -44,29 +45,32 @@ def download(url, path, sha256=None, tell=None):
         if failures == ATTEMPTS:
             raise UserError(f"{url} cannot be fetched: {one_line(reason)}; fetch it by hand to {path}") from None
         time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
-    found = _digest(part) if sha256 else None
-    if found != sha256:
+    digest = _digest(part) if sha256 else None
+    if digest != sha256:
         os.unlink(part)
         raise UserError(
-            f"{url} has SHA-256 {found}, expected {sha256}: it was damaged or replaced on the way; "
+            f"{url} has SHA-256 {digest}, expected {sha256}: it was damaged on the way, or replaced; "
             f"start again, or fetch it by hand to {path}"
         )
     os.replace(part, path)
 
 
-def refuse_unsafe(url):
+def refuse_unsafe(url: str) -> None:
+    """Raise UserError for an address that is neither https nor of this machine."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
-        raise UserError(f"{url[:200]} is not an https address")
+        raise UserError(f"{one_line(url)[:200]} is not an https:// address")
 
 
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, request, file, code, message, headers, new_url):
-        refuse_unsafe(new_url)
-        return super().redirect_request(request, file, code, message, headers, new_url)
+    """Follows no redirect to an unsafe address."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        refuse_unsafe(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _download(url, part, unverified, tell):
+def _download(url: str, part: str, needs_length: bool, tell: Optional[Tell]) -> None:
     """Append what is missing of `url` to `part`."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -75,7 +79,7 @@ def _download(url, part, unverified, tell):
             have = 0  # the server gives the whole file
         length = answer.headers.get("Content-Length")
         total = have + int(length) if length else None
-        if total is None and unverified:
+        if total is None and needs_length:
             raise UserError(f"{url} does not state its length, so it cannot be verified; fetch it by hand to {part[:-5]}")
         with (
             open(part, "r+b" if have else "wb") as file,
@@ -90,11 +94,11 @@ def _download(url, part, unverified, tell):
                 raise ConnectionError(f"the connection closed after {file.tell()} of {total} bytes")
 
 
-def _size(path):
+def _size(path: str) -> int:
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
-def _digest(path):
+def _digest(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):

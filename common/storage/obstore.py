@@ -1,14 +1,15 @@
-"""Small objects through obstore where it is installed: it needs a fraction of boto3's time for one."""
+"""Small objects through obstore where it is installed: it is several times faster than boto3 there."""
 
 import datetime
+from typing import Any, Callable, Optional
 
-from common.storage.bucket import CONNECT_SECONDS, READ_SECONDS
+from common.storage.bucket import CONNECT_SECONDS, READ_SECONDS, Bucket, Item
 
 
-def reader(bucket):
-    """A function item -> bytes through obstore, or None without it.
+def reader(bucket: Bucket) -> Optional[Callable[[Item], Any]]:
+    """A function that returns an object's bytes, as obstore has them; None where obstore is not installed.
 
-    It answers None wherever anything is not as it should be: boto3 then asks again and knows what to say.
+    It returns None when anything goes wrong: boto3 then asks again, and its error says what was wrong.
     """
     try:
         import obstore
@@ -17,11 +18,11 @@ def reader(bucket):
         return None
     settings = bucket.settings
 
-    def credential():
-        found = settings.session.get_credentials().get_frozen_credentials()
+    def credential() -> Any:  # a TypedDict of obstore's
+        keys = settings.session.get_credentials().get_frozen_credentials()
         return {
-            "access_key_id": found.access_key, "secret_access_key": found.secret_key,
-            "token": found.token, "expires_at": datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=15),
+            "access_key_id": keys.access_key, "secret_access_key": keys.secret_key,
+            "token": keys.token, "expires_at": datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=15),
         }  # fmt: skip
 
     try:
@@ -34,7 +35,7 @@ def reader(bucket):
     except Exception:
         return None
 
-    def read(item):
+    def read(item: Item) -> Any:
         try:
             answer = obstore.get(store, item.key)
             return answer.bytes() if (answer.meta["e_tag"] or "").strip('"') == item.etag else None

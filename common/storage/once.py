@@ -1,7 +1,7 @@
 """What one process of a node does for all of them, such as fetching the data.
 
 The lease is a lock on a file: the kernel takes it back from an owner that dies, so it is never stale. Nothing here needs a
-process group, and while data are copied no collective is open: who waits looks at the lease.
+process group, so no collective waits while data are copied: the other processes look at the lease.
 """
 
 import contextlib
@@ -12,49 +12,51 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any, Callable
 
 from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
+from common.progress import LINE_SECONDS, TELL_SECONDS
 
-POLL_SECONDS, LINE_SECONDS = 0.1, 10
+POLL_SECONDS = 0.1
 
 
 class Lease:
     """What the owner tells those who wait: a line of JSON in the lock file."""
 
-    def __init__(self, file):
+    def __init__(self, file: int) -> None:
         self._file = file
         self._pulse = heartbeat.of_this_process()
         self._told = 0.0
 
-    def tell(self, text, progress=0):
-        """Where the work stands; `progress` changes as long as it moves."""
+    def tell(self, text: str, progress: int = 0) -> None:
+        """How far the work is; `progress` changes as long as it goes on."""
         now = time.monotonic()
-        if now - self._told > 1:
+        if now - self._told > TELL_SECONDS:
             self._told = now
             self._pulse.set("fetch", progress)
             self.write(state="working", text=text)
 
-    def write(self, **words):
+    def write(self, **words: object) -> None:
         content = json.dumps({**words, "at": time.monotonic(), "boot": _boot()}).encode()
         os.pwrite(self._file, content.ljust(512)[: max(512, len(content))], 0)
         os.ftruncate(self._file, max(512, len(content)))
 
-    def ended(self):
+    def ended(self) -> None:
         self._pulse.set("start", 0)
 
 
-def once_per_node(path, work):
-    """Have `work(lease)` done by one process of this node; those who came meanwhile share its end, good or bad."""
+def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
+    """One process of this node does `work(lease)`; those that come meanwhile wait, and fail with its error if it fails."""
     began = time.monotonic()
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     file = _lockable(path)
     lease = Lease(file)
     try:
-        said = _wait(file, path, began)
-        if said.get("state") == "failed":
-            raise UserError(said["text"]) if said.get("code") == 2 else TrainingFailed(said["text"])
-        if said.get("state") == "done":
+        note = _wait(file, path, began)
+        if note.get("state") == "failed":
+            raise UserError(note["text"]) if note.get("code") == 2 else TrainingFailed(note["text"])
+        if note.get("state") == "done":
             return
         lease.tell(f"preparing {os.path.dirname(path)}")
         try:
@@ -70,7 +72,7 @@ def once_per_node(path, work):
 
 @contextlib.contextmanager
 def alone(path: str, refusal: str) -> Iterator[None]:
-    """Nobody else of this node is in such a block of the same path; UserError with `refusal` where somebody is."""
+    """Only one process at a time is in such a block with this path; any other gets a UserError with the text `refusal`."""
     file = _lockable(path)
     try:
         if not _take(file):
@@ -80,8 +82,8 @@ def alone(path: str, refusal: str) -> Iterator[None]:
         os.close(file)
 
 
-def _lockable(path):
-    """The file whose lock is the lease: beside the path, or, on a store that knows no locks, among this machine's own."""
+def _lockable(path: str) -> int:
+    """The file whose lock is the lease: PATH.lock, or a temporary file of this machine where its disk has no locks."""
     file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if _take(file):
@@ -90,32 +92,33 @@ def _lockable(path):
     except OSError:
         os.close(file)
         name = hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:16]
-        own = os.path.join(tempfile.gettempdir(), f"anyrank-{os.getuid()}-{name}.lock")
-        return os.open(own, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        elsewhere = os.path.join(tempfile.gettempdir(), f"anyrank-{os.getuid()}-{name}.lock")
+        return os.open(elsewhere, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
-def _wait(file, path, began):
-    """Take the lease; what its last owner said of its end, if that was after `began`. The clock is this machine's."""
-    told = time.monotonic()
-    shown = heartbeat.of_this_process()
+def _wait(file: int, path: str, began: float) -> dict[str, Any]:
+    """Take the lease. The note of its last owner, if it ended after `began` by the clock of this machine; else nothing."""
+    printed = time.monotonic()
+    pulse = heartbeat.of_this_process()
     while not _take(file):
-        said = _read(file)
-        shown.set("fetch", int(said.get("at", 0)))  # alive as long as the owner is
-        if time.monotonic() - told > LINE_SECONDS:
-            told = time.monotonic()
-            print(f"waiting for another process of this node: {one_line(said.get('text', path))}", flush=True)
+        note = _read(file)
+        pulse.set("fetch", int(note.get("at", 0)))  # alive as long as the owner is
+        if time.monotonic() - printed > LINE_SECONDS:
+            printed = time.monotonic()
+            print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
-    said = _read(file)
-    return said if said.get("boot") == _boot() and said.get("at", 0) > began else {}
+    note = _read(file)
+    return note if note.get("boot") == _boot() and note.get("at", 0) > began else {}
 
 
-def _boot():
+def _boot() -> str:
+    """Another one after each start of the machine, which also sets its clock back to 0."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""
 
 
-def _take(file):
+def _take(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -123,8 +126,8 @@ def _take(file):
     return True
 
 
-def _read(file):
+def _read(file: int) -> dict[str, Any]:
     with contextlib.suppress(ValueError, OSError):
-        said = json.loads(os.pread(file, 8192, 0))
-        return said if isinstance(said, dict) else {}
+        note = json.loads(os.pread(file, 8192, 0))
+        return note if isinstance(note, dict) else {}
     return {}

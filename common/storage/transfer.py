@@ -7,14 +7,16 @@ publish(path, url)              a file or folder, to a path or a bucket
 import os
 import shutil
 import urllib.parse
+from typing import Optional
 
 from common.errors import UserError, one_line
 from common.storage import bucket, download, https, once, upload
+from common.storage.bucket import Say
 from common.world.folders import is_address, local_folder
 
 
-def fetch(url, folder=None, say=print):
-    """The folder to read. Once per node, whatever the number of processes that ask; the others wait and share its end."""
+def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
+    """The folder to read. One process of a node fetches; the others wait for it, and fail if it fails."""
     if not is_address(url):
         return url
     folder = folder or local_folder(url, "input_dir")
@@ -25,7 +27,7 @@ def fetch(url, folder=None, say=print):
     return folder
 
 
-def _fetch_once(url, folder, say):
+def _fetch_once(url: str, folder: str, say: Say) -> None:
     if bucket.is_address(url):
         once.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
     else:
@@ -33,8 +35,8 @@ def _fetch_once(url, folder, say):
         once.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
 
 
-def publish(path, url, say=print):
-    """Whole files under their names, and a checkpoint's manifest behind what it vouches for."""
+def publish(path: str, url: str, say: Say = print) -> None:
+    """A file or folder to a path or a bucket: each file under its name when it is whole, a checkpoint before its manifest."""
     if bucket.is_address(url):
         upload.Publisher(path, url, say).finish()
     elif is_address(url):

@@ -1,7 +1,7 @@
 """A run's output folder as objects of a bucket, kept up to date in the background while the training goes on.
 
-Each object is whole under its name and verified by the store. A checkpoint's manifest follows what it vouches for, so a
-reader of the bucket never sees half a checkpoint; what the run no longer keeps is removed there too.
+Each object is whole under its name and verified by the store. A checkpoint's manifest comes after the file that it describes,
+so a reader of the bucket never sees half a checkpoint; what the run no longer keeps is removed there too.
 """
 
 import base64
@@ -10,51 +10,64 @@ import hashlib
 import os
 import re
 import threading
+from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, one_line
 from common.files import MIB, TEMPORARY
 from common.storage import etag
-from common.storage.bucket import Bucket, Patience
+from common.storage.bucket import Bucket, Item, Patience, Say
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 PATIENCE_SECONDS = 60  # of one look; the next one tries again
-LAST_PATIENCE_SECONDS = 600  # at the end of a run, when there is no next one
-STOP_PATIENCE_SECONDS = 20  # after a stop signal, when the platform is about to kill us
+LAST_PATIENCE_SECONDS = 600  # at the end of a run, when there is no next look
+STOP_PATIENCE_SECONDS = 20  # after a stop signal, when the platform is about to kill the job
 FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to hear of it
 PART = 16 << 20  # larger files go in parts of this size
-NOTHING = re.compile("(?!)")
+NOTHING = re.compile("(?!)")  # matches no name
 CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})\.(pt|json)")
+
+Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
 
 
 class Publisher:
-    def __init__(self, folder, url, say=print, ours=NOTHING):
-        """`ours`: a pattern of names; parts of such objects that an upload before this one left are removed."""
+    """Keeps the objects of a bucket as the files of a folder, or as one file, are.
+
+    start() does so in the background, finish() until all is there. `ours`: unfinished uploads to such names, which an earlier
+    start has left in the bucket, are removed.
+    """
+
+    def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING) -> None:
         self._folder, self._say, self._ours = folder, say, ours
         self._bucket = Bucket(url, say)
-        self._there = {}  # {name: (size, mtime) of the file that the bucket has}
+        self._there: dict[str, tuple[int, int]] = {}  # {name: (size, mtime) of the file that the bucket has}
         self._wake, self._over = threading.Event(), threading.Event()
-        self._thread = self._surplus = self._pruned = None
+        self._thread: Optional[threading.Thread] = None
+        self._surplus: Optional[Surplus] = None
+        self._pruned: Optional[Surplus] = None
         self._patience = Patience(PATIENCE_SECONDS)
 
-    def start(self):
-        """Publish in the background from now on. Refuses at once where it could not."""
+    def start(self) -> None:
+        """Publish in the background from now on; UserError at once where the bucket cannot be written to."""
         self._put(".writable", b"")
         self._bucket.ask("delete_object", self._key(".writable"), self._patience)
         self._abort_unfinished()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def saved(self, surplus):
-        """A checkpoint is there; `surplus(names)` says which of the bucket's objects are no longer kept."""
+    def saved(self, surplus: Surplus) -> None:
+        """A checkpoint was written; `surplus(names)` says which of the bucket's objects are no longer kept."""
         self._surplus = surplus
         self._wake.set()
 
-    def finish(self, patience_seconds=LAST_PATIENCE_SECONDS, at_most=None):
-        """Publish what is left, and wait for it; TrainingFailed if that cannot be done. A second call finds nothing to do."""
+    def finish(self, patience_seconds: float = LAST_PATIENCE_SECONDS, at_most: Optional[float] = None) -> None:
+        """Publish what is left, and wait for it, `at_most` so many seconds; TrainingFailed where that is not possible.
+
+        May be called again.
+        """
         self._patience.seconds = patience_seconds  # of the look that is under way, too
         self._over.set()
         self._wake.set()
-        failed = []
+        failed: list[Exception] = []
         last = threading.Thread(target=self._last_look, args=(self._thread, failed), name="last look", daemon=True)
         last.start()
         last.join(at_most)
@@ -64,7 +77,7 @@ class Publisher:
             raise failed[0]
         self._thread = None
 
-    def _last_look(self, background, failed):
+    def _last_look(self, background: Optional[threading.Thread], failed: list[Exception]) -> None:
         try:
             if background:
                 background.join()
@@ -83,36 +96,36 @@ class Publisher:
                 self._patience.good()
                 self._sync(background=True)
             except Exception as error:  # the training goes on, and the next look tries again
-                self._say(f"warning: results are not published just now: {one_line(error)}")
+                self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
 
     # --- One look at the folder ---
 
-    def _sync(self, background=False):
-        surplus = self._surplus  # as of now: what it counts on is in the folder, and will be in the bucket at the end
+    def _sync(self, background: bool = False) -> None:
+        surplus = self._surplus  # read first: the checkpoints that it keeps are in the folder now, so in the bucket at the end
         files = self._changed()
         manifests = {name: self._read(name) for name in files if name.endswith(".json") and CHECKPOINT.fullmatch(name)}
         for name in sorted(files, key=_order):
             if background and self._over.is_set():
-                return  # the last look begins with what is newest by now
+                return  # the last look begins with what is newest then
             content = manifests.get(name)
-            if name in manifests and not self._vouched(name):
+            if name in manifests and not self._has_file_of(name):
                 continue
             try:
                 self._upload(name, content)
             except FileNotFoundError:  # no longer kept
                 continue
             self._there[name] = files[name]
-        if surplus is not self._pruned:
+        if surplus and surplus is not self._pruned:
             self._prune(surplus)
             self._pruned = surplus
 
-    def _changed(self):
-        """{name: (size, mtime)} of the files that the bucket does not have as they are."""
+    def _changed(self) -> dict[str, tuple[int, int]]:
+        """{name: (size, mtime)} of the files that are new, or changed since they were uploaded."""
         if os.path.isfile(self._folder):
             paths = [self._folder]
         else:
             paths = [os.path.join(folder, name) for folder, _, names in os.walk(self._folder) for name in names]
-        found = {}
+        changed = {}
         for path in paths:
             name = os.path.relpath(path, self._folder).replace(os.sep, "/") if path != self._folder else ""
             base = os.path.basename(path)
@@ -121,11 +134,11 @@ class Publisher:
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 if self._there.get(name) != (status.st_size, status.st_mtime_ns):
-                    found[name] = (status.st_size, status.st_mtime_ns)
-        return found
+                    changed[name] = (status.st_size, status.st_mtime_ns)
+        return changed
 
-    def _vouched(self, manifest):
-        """Whether the file that this manifest vouches for is in the bucket as it is in the folder."""
+    def _has_file_of(self, manifest: str) -> bool:
+        """Whether the checkpoint that this manifest describes is in the bucket as it is in the folder."""
         name = re.sub(r"json$", "pt", manifest)
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(os.path.join(self._folder, name))
@@ -162,7 +175,7 @@ class Publisher:
 
         def check(answer):
             if not etag.is_encrypted(answer) and answer["ETag"].strip('"') != digest.hexdigest():
-                raise ConnectionError("the store has other bytes than were sent")
+                raise ConnectionError("the store has received other bytes than were sent")
 
         self._bucket.ask("put_object", self._key(name), self._patience, work=check, Body=content, ContentMD5=_base64(digest))
 
@@ -184,24 +197,24 @@ class Publisher:
             raise
 
     def _abort_unfinished(self):
-        """A killed start may have left parts behind, which cost money and are seen by nobody."""
-        with contextlib.suppress(Exception):  # not every store lets one look
+        """A killed start may have left parts of uploads, which cost money and which no list shows."""
+        with contextlib.suppress(Exception):  # not every store can list them
             words = {"Bucket": self._bucket.name, "Prefix": self._bucket.below()}
             answer = self._bucket.client.list_multipart_uploads(**words)
-            ours = lambda upload: self._ours.fullmatch(self._bucket.relative(upload["Key"]))  # noqa: E731
-            for upload in filter(ours, answer.get("Uploads", [])):
-                words = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                self._bucket.client.abort_multipart_upload(Bucket=self._bucket.name, **words)
+            for upload in answer.get("Uploads", []):
+                if self._ours.fullmatch(self._bucket.relative(upload["Key"])):
+                    words = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    self._bucket.client.abort_multipart_upload(Bucket=self._bucket.name, **words)
 
-    def _prune(self, surplus):
+    def _prune(self, surplus: Surplus) -> None:
         for name in surplus([self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below())]):
-            if os.path.exists(self._path(name)):  # written since, or not yet removed here
+            if os.path.exists(self._path(name)):  # written again meanwhile, or not yet removed here
                 continue
             self._bucket.ask("delete_object", self._key(name), self._patience)
             self._there.pop(name, None)
 
 
-def is_up_to_date(item, path):
+def is_up_to_date(item: Optional[Item], path: str) -> bool:
     """Whether an object of a bucket, or None where there is none, has the bytes of the file as far as its ETag tells."""
     if item is None or item.size != os.path.getsize(path) or not item.digest:
         return False
@@ -212,11 +225,11 @@ def is_up_to_date(item, path):
     return hasher.right() is True
 
 
-def _order(name):
-    """The newest checkpoint first, for a stop may leave little time; each manifest behind its file; the rest last."""
+def _order(name: str) -> tuple:
+    """The newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last."""
     match = CHECKPOINT.fullmatch(name)
     return (0, -int(match[1]), match[2] == "json") if match else (1, 0, name)
 
 
-def _base64(digest):
+def _base64(digest: Any) -> str:
     return base64.b64encode(digest.digest()).decode()
