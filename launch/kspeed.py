@@ -18,9 +18,7 @@ import time
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.progress import Progress
-from datasets.kspeed import samples
-from datasets.kspeed.cache import name_of
-from datasets.kspeed.memcached import NOT_STORED, STORED, TOO_LARGE
+from datasets.kspeed import NOT_STORED, STORED, TOO_LARGE, name_of, samples
 from launch.options import exit_code, new_parser
 
 DEADLINE = 2  # seconds for one image: here nobody waits for it

@@ -36,7 +36,7 @@ class SampleCache:
         except ImportError:
             raise UserError("the sample cache needs pymemcache: pip install .[cache]") from None
         if (user is None) != (password is None):
-            raise UserError("a cache with a login needs both the user and the password, and a cache without needs neither")
+            raise UserError("--kspeed_user and KSPEED_PASSWORD belong together: give both, or neither")
         if any(character.isspace() for character in f"{user}{password}"):
             raise UserError(
                 "the user or the password of the cache contains a space: memcached takes that for the end of the user; "
