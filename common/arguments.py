@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NoReturn, Optional
 
 from common import moments, world
 from common.errors import UserError, one_line
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
     reads: Callable[..., Input] = staticmethod(lambda args: Input())
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; --help lists every option\n")
 
 

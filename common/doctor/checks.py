@@ -1,4 +1,4 @@
-"""Checks of the machine and the job, a function for each: it says what it found, how bad that is and what to do."""
+"""Checks of the machine and the job, a function for each: it says what is the case, how bad that is and what to do."""
 
 import argparse
 import contextlib

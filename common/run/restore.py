@@ -16,7 +16,7 @@ from common.processes.collectives import broadcast
 from common.run import bucket_run, checkpoint, output
 from common.version import VERSION
 
-Found = tuple[dict, dict, str]  # a checkpoint: (state, about, path)
+Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
 # May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
 CHANGEABLE = [
@@ -55,7 +55,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Found]:
+def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
     """The checkpoint to go on from, or None for a first start; refuses one that belongs to another run."""
     folder = args.checkpoint_dir
     here = args.world
@@ -98,7 +98,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Foun
     return found
 
 
-def from_rank_0(choose: Callable[[], Optional[Found]]) -> Optional[Found]:
+def from_rank_0(choose: Callable[[], Optional[Checkpoint]]) -> Optional[Checkpoint]:
     """The result of choose() on rank 0, whose disk has the checkpoints, on every rank; so is its UserError."""
 
     def encoded():
@@ -116,7 +116,7 @@ def from_rank_0(choose: Callable[[], Optional[Found]]) -> Optional[Found]:
     return answer["found"]
 
 
-def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Found]:
+def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]:
     """The checkpoint of --resume PATH, else the newest in the output folder; or None."""
     if args.resume not in ("auto", "never"):
         return _named(args, say)
@@ -184,7 +184,7 @@ def changes(then: dict, now: dict) -> list[str]:
 # --- The first lines of the log -----------------------------------------------------------------------------------------
 
 
-def first_lines(run: Any, found: Optional[Found]) -> Iterator[str]:
+def first_lines(run: Any, found: Optional[Checkpoint]) -> Iterator[str]:
     """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
