@@ -225,10 +225,6 @@ def _short_run_options(group):
         "--max_steps", type=number(int, at_least=1), help="stop after N steps of the run, then evaluate and save"
     )
     group.add_argument(
-        "--profile", type=boolean, default=False, help="show what took the time in steps 11 to 20, as a table and as a trace "
-        "for ui.perfetto.dev in the output folder",
-    )  # fmt: skip
-    group.add_argument(
         "--doctor",
         type=boolean,
         default=False,
@@ -237,6 +233,10 @@ def _short_run_options(group):
     group.add_argument(
         "--doctor_seconds", type=number(float, above=0), default=30.0, help="how long the doctor waits for the other nodes"
     )
+    group.add_argument(
+        "--profile", type=boolean, default=False, help="a trace of what each operation took in steps 11 to 20, for "
+        "ui.perfetto.dev in the output folder, and a table of it in the log; the run goes on",
+    )  # fmt: skip
 
 
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import struct
-import time
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Union
 import numpy as np
 
 from common.errors import UserError, one_line
+from common.progress import Progress
 from common.storage import once
 
 if TYPE_CHECKING:
@@ -142,22 +142,16 @@ def _read(path, folder, classes):
 
 def _write(path, folder, classes, held):
     files = [(number, name) for number, label in enumerate(classes) for name in images_below(folder, label)]
-    rows, left_out, changed, began = [], collections.defaultdict(list), {}, time.monotonic()
-    reported = began
-    with ThreadPoolExecutor(THREADS) as pool:
+    rows, left_out, changed = [], collections.defaultdict(list), {}
+    with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(files), "images", tell=held.tell) as progress:
         verdicts = pool.map(lambda file: _judged(os.path.join(folder, file[1])), files, chunksize=64)
-        for done, ((label, name), (when, verdict)) in enumerate(zip(files, verdicts), 1):
+        for (label, name), (when, verdict) in zip(files, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
                 changed[name] = when
             else:
                 rows.append((name, label, *verdict))
-            now = time.monotonic()
-            if now - reported > 10:
-                reported = now
-                left = (now - began) / done * (len(files) - done)
-                print(f"indexing {folder}: {done} of {len(files)} images, {left:.0f} s left", flush=True)
-                held.tell(f"indexing {folder}: {done} of {len(files)} images", done)
+            progress.add(1)
     if not rows:
         reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
         raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
