@@ -150,8 +150,8 @@ def options():
                           "better accuracy")  # fmt: skip
 
     short = arguments.group(parser, "short runs")
-    short.add_argument("--prof", type=number(int, at_least=1), help="the throughput of so many steps after 10 that warm up: images "
-                       "a second, and where the time went; saves nothing and ends")  # fmt: skip
+    short.add_argument("--prof", type=number(int, at_least=1), help="the throughput of so many steps, after 10 that warm up: "
+                       "images a second and where the time went; saves nothing and ends")  # fmt: skip
     short.add_argument("--evaluate", type=boolean, default=False, help="only evaluate: --weights, the checkpoint of "
                        "--resume, or the newest in the output folder; what is found is in evaluation.json there")  # fmt: skip
     short.add_argument("--training_only", type=boolean, default=False, help="no evaluation")

@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.jobs import ROOT, environment
 
 
+@pytest.mark.rehearsal
 def test_three_runs_killed_at_random_end_with_the_bits_of_the_untouched_one(tmp_path):
     script = [sys.executable, "-m", "tests.chaos.kill", "--runs", "3", "--seed", "5"]
     done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=300)

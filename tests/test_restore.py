@@ -258,6 +258,7 @@ def finished(tmp_path_factory):
     return folder, run_job("train_restore", folder, *SMALL, "--ledger", "true").stdout
 
 
+@pytest.mark.rehearsal
 def test_a_minute_on_a_cpu_gains_two_db_over_the_blurry_pictures(tmp_path):
     done = run_job("train_restore", tmp_path, "--custom_data", "true", "--epochs", 12, "--workers", 0)
     untouched = float(re.search(r"the blurry pictures themselves: psnr=(\S+)", done.stdout)[1])
