@@ -207,11 +207,11 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     assert not (empty / "code" / "jobs" / "train.py").exists()
     (empty / "mine").mkdir()
     (empty / "mine" / "thesis.txt").write_text("my own work")
-    with pytest.raises(UserError, match="is not empty: give another folder; only what this verb has written"):
+    with pytest.raises(UserError, match="is not empty: give another folder; launch bundle replaces only what it has written"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "mine", overwrite=True)
     assert (empty / "mine" / "thesis.txt").exists()
     for name, what in (("MOST_BYTES", "bytes"), ("MOST_FILES", "files"), ("DEEPEST", "levels of folders")):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"has \\d+ {what}, and the console takes 1"):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"has \\d+ {what}: a console takes 1 at most"):
             patch.setattr(bundle, name, 1)
             bundle.write_folder(ROOT / "jobs" / "train.py", empty / "other")
         assert not (empty / "other").exists()

@@ -1,12 +1,13 @@
-"""A job for the console: one file that needs nothing beside it, or a folder of the job and exactly what it uses.
+"""A job for a training console: one file that needs no other, or a folder with the job and exactly what it uses.
 
     python -m launch bundle jobs/train_ddp.py                          dist/train_ddp.py, for consoles that take a script
     python -m launch bundle jobs/train_ddp.py --folder dist/train_ddp  for consoles that take a folder and a boot file
 
-In the one file the job comes first, line for line as it is, and below it each module as it is, under a banner. The same sources
-give the same bytes.
+The one file has the lines of the job first, then every module that it imports, unchanged, below a line with its name. The same
+sources give the same bytes.
 """
 
+import argparse
 import ast
 import hashlib
 import os
@@ -24,17 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = ("common", "datasets")
 LOADER = "launch/bundle/importer.py"
 
-# The line by which a job finds the repository, and what stands for it in a bundle.
+# The line by which a job finds the repository, and what a bundle has in its place.
 FINDS_THE_REPOSITORY = re.compile(r"^sys\.path\.insert\(0, .*$", re.MULTILINE)
-FINDS_ITSELF = (  # fmt: skip
-    f"exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1]); " +
+FINDS_ITSELF = (
+    f"exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1]); "
     "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
-)  # fmt: skip
+)
 
 MADE_BY = "Made by python -m launch bundle"  # a file that says so may be replaced
 MARKER = ".bundle"  # in a folder that this verb has written
 
-# What ModelArts takes as a code folder.
+# The most that ModelArts takes as a code folder.
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 
 
@@ -82,12 +83,12 @@ def _refuse_neighbours(job: Path) -> None:
             )
 
 
-def bundle(job):
+def bundle(job: Union[str, Path]) -> str:
     """The text of the one file."""
     job = Path(job)
     text = _read_job(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
-        raise UserError(f"{one_line(job)} is no job: it lacks the line that begins with sys.path.insert(0, ...")
+        raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
     places = modules_of(job)
     sources = {place: (ROOT / place).read_text(encoding="utf-8") for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
@@ -98,7 +99,7 @@ def bundle(job):
     ]
     for place, source in sources.items():
         if "'''" in source or (source and not source.endswith("\n")):
-            raise UserError(f"{place} holds three single quotes in a row, or no end of its last line: a bundle cannot hold it")
+            raise UserError(f"{place} cannot be bundled: it has three single quotes in a row, or no line end at its end")
         parts.append(f"\n# ==== {place} {'=' * (120 - len(place))}\nr'''\n{source}'''\n")
     return "".join(parts)
 
@@ -110,13 +111,13 @@ def _read_job(job: Path) -> str:
     return job.read_text(encoding="utf-8")
 
 
-def write_folder(job, out, overwrite=False):
-    """The job, its modules and requirements.txt in a folder of their own, inside the limits of the consoles."""
+def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
+    """Write the job, its modules and requirements.txt into a folder of their own; (files, bytes)."""
     job, out = Path(job), Path(out)
     _read_job(job)
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
-        remedy = ", or --overwrite true" if ours else "; only what this verb has written is ever replaced"
+        remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
     places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in [*modules_of(job), "requirements.txt"]}}
     size = sum(path.stat().st_size for path in places.values())
@@ -125,9 +126,9 @@ def write_folder(job, out, overwrite=False):
         (len(places), MOST_FILES, "files"),
         (max(place.count("/") + 1 for place in places), DEEPEST, "levels of folders"),
     ]
-    for found, most, what in limits:
-        if found > most:
-            raise UserError(f"{one_line(job)} with its modules has {found} {what}, and the console takes {most}")
+    for count, most, what in limits:
+        if count > most:
+            raise UserError(f"{one_line(job)} with its modules has {count} {what}: a console takes {most} at most")
     if overwrite:
         shutil.rmtree(out, ignore_errors=True)
     for place, path in places.items():
@@ -137,7 +138,7 @@ def write_folder(job, out, overwrite=False):
     return len(places), size
 
 
-def run(options):
+def run(options: argparse.Namespace) -> None:
     if options.folder:
         count, size = write_folder(options.job, options.folder, options.overwrite)
         print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{os.path.basename(options.job)}")
@@ -151,12 +152,17 @@ def run(options):
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone")
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     parser = new_parser("bundle", __doc__)
-    parser.add_argument("job", metavar="JOB", help="a job of this repository, e.g. jobs/train_ddp.py")
-    parser.add_argument("-o", "--output", metavar="FILE", help="unset: dist/ and the job's name")
+    parser.add_argument("job", metavar="JOB", help="the job's file, such as jobs/train_ddp.py")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the one file goes (default: dist/ and the job's name)")
     parser.add_argument("--folder", metavar="FOLDER", help="write a folder instead of one file")
-    parser.add_argument("--overwrite", choices=["true", "false"], default="false", help="true: replace what is in the folder")
+    parser.add_argument(
+        "--overwrite",
+        choices=["true", "false"],
+        default="false",
+        help="true: replace a folder that launch bundle has written (default: false)",
+    )
     options = parser.parse_args(argv)
     options.overwrite = options.overwrite == "true"
     return exit_code(lambda: run(options))
