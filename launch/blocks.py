@@ -71,8 +71,7 @@ def parse(lines, name):
             if closing[1] != indent:
                 raise wrong(f"### end {tag} ### is indented otherwise than its opening in line {first}")
             text = lines[first - 1 : number]
-            replaced = [WAS.fullmatch(inner) for inner in text[1:]]
-            replaced = replaced[: next((i for i, match in enumerate(replaced) if not match), len(replaced))]
+            replaced = [match for match in map(WAS.fullmatch, itertools.takewhile(WAS.fullmatch, text[1:])) if match]
             originals = tuple(f"{indent}{match[2]}" if match[2] else "" for match in replaced)
             if len(text) == 2 + len(originals):
                 raise wrong(f"the {tag} block opened in line {first} has no line of its own")
@@ -162,15 +161,15 @@ def rebase(path, base):
     for block in blocks:
         targets = [moved.get(block.at + offset) for offset in range(len(block.was))]
         if block.was:
-            if None in targets or targets != list(range(targets[0], targets[0] + len(targets))):
+            if targets[0] is None or targets != list(range(targets[0], targets[0] + len(targets))):
                 raise BlockError(f"{path}: the {block.tag} block `{block.text[0].strip()}` replaces a line that has changed")
             at = targets[0]
         else:
             before, behind = moved.get(block.at - 1), moved.get(block.at)
             anchored = before is not None and (old[block.at - 1].strip() or behind is None)
-            if not anchored and behind is None:
+            at = before + 1 if before is not None and anchored else behind
+            if at is None:
                 raise BlockError(f"{path}: the lines around the {block.tag} block `{block.text[0].strip()}` have changed")
-            at = before + 1 if anchored else behind
         placed.append(dataclasses.replace(block, at=at))
     return apply(base, placed)
 

@@ -38,7 +38,8 @@ def over_all(options, function):
     found = {root: samples.image_paths(root) for root in roots(options.root)}
     if not any(found.values()):
         raise UserError(f"{options.root} holds no image")
-    counts, sizes = collections.Counter(), collections.Counter()
+    counts: collections.Counter = collections.Counter()
+    sizes: collections.defaultdict = collections.defaultdict(float)
     with Progress(options.root, sum(map(len, found.values())), "images") as progress:
         for root, paths in found.items():
             for outcome, size in samples.for_each(root, paths, options.threads, function):
@@ -114,7 +115,7 @@ def main(argv):
 def run(options):
     cache = samples.open_cache(options.iplist, options.user, deadline=DEADLINE)
     if options.verb != "display" and not any(cache.status().values()):
-        raise TrainingFailed("no cache server answers")
+        raise TrainingFailed("no cache server answers: see --iplist, or KSPEED_IPLIST")
     VERBS[options.verb][0](cache, options)
     if unreached := cache.unreached():
         raise TrainingFailed(f"no help from {', '.join(map(name_of, unreached))}")

@@ -328,7 +328,7 @@ def test_a_server_that_cannot_be_reached_is_exit_code_1(folder, servers, capsys)
     code, out, err = run(capsys, "display", "--iplist", listed(servers[:2]))
     assert code == 1 and f"{servers[0].address:24} down\n" in out and " up " in out
     code, out, err = run(capsys, "load", folder, "--iplist", servers[0].address)
-    assert code == 1 and err == "error: no cache server answers\n"
+    assert code == 1 and err == "error: no cache server answers: see --iplist, or KSPEED_IPLIST\n"
 
 
 def test_mistakes_of_the_user_are_exit_code_2(folder, capsys, monkeypatch):
@@ -357,4 +357,4 @@ def test_it_is_a_verb_and_takes_the_password_from_the_environment(folder, locked
     assert done.returncode == 0 and "20 put there" in done.stdout and LOGIN["password"] not in done.stdout + done.stderr
     monkeypatch.setenv("KSPEED_PASSWORD", "wrong")
     code, out, err = run(capsys, "load", folder, "--user", "admin", "--iplist", locked.address)
-    assert code == 1 and "refuses the user or the password" in out and err == "error: no cache server answers\n"
+    assert code == 1 and "refuses the user or the password" in out and err == "error: no cache server answers: see --iplist, or KSPEED_IPLIST\n"

@@ -24,7 +24,8 @@ def size(form, height, width):
     if form in SHORT_SIDE and min(height, width) > SHORT_SIDE[form]:
         return decode.resized(height, width, SHORT_SIDE[form])
     if form == "raw" and max(height, width) > LONG_SIDE:
-        return tuple(max(1, round(side * LONG_SIDE / max(height, width))) for side in (height, width))
+        longest = max(height, width)
+        return max(1, round(height * LONG_SIDE / longest)), max(1, round(width * LONG_SIDE / longest))
     return height, width
 
 
@@ -49,7 +50,7 @@ def stored(form, content, special, height, width):
     except Exception:  # whatever a damaged file makes a decoder say
         return content, 0, 0
     if not whole:  # it will be resized once more: bilinear twice is a blur
-        picture = picture.resize(wanted[::-1], Image.Resampling.BICUBIC)
+        picture = picture.resize((wanted[1], wanted[0]), Image.Resampling.BICUBIC)
     if form == "raw":
         return _header(*wanted) + picture.tobytes(), *wanted
     picture.save(buffer := io.BytesIO(), "JPEG", quality=QUALITY[form], optimize=True)

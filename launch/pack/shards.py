@@ -11,6 +11,7 @@ import os
 import tarfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Shard:
     name: str
     numbers: list  # of its samples, in their order here
     size: int = 0  # as expected, until it is made
-    made: dict = None  # what its note says, once it is whole
+    made: Any = None  # what its note says, once it is whole
 
 
 class Plan:
@@ -99,7 +100,7 @@ class Plan:
         return None
 
     def write_index(self):
-        arrays = {name: np.empty(len(self.files), np.int64) for name in ("shard", *MADE)}
+        arrays: dict = {name: np.empty(len(self.files), np.int64) for name in ("shard", *MADE)}
         for position, shard in enumerate(self.shards):
             arrays["shard"][shard.numbers] = position
             for name in MADE:

@@ -46,7 +46,7 @@ def parser():
         if not field.metadata:
             continue
         kind, default = field.metadata["kind"], field.default
-        how = {"action": "append"} if default == () else {"type": kind}
+        how: dict = {"action": "append"} if default == () else {"type": kind}
         if isinstance(default, bool):
             how = {"type": boolean, "metavar": YES_OR_NO}
         shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"

@@ -7,6 +7,7 @@ GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from common.storage.bucket import ADDRESS, ENDPOINTS
 from common.world.folders import is_address
@@ -139,7 +140,8 @@ def _container(request):
 
 def _fetcher(request):
     """A container that runs to its end before the job's, with the same image: what is in it can run boto3."""
-    scheme, bucket, prefix = ADDRESS.fullmatch(request.code_url).groups()
+    parts: Any = ADDRESS.fullmatch(request.code_url)  # mistakes() has refused what is no address
+    scheme, bucket, prefix = parts.groups()
     program = Path(__file__).with_name("fetch_code.py").read_text()
     endpoint = ENDPOINTS.get(scheme)  # Amazon's own where there is none
     found = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
@@ -207,7 +209,8 @@ def _objects(client):
 
 
 def send(client, request, body):
-    return _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]["name"]
+    answer: Any = _objects(client).create_namespaced_custom_object(**_where(request), body=body)
+    return answer["metadata"]["name"]
 
 
 def console(request, job_id):
@@ -217,7 +220,8 @@ def console(request, job_id):
 
 def state(client, request, job_id):
     """Volcano says it in one word; the others as conditions, of which the last that is true counts."""
-    status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
+    answer: Any = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id)
+    status = answer.get("status") or {}
     true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
     name = status.get("state", {}).get("phase") or next((one for one in true if one in ENDED), true[-1] if true else "Created")
     return name, ENDED.get(name)
@@ -231,7 +235,7 @@ def log(client, request, job_id):
     name = pattern.format(name=job_id) if pattern else _first_pod(core, request.namespace, job_id)
     if name is None:
         return []
-    answer = core.read_namespaced_pod_log(name, request.namespace, tail_lines=LOG_LINES, _preload_content=False)
+    answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=LOG_LINES, _preload_content=False)
     return answer.data.decode(errors="replace").splitlines()
 
 

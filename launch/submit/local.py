@@ -49,4 +49,4 @@ def send(client, request, body):
 
 
 def stop(client, request, job_id):
-    raise UserError("a job on this machine has no id: stop it with Ctrl-C")
+    raise UserError("--stop: a job on this machine has no id; stop it with Ctrl-C")

@@ -5,6 +5,7 @@ without which a restarted job would find an empty folder.
 """
 
 import shlex
+from typing import Any
 
 from common.errors import UserError
 from launch.submit import request as requests
@@ -116,7 +117,8 @@ def connect(request):
     if request.endpoint:
         return builder.with_endpoints([request.endpoint]).build()
     try:
-        return builder.with_region(ModelArtsRegion.value_of(request.region)).build()
+        region: Any = ModelArtsRegion.value_of(request.region)
+        return builder.with_region(region).build()
     except KeyError:
         raise UserError(f"ModelArts has no region {request.region!r}: check its name, or give --endpoint") from None
 

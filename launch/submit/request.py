@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError, one_line
 from common.world.folders import is_address
@@ -23,7 +24,7 @@ REMOTE = (*CLOUDS, *CLUSTERS, "slurm")
 BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads by itself
 
 
-def option(help, default=None, used_by=REMOTE, needed_by=(), kind=str):
+def option(help: str, default: Any = None, used_by: tuple = REMOTE, needed_by: tuple = (), kind: type = str) -> Any:
     about = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
     return dataclasses.field(default=default, metadata=about)
 

@@ -22,7 +22,7 @@ METRICS = {
 def has_credentials(environ):
     import boto3
 
-    return boto3.session.Session().get_credentials() is not None
+    return boto3.Session().get_credentials() is not None
 
 
 def mistakes(request):
@@ -88,7 +88,7 @@ def connect(request):
     """{service: client}: the jobs are in one, their logs in another."""
     import boto3
 
-    session = boto3.session.Session(region_name=request.region)
+    session = boto3.Session(region_name=request.region)
     return {name: session.client(name) for name in ("sagemaker", "logs")}
 
 
