@@ -38,10 +38,7 @@ class SampleCache:
         if (user is None) != (password is None):
             raise UserError("--kspeed_user and KSPEED_PASSWORD belong together: give both, or neither")
         if any(character.isspace() for character in f"{user}{password}"):
-            raise UserError(
-                "the user or the password of the cache contains a space: memcached takes that for the end of the user; "
-                "choose others"
-            )
+            raise UserError("--kspeed_user or KSPEED_PASSWORD contains a space, at which memcached ends a user: choose others")
         self.servers, self.deadline = addresses(servers), deadline
         self.login = f"{user} {password}".encode() if user else None
         self.too_large: dict[Server, int] = {}  # the smallest size that each server refused
