@@ -336,8 +336,12 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
         (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
         (["--custom_data", "false", "--data_url", "/no/such"], {}, ["--data_url /no/such does not exist"]),
         (["--ephocs", "3"], {}, ["unknown option --ephocs: did you mean --epochs?"]),
-        ([], {"CLUSTER_SPEC": '{"cluster": []}'}, ["the environment looks like vertex's", "not in the form"]),
-        ([], {"SM_HOSTS": "3", "SM_CURRENT_HOST": "algo-1"}, ["the environment looks like sagemaker's"]),
+        (
+            [],
+            {"CLUSTER_SPEC": '{"cluster": []}'},
+            ["the environment looks like that of vertex", "do not have the documented form"],
+        ),
+        ([], {"SM_HOSTS": "3", "SM_CURRENT_HOST": "algo-1"}, ["the environment looks like that of sagemaker"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
