@@ -1,6 +1,6 @@
 """What a process computes on: its GPU, the cores that are really its own, and what to do where there is no GPU."""
 
-import types
+import argparse
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from tests.test_world import MPI, SRUN, TORCHRUN
 
 MPIRUN = {**MPI, "MASTER_ADDR": "n0"}
 
-ARGS = {"enable_gpu": None, "doctor": False, "init_method": None, "rank": None, "world_size": None, "local_rank": None}
+ARGS = ("enable_gpu", "init_method", "rank", "world_size", "local_rank", "nproc_per_node")
 
 
 def chosen(env, gpus, monkeypatch):
-    args = types.SimpleNamespace(**ARGS)
+    args = argparse.Namespace(**dict.fromkeys(ARGS))
+    args.world = world.resolve(args, env, gpus, "host")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(devices.world, "here", lambda _: world.resolve(args, env, gpus, "host"))
     return devices.choose(args)
 
 

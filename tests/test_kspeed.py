@@ -357,4 +357,8 @@ def test_it_is_a_verb_and_takes_the_password_from_the_environment(folder, locked
     assert done.returncode == 0 and "20 put there" in done.stdout and LOGIN["password"] not in done.stdout + done.stderr
     monkeypatch.setenv("KSPEED_PASSWORD", "wrong")
     code, out, err = run(capsys, "load", folder, "--user", "admin", "--iplist", locked.address)
-    assert code == 1 and "refuses the user or the password" in out and err == "error: no cache server answers: see --iplist, or KSPEED_IPLIST\n"
+    assert (
+        code == 1
+        and "refuses the user or the password" in out
+        and err == "error: no cache server answers: see --iplist, or KSPEED_IPLIST\n"
+    )
