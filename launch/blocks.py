@@ -1,4 +1,4 @@
-"""The marked blocks that make a feature job out of the base: show them, take them out, put two features together.
+"""The marked blocks that make a feature job out of jobs/train.py: show them, remove them, put two features together.
 
     python -m launch blocks list                        every job, its blocks and how many lines they add and replace
     python -m launch blocks show jobs/train_ddp.py      what DDP changes
@@ -6,15 +6,18 @@
     python -m launch blocks compose DDP AMP             a job with both features
     python -m launch blocks rebase                      put every job's blocks into a changed jobs/train.py
 
-A block opens with `### TAG: why ###` and closes with `### end TAG ###` at the same indentation. Directly after the opening
-line, `# was: <line>` names each line of the base that it replaces; without one it only adds. Blocks do not nest.
+A block begins with `### TAG: why ###` and ends with `### end TAG ###` at the same indentation. Directly after its first line,
+`# was: <line>` names each line of the base that it replaces; without such a line it only adds. Blocks do not nest.
 """
 
+import argparse
 import dataclasses
 import difflib
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Optional, Union
 
 from common.errors import UserError
 from launch.options import exit_code, missing_job, new_parser
@@ -22,11 +25,11 @@ from launch.options import exit_code, missing_job, new_parser
 JOBS = Path(__file__).resolve().parent.parent / "jobs"
 BASE = JOBS / "train.py"
 
-# At one place of the base, blocks follow each other in this order.
+# The order of blocks at one place of the base.
 ORDER = ["DP", "DDP", "DALI", "DPEX", "AMP"]
 EXCLUSIVE = {
     ("DP", "DDP"): "DDP already uses every GPU, one process each",
-    ("DALI", "DPEX"): "each brings a loader of its own",
+    ("DALI", "DPEX"): "each has a loader of its own",
 }
 
 OPEN = re.compile(r"( *)### ([A-Z0-9]+): (\S.*) ###")
@@ -35,30 +38,32 @@ WAS = re.compile(r"( *)# was:(?: (.*))?")
 
 
 class BlockError(UserError):
-    """The file, the line and the rule that it breaks."""
+    """Names the file, the line and the rule that it breaks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
     tag: str
-    at: int  # index of the base line before which it stands
-    was: tuple  # the base lines it replaces
-    text: tuple  # all of its lines, markers included
+    at: int  # index of the base line before which it is
+    was: tuple[str, ...]  # the base lines that it replaces
+    text: tuple[str, ...]  # all of its lines, with the markers
 
     @property
-    def code(self):
+    def code(self) -> list[str]:
         """The lines that run; what a block adds to the job's help is none of them."""
         if self.text[1].startswith("__doc__ = "):
             return []
         return [line for line in self.text[1 + len(self.was) : -1] if line.strip() and not line.lstrip().startswith("#")]
 
 
-def parse(lines, name):
+def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
     """(base lines, blocks) of a job's lines; an error names file, line and rule."""
-    base, blocks, opened = [], [], None
+    base: list[str] = []
+    blocks: list[Block] = []
+    opened: Optional[tuple[str, str, int]] = None  # indentation, tag and line number of a block
     for number, line in enumerate(lines, start=1):
 
-        def wrong(rule, number=number):
+        def wrong(rule: str, number: int = number) -> BlockError:
             return BlockError(f"{name}:{number}: {rule}")
 
         opening, closing, was = OPEN.fullmatch(line), CLOSE.fullmatch(line), WAS.fullmatch(line)
@@ -69,10 +74,10 @@ def parse(lines, name):
             if closing[2] != tag:
                 raise wrong(f"### end {closing[2]} ### does not match {tag}, opened in line {first}")
             if closing[1] != indent:
-                raise wrong(f"### end {tag} ### is indented otherwise than its opening in line {first}")
+                raise wrong(f"### end {tag} ### is not indented as its first line, line {first}")
             text = lines[first - 1 : number]
-            replaced = [match for match in map(WAS.fullmatch, itertools.takewhile(WAS.fullmatch, text[1:])) if match]
-            originals = tuple(f"{indent}{match[2]}" if match[2] else "" for match in replaced)
+            replaced = itertools.takewhile(bool, map(WAS.fullmatch, text[1:]))
+            originals = tuple(f"{indent}{match[2]}" if match and match[2] else "" for match in replaced)
             if len(text) == 2 + len(originals):
                 raise wrong(f"the {tag} block opened in line {first} has no line of its own")
             blocks.append(Block(tag, len(base), originals, tuple(text)))
@@ -85,11 +90,11 @@ def parse(lines, name):
         elif opened and was:
             before = lines[number - 2]
             if not (OPEN.fullmatch(before) or WAS.fullmatch(before)):
-                raise wrong("# was: lines stand directly below the opening line")
+                raise wrong("# was: belongs directly below the first line of a block")
             if was[1] != opened[0]:
-                raise wrong("# was: is indented otherwise than its block")
+                raise wrong("# was: is not indented as its block")
         elif was:
-            raise wrong("# was: stands outside a block")
+            raise wrong("# was: is outside of a block")
         elif line.lstrip().startswith("###"):
             raise wrong("a line that begins with ### has the form `### TAG: why ###` or `### end TAG ###`")
         elif not opened:
@@ -99,14 +104,14 @@ def parse(lines, name):
     return base, blocks
 
 
-def read(path):
+def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
     """(base lines, blocks) of a job's file."""
     if wrong := missing_job(path):
         raise BlockError(wrong)
     return parse(Path(path).read_text().split("\n"), str(path))
 
 
-def apply(base, blocks):
+def apply(base: list[str], blocks: list[Block]) -> list[str]:
     """The base's lines with the blocks in their places."""
     lines, position = [], 0
     for block in sorted(blocks, key=lambda block: (block.at, bool(block.was), ORDER.index(block.tag))):
@@ -116,7 +121,7 @@ def apply(base, blocks):
     return lines + base[position:]
 
 
-def job_of(tag):
+def job_of(tag: str) -> Path:
     """jobs/train_ddp.py for DDP."""
     path = JOBS / f"train_{tag.lower()}.py"
     if tag not in ORDER or not path.exists():
@@ -125,16 +130,17 @@ def job_of(tag):
     return path
 
 
-def compose(tags):
-    """The lines of a job with all these features, or a sentence on why they do not go together."""
+def compose(tags: Sequence[str]) -> list[str]:
+    """The lines of a job with all these features; BlockError where they do not go together."""
     for pair, why in EXCLUSIVE.items():
         if set(pair) <= set(tags):
             raise BlockError(f"{pair[0]} and {pair[1]} do not go together: {why}")
     base = BASE.read_text().split("\n")
-    chosen, owner = [], {}
+    chosen: list[Block] = []
+    owner: dict[int, str] = {}  # of a base line that is replaced
     for tag in tags:
-        found, blocks = read(job_of(tag))
-        if found != base:
+        own_base, blocks = read(job_of(tag))
+        if own_base != base:
             raise BlockError(f"{job_of(tag)}: without its blocks it is not {BASE.name}; run python -m launch blocks rebase")
         for block in blocks:
             for number in range(block.at, block.at + len(block.was)):
@@ -146,36 +152,36 @@ def compose(tags):
     return apply(base, chosen)
 
 
-def feature_jobs():
-    """Every job whose file has blocks, the compositions among them."""
+def feature_jobs() -> list[Path]:
+    """Every job that has blocks, also those with two features."""
     return [path for path in sorted(JOBS.glob("train_*.py")) if read(path)[1]]
 
 
-def rebase(path, base):
-    """The job's lines on a changed base: each block stays beside the line it stood behind, or else before."""
+def rebase(path: Path, base: list[str]) -> list[str]:
+    """The job's lines on a changed base: each block stays after the line that it came after, or else before the next one."""
     old, blocks = read(path)
-    moved = {}
+    moved: dict[int, int] = {}  # {line of the old base: line of the new one}
     for match in difflib.SequenceMatcher(None, old, base, autojunk=False).get_matching_blocks():
         moved.update({match.a + offset: match.b + offset for offset in range(match.size)})
     placed = []
     for block in blocks:
-        targets = [moved.get(block.at + offset) for offset in range(len(block.was))]
+        before, after = moved.get(block.at - 1), moved.get(block.at)
         if block.was:
-            if targets[0] is None or targets != list(range(targets[0], targets[0] + len(targets))):
+            if after is None or any(moved.get(block.at + offset) != after + offset for offset in range(len(block.was))):
                 raise BlockError(f"{path}: the {block.tag} block `{block.text[0].strip()}` replaces a line that has changed")
-            at = targets[0]
+            at = after
+        elif before is not None and (old[block.at - 1].strip() or after is None):
+            at = before + 1
+        elif after is not None:
+            at = after
         else:
-            before, behind = moved.get(block.at - 1), moved.get(block.at)
-            anchored = before is not None and (old[block.at - 1].strip() or behind is None)
-            at = before + 1 if before is not None and anchored else behind
-            if at is None:
-                raise BlockError(f"{path}: the lines around the {block.tag} block `{block.text[0].strip()}` have changed")
+            raise BlockError(f"{path}: the lines around the {block.tag} block `{block.text[0].strip()}` have changed")
         placed.append(dataclasses.replace(block, at=at))
     return apply(base, placed)
 
 
-def _same_base(paths):
-    """An edit outside the blocks of one job would be lost: it belongs into the base."""
+def _refuse_other_bases(paths: list[Path]) -> None:
+    """An edit outside the blocks of one job would be lost: it has to be made in the base."""
     first, *others = paths
     lines = read(first)[0]
     for path in others:
@@ -187,8 +193,8 @@ def _same_base(paths):
                 )
 
 
-def table():
-    """One line a job, for docs/blocks.md too."""
+def table() -> str:
+    """A line for each job, which docs/blocks.md shows too."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
     for path in feature_jobs():
         code = [block for block in read(path)[1] if block.code]
@@ -197,8 +203,8 @@ def table():
     return "\n".join(rows)
 
 
-def show(path):
-    """Each block with the line of the base that it stands behind."""
+def show(path: Union[str, Path]) -> str:
+    """Each block, with the line of the base that it comes after."""
     base, blocks = read(path)
     parts = []
     for block in blocks:
@@ -206,42 +212,42 @@ def show(path):
             (f"{number + 1}: {base[number].strip()}" for number in range(block.at - 1, -1, -1) if base[number].strip()),
             "the top",
         )
-        parts.append("\n".join([f"# behind line {where}", *block.text]))
+        parts.append("\n".join([f"# after line {where}", *block.text]))
     return "\n\n".join(parts)
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     parser = new_parser("blocks", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list", help="every job and its blocks")
     for verb, what in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
-        verbs.add_parser(verb, help=what).add_argument("job")
+        verbs.add_parser(verb, help=what).add_argument("job", help="the job's file, such as jobs/train_ddp.py")
     verbs.add_parser("compose", help="a job with several features").add_argument(
         "tags", nargs="+", type=str.upper, metavar="TAG", help=f"of {', '.join(ORDER)}"
     )
     verbs.add_parser("rebase", help="put every job's blocks into a changed base")
     for name in ("revert", "compose"):
-        verbs.choices[name].add_argument("-o", "--output", help="a file to write; unset: the terminal")
+        verbs.choices[name].add_argument("-o", "--output", help="the file to write; unset: print it")
     options = parser.parse_args(argv)
     return exit_code(lambda: _show_or_write(run(options), getattr(options, "output", None)))
 
 
-def _show_or_write(text, path):
+def _show_or_write(text: str, path: Optional[str]) -> None:
     if path:
         _write(Path(path), text)
     else:
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def _write(path, text):
-    """To a new file, or over a job that is the base with blocks: nothing that somebody wrote is lost."""
+def _write(path: Path, text: str) -> None:
+    """Write a new file, or replace a job that is the base with blocks; no other file, so that nobody's work is lost."""
     if path.exists() and read(path)[0] != BASE.read_text().split("\n"):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
     path.write_text(text)
     print(f"wrote {path}")
 
 
-def run(options):
+def run(options: argparse.Namespace) -> str:
     if options.verb == "list":
         return table()
     if options.verb == "show":
@@ -251,7 +257,7 @@ def run(options):
     if options.verb == "compose":
         return "\n".join(compose(options.tags))
     base = BASE.read_text().split("\n")
-    _same_base(feature_jobs())
+    _refuse_other_bases(feature_jobs())
     rebased = {path: rebase(path, base) for path in feature_jobs()}  # all of them, or none is written
     changed = [path for path, lines in rebased.items() if path.read_text() != "\n".join(lines)]
     for path in changed:

@@ -1,12 +1,12 @@
-"""Look for what ruins a run before it starts: on every node, in seconds, in one table, the worst first.
+"""Look for what ruins runs before a job starts: on every node, in seconds, in one table, the worst first.
 
     python -m launch doctor jobs/train_ddp.py -- --data_url /data/cifar10 --output_dir /runs/7
 
-Behind -- stand the job's own options. On several nodes start it on each, as the job itself; node 0 prints the table for all of
-them, and waits --doctor_seconds, an option of the job, for those that do not come. The job takes a few steps, whose result is
-thrown away; nothing of a run is written. Exit code 0 when nothing is bad, else 1.
+The job's own options come after --. On several nodes start it on each, as the job itself; node 0 prints the table for all of
+them, and waits for the others --doctor_seconds, an option of the job. The job takes a few steps, whose result is thrown away;
+nothing of a run is written. The exit code is 0 when nothing is bad, else 1.
 
-A platform whose console takes only a job does the same with --doctor true among the job's options.
+Where a console takes only a job, --doctor true among the job's options does the same.
 """
 
 import os
@@ -18,7 +18,7 @@ from launch.options import missing_job, new_parser, split_words
 
 def main(argv: list[str]) -> NoReturn:
     parser = new_parser("doctor", __doc__)
-    parser.add_argument("job", help="the job's file; its own options stand after --")
+    parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
     own, arguments = split_words(argv)
     job = parser.parse_args(own).job
     if wrong := missing_job(job):

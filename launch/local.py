@@ -1,11 +1,11 @@
-"""Play a training platform on this machine: every node is started once, with what the platform would inject.
+"""Play a training platform on this machine: every node is one process that gets what the platform would give it.
 
     python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --platform pai-dlc jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --kill 1@8 --restarts 1 jobs/train_ddp.py -- --custom_data true
 
-The last one kills node 1 after 8 seconds and then restarts the whole job, as the platform would. Ctrl-C and SIGTERM reach
-every node as the platform's stop does. Every line of output carries the node it came from.
+The last one kills node 1 after 8 seconds and then starts the whole job again, as the platform would. Ctrl-C and SIGTERM reach
+every node, as the platform's stop does. Every line of output begins with its node.
 """
 
 import argparse
@@ -17,67 +17,69 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import IO, Callable
 
 from common import cores, malloc
 from common.processes.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"
+Injected = tuple[list[str], dict[str, str]]  # the arguments and variables that a platform gives a node
 
 
-def modelarts(node, nodes, port):
+def modelarts(node: int, nodes: int, port: int) -> Injected:
     return ["--init_method", f"tcp://{HOST}:{port}", "--rank", str(node), "--world_size", str(nodes)], {}
 
 
-def modelarts_image(node, nodes, port):
+def modelarts_image(node: int, nodes: int, port: int) -> Injected:
     hosts = ",".join([HOST] * nodes)
     return [], {"MA_NUM_HOSTS": str(nodes), "VC_TASK_INDEX": str(node), "VC_WORKER_HOSTS": hosts, "MASTER_PORT": str(port)}
 
 
-def pai_dlc(node, nodes, port):
+def pai_dlc(node: int, nodes: int, port: int) -> Injected:
     return [], {"RANK": str(node), "WORLD_SIZE": str(nodes), "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
 
 
-def kubeflow(node, nodes, port):
+def kubeflow(node: int, nodes: int, port: int) -> Injected:
     return [], {"PET_NNODES": str(nodes), "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": HOST, "PET_MASTER_PORT": str(port)}
 
 
-def volcengine(node, nodes, port):
+def volcengine(node: int, nodes: int, port: int) -> Injected:
     ours = {"MLP_ROLE_INDEX": str(node), "MLP_WORKER_NUM": str(nodes)}
     return [], {**ours, "MLP_WORKER_0_HOST": HOST, "MLP_WORKER_0_PORT": str(port)}
 
 
-def sagemaker(node, nodes, port):
+def sagemaker(node: int, nodes: int, port: int) -> Injected:
     hosts = [f"algo-{number + 1}" for number in range(nodes)]
     ours = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[node]}
     return [], {**ours, "SM_MASTER_ADDR": HOST, "SM_MASTER_PORT": str(port)}
 
 
-def vertex(node, nodes, port):
+def vertex(node: int, nodes: int, port: int) -> Injected:
     cluster = {"workerpool0": [f"{HOST}:{port}"], "workerpool1": [f"{HOST}:{port}"] * (nodes - 1)}
     task = {"type": "workerpool1" if node else "workerpool0", "index": max(0, node - 1)}
     return [], {"CLUSTER_SPEC": json.dumps({"cluster": cluster, "task": task})}
 
 
-def slurm(node, nodes, port):
+def slurm(node: int, nodes: int, port: int) -> Injected:
     ours = {"SLURM_JOB_ID": "1", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
     step = {"SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NODELIST": HOST}
     return [], {**ours, **step, "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})", "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
 
 
-PLATFORMS = {
+PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
     "modelarts": modelarts, "modelarts-image": modelarts_image, "pai-dlc": pai_dlc, "kubeflow": kubeflow,
     "volcengine": volcengine, "sagemaker": sagemaker, "vertex": vertex, "slurm": slurm,
 }  # fmt: skip
 
 
-def start(options, node, port):
-    """Node `node` as the platform would start it, in a process group of its own."""
+def start(options: argparse.Namespace, node: int, port: int) -> "subprocess.Popen[bytes]":
+    """Start a node as the platform would, in a process group of its own."""
     injected, env = PLATFORMS[options.platform](node, options.nodes, port)
     if options.procs:
         env["NPROC_PER_NODE"] = str(options.procs)
-    mine = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share this machine's
-    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, mine))
+    threads = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share the cores of this machine
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))
     command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
@@ -85,22 +87,22 @@ def start(options, node, port):
     )
 
 
-def relay(node, process):
-    for line in process.stdout:
+def relay(node: int, output: IO[bytes]) -> None:
+    for line in output:
         sys.stdout.write(f"[node {node}] {line.decode(errors='replace')}")
         sys.stdout.flush()
 
 
-def kill(process):
+def kill(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def attempt(options, kill_at):
-    """Start every node once and wait for all of them; returns their exit codes."""
+def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]]) -> list[int]:
+    """Start every node once and wait for all of them; their exit codes."""
     port = free_port()
     nodes = [start(options, node, port) for node in range(options.nodes)]
-    relays = [threading.Thread(target=relay, args=pair) for pair in enumerate(nodes)]
+    relays = [threading.Thread(target=relay, args=(node, process.stdout)) for node, process in enumerate(nodes)]
     timers = [threading.Timer(seconds, kill, [nodes[node]]) for node, seconds in kill_at]
 
     def pass_on(number, _frame):
@@ -123,37 +125,37 @@ def attempt(options, kill_at):
             thread.join()
 
 
-def kill_spec(text):
+def kill_spec(text: str) -> tuple[int, float]:
     match = re.fullmatch(r"(\d+)@(\d+(?:\.\d+)?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} has not the form NODE@SECONDS, e.g. 1@8")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form NODE@SECONDS, such as 1@8")
     return int(match[1]), float(match[2])
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     parser = new_parser("local", __doc__)
-    parser.add_argument("job", help="the job's file; its own options stand after --")
-    parser.add_argument("--nodes", type=int, default=1, help="machines to play (default: 1)")
-    parser.add_argument("--procs", type=int, help="workers on each; unset: as the job decides, one per GPU or one on CPU")
-    parser.add_argument(
-        "--platform", choices=PLATFORMS, default="modelarts", help="whose arguments or environment (default: modelarts)"
-    )
-    parser.add_argument(
-        "--kill",
-        type=kill_spec,
-        action="append",
-        default=[],
-        metavar="NODE@SECONDS",
-        help="kill a node, in the first start; may be given again",
-    )
-    parser.add_argument("--restarts", type=int, default=0, help="start the job again so often after it has failed (default: 0)")
+    parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes to start (default: 1)")
+    parser.add_argument("--procs", type=int, help="workers of each node; unset: one per GPU, or one on a CPU")
+    whose = "whose arguments or environment the nodes get (default: modelarts)"
+    parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=whose)
+    when = "kill a node so many seconds after the first start; may be given again"
+    parser.add_argument("--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
+    parser.add_argument("--restarts", type=int, default=0, help="how often a failed job is started again (default: 0)")
     own, arguments = split_words(argv)
     options = parser.parse_args(own)
     options.arguments = arguments
     if wrong := missing_job(options.job):
         parser.error(wrong)
-    if any(node >= options.nodes for node, _ in options.kill):
-        parser.error("--kill names a node that --nodes does not have")
+    for node, _ in options.kill:
+        if node >= options.nodes:
+            parser.error(f"--kill names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
+    return play(options)
+
+
+def play(options: argparse.Namespace) -> int:
+    """Start the job, and again after a failure as often as --restarts allows; the exit code of the platform's job."""
+    codes: list[int] = []
     for number in range(options.restarts + 1):
         codes = attempt(options, options.kill if number == 0 else [])
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)

@@ -324,11 +324,15 @@ def test_what_is_too_large_or_unreadable_is_counted(folder, server, capsys):
 def test_a_server_that_cannot_be_reached_is_exit_code_1(folder, servers, capsys):
     servers[0].kill()
     code, out, err = run(capsys, "preload", folder, "--iplist", listed(servers[:2]))
-    assert code == 1 and "20 put there" in out and err == f"error: no help from {servers[0].address}\n"
+    assert (
+        code == 1
+        and "20 put there" in out
+        and err == f"error: no answer from {servers[0].address}: start what is down, or leave it out of --iplist\n"
+    )
     code, out, err = run(capsys, "display", "--iplist", listed(servers[:2]))
     assert code == 1 and f"{servers[0].address:24} down\n" in out and " up " in out
     code, out, err = run(capsys, "load", folder, "--iplist", servers[0].address)
-    assert code == 1 and err == "error: no cache server answers: see --iplist, or KSPEED_IPLIST\n"
+    assert code == 1 and err == "error: no cache server answers: start one, or check --iplist and KSPEED_IPLIST\n"
 
 
 def test_mistakes_of_the_user_are_exit_code_2(folder, capsys, monkeypatch):
@@ -360,5 +364,5 @@ def test_it_is_a_verb_and_takes_the_password_from_the_environment(folder, locked
     assert (
         code == 1
         and "refuses the user or the password" in out
-        and err == "error: no cache server answers: see --iplist, or KSPEED_IPLIST\n"
+        and err == "error: no cache server answers: start one, or check --iplist and KSPEED_IPLIST\n"
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Union
 
+from common.arguments import boolean
 from common.errors import UserError, one_line
 from common.version import VERSION
 from launch.options import exit_code, missing_job, new_parser
@@ -157,12 +158,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("job", metavar="JOB", help="the job's file, such as jobs/train_ddp.py")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the one file goes (default: dist/ and the job's name)")
     parser.add_argument("--folder", metavar="FOLDER", help="write a folder instead of one file")
-    parser.add_argument(
-        "--overwrite",
-        choices=["true", "false"],
-        default="false",
-        help="true: replace a folder that launch bundle has written (default: false)",
-    )
+    about = "true: replace a folder that launch bundle has written (default: false)"
+    parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
     options = parser.parse_args(argv)
-    options.overwrite = options.overwrite == "true"
     return exit_code(lambda: run(options))
