@@ -1,21 +1,25 @@
-"""Photographs as large files: a tree of many small ones as uncompressed tar shards, in WebDataset's naming, and an index.
+"""Many small photographs as a few large files: uncompressed tar shards in WebDataset's naming, and an index.
 
     python -m launch pack ROOT OUT                    ROOT/{train,val}/CLASS/*.JPEG as OUT/train-000000.tar ... train-index.npz
     python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
     python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
-    python -m launch pack --verify OUT                every shard against its digest, every sample against its checksum
+    python -m launch pack --verify OUT                compare every shard with its digest, every sample with its checksum
 
 The same command goes on where the last one stopped: shards that are whole are kept. The same photographs and settings give the
 same bytes. `--data_backend packed --data_url OUT` trains on them, and so does any reader of WebDataset.
 """
 
+import argparse
 import contextlib
 import json
 import os
 import re
 import shutil
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Callable, Optional
 
 import numpy as np
 
@@ -33,16 +37,17 @@ from launch.pack.forms import FORMS
 from launch.pack.shards import Plan, make
 
 SPLITS = ("train", "val")
-WORKERS = 8  # threads: what is slow is the disk, or lets other threads run
+WORKERS = 8  # threads: the slow parts, disk and decoder, let other threads run
 UPLOADS = 4
+Done = Callable[[int], None]  # adds so many bytes to the progress
 OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.json)", re.ASCII)
 
 
-def in_threads(workers, work, items, progress):
-    """`work(item, done)` of all items, which calls done(size) as it goes on; the first failure stops the others there."""
+def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequence[Any], progress: Progress) -> None:
+    """Call `work(item, done)` for all items; `work` calls done(size) as it goes on. After a failure that ends the others."""
     failed = threading.Event()
 
-    def done(size):
+    def done(size: int) -> None:
         if failed.is_set():
             raise InterruptedError
         progress.add(1, size)
@@ -60,15 +65,15 @@ def in_threads(workers, work, items, progress):
 # --- Packing -------------------------------------------------------------------------------------------------------
 
 
-def pack(root, folder, options):
-    """Make what is missing of the pack in `folder`; one line at the end says what there is."""
+def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
+    """Make what is missing of the pack in `folder`, and print a line on what is there; the names of its shards."""
     for split in SPLITS:  # before a folder is made
         if not os.path.isdir(os.path.join(root, split)):
             raise UserError(
                 f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it"
             )
     if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
-        raise UserError(f"{one_line(folder)} lies in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
+        raise UserError(f"{one_line(folder)} is in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
     os.makedirs(folder, exist_ok=True)
     busy = f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
     with once.alone(os.path.join(folder, ".pack"), busy):
@@ -79,7 +84,7 @@ def pack(root, folder, options):
         for plan in plans:
             write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
         for plan, _ in missing:
-            with contextlib.suppress(FileNotFoundError):  # it would vouch for what is about to be replaced
+            with contextlib.suppress(FileNotFoundError):  # it is of shards that are about to be replaced
                 os.unlink(packed.index_path(folder, plan.split))
         lengths = [plan.lengths[shard.numbers] for plan, shard in missing]
         progress = Progress("packing", sum(map(len, lengths)), "images", int(sum(map(np.sum, lengths))))
@@ -91,13 +96,13 @@ def pack(root, folder, options):
     return [shard.name for plan in plans for shard in plan.shards]
 
 
-def _describe(plans, count, progress):
-    notes, reasons = [shard.made for plan in plans for shard in plan.shards], {}
+def _describe(plans: list[Plan], count: int, progress: Progress) -> str:
+    notes = [shard.made for plan in plans for shard in plan.shards]
+    reasons: Counter[str] = Counter()
     for plan in plans:
-        for reason, names in plan.files.left_out.items():
-            reasons[reason] = reasons.get(reason, 0) + len(names)
+        reasons.update({reason: len(names) for reason, names in plan.files.left_out.items()})
     images, size = sum(len(plan.files) for plan in plans), sum(sum(made["length"]) for made in notes) / MIB
-    left_out = ", ".join(f"{reason}: {of_it}" for reason, of_it in sorted(reasons.items())) or "nothing"
+    left_out = ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items())) or "nothing"
     lost = sum(made["stored_heights"].count(0) for made in notes)
     return (
         f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {len(notes)} shards; "
@@ -105,12 +110,12 @@ def _describe(plans, count, progress):
     ) + (f"; packed, though they cannot be decoded: {lost}" if lost else "")
 
 
-def _marker(folder, split):
+def _marker(folder: str, split: str) -> str:
     return os.path.join(folder, f".{split}-pack.json")
 
 
-def _clear(folder, plans, overwrite):
-    """Leave what is of this pack alone; what is of another goes, if it may."""
+def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
+    """Keep the files of this pack; delete those of another where that is allowed."""
     names = [name for name in os.listdir(folder) if OURS.fullmatch(name.removesuffix(TEMPORARY))]
     for plan in plans:
         there = [name for name in names if name.lstrip(".").startswith(f"{plan.split}-")]
@@ -120,15 +125,15 @@ def _clear(folder, plans, overwrite):
                     f"{one_line(folder)} has a pack of other photographs or settings ({len(there)} files of {plan.split}): "
                     "give another folder, or --overwrite true"
                 )
-            for name in sorted(there, reverse=True):  # the index before what it vouches for
+            for name in sorted(there, reverse=True):  # the index before its shards
                 os.unlink(os.path.join(folder, name))
     for name in os.listdir(folder):
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
             os.unlink(os.path.join(folder, name))
 
 
-def _identity(folder, split):
-    """Of the pack that is there, whole or not; a folder that was fetched has the index alone."""
+def _identity(folder: str, split: str) -> Optional[str]:
+    """Of the pack that is there, whole or not. A folder that was fetched has no marker, only the index."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(_marker(folder, split)) as file:
         return json.load(file)["identity"]
     with contextlib.suppress(UserError):
@@ -136,7 +141,7 @@ def _identity(folder, split):
     return None
 
 
-def _need_space(folder, need):
+def _need_space(folder: str, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need + SPARE > free:
         raise UserError(
@@ -145,8 +150,8 @@ def _need_space(folder, need):
         )
 
 
-def publish(folder, shards, url, overwrite):
-    """What the bucket does not have yet; the indexes last, for they vouch for the shards."""
+def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
+    """Upload what the bucket does not have yet; the indexes last, because a reader believes them."""
     store = bucket.Bucket(url)
     there = {store.relative(item.key): item for item in store.items(store.below())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in SPLITS]
@@ -158,7 +163,7 @@ def publish(folder, shards, url, overwrite):
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in missing}
     progress = Progress(f"publishing to {url}", len(missing), "files", sum(sizes.values()))
 
-    def send(name, done):
+    def send(name: str, done: Done) -> None:
         storage.publish(os.path.join(folder, name), f"{store.url(store.below())}{name}")
         done(sizes[name])
 
@@ -168,22 +173,23 @@ def publish(folder, shards, url, overwrite):
     print(f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} are there", flush=True)
 
 
-def verify(folder, workers):
+def verify(folder: str, workers: int) -> None:
     """Name every damaged shard and sample."""
     if folders.is_address(folder):
-        raise UserError(f"{one_line(folder)}: only a folder can be verified; a job that fetches it verifies each shard")
+        raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
     splits = [packed.load(folder, split) for split in SPLITS]
     pairs = [(files, number) for files in splits for number in range(len(files.shards))]
     size = sum(files.shards[number]["size"] for files, number in pairs)
-    progress, damaged = Progress("verifying", len(pairs), "shards", size), []
+    progress = Progress("verifying", len(pairs), "shards", size)
+    damaged: list[str] = []
 
-    def look(pair, done):
+    def look(pair: tuple[packed.Packed, int], done: Done) -> None:
         files, number = pair
-        what = files.damage(number)
+        damage = files.damage(number)
         done(files.shards[number]["size"])
-        if what:
-            damaged.append(what)
-            say(f"damaged: {what}")
+        if damage:
+            damaged.append(damage)
+            say(f"damaged: {damage}")
 
     in_threads(workers, look, pairs, progress)
     if damaged:
@@ -195,13 +201,13 @@ def verify(folder, workers):
     print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed ({progress.describe()})")
 
 
-def run(options):
+def run(options: argparse.Namespace) -> None:
     try:
         if options.verify:
             return verify(options.verify, options.workers)
         url = options.out if folders.is_address(options.out) else None
         if url:
-            bucket.Bucket(url)  # an address that cannot be is said before hours of work
+            bucket.Bucket(url)  # a wrong address is an error before hours of work
         folder = folders.local_folder(url, "output_dir") if url else options.out
         shards = pack(options.root, folder, options)
         if url:
@@ -212,23 +218,18 @@ def run(options):
         ) from None
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     parser = new_parser("pack", __doc__)
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder with train and val")
+    forms = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
+    mb, threads = number(float, above=0), number(int, at_least=1, below=257)
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
-    words = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
-    parser.add_argument("--form", choices=FORMS, default="original", help=f"what is kept of each (default: original). {words}")
-    parser.add_argument(
-        "--shard_mb", type=number(float, above=0), default=256.0, help="MiB of a shard at most (default: 256), or one image"
-    )
-    parser.add_argument(
-        "--workers",
-        type=number(int, at_least=1, below=257),
-        default=WORKERS,
-        help=f"shards at a time (default: {WORKERS})",
-    )
-    parser.add_argument("--overwrite", type=boolean, default=False, help="true: replace another pack that is in OUT")
-    parser.add_argument("--verify", metavar="OUT", help="read a pack and name what is damaged in it")
+    parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
+    parser.add_argument("--shard_mb", type=mb, default=256.0, help="MiB of a shard at most (default: 256), or one image")
+    parser.add_argument("--workers", type=threads, default=WORKERS, help=f"how many shards at a time (default: {WORKERS})")
+    what = "true: replace another pack in OUT (default: false)"
+    parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=what)
+    parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")
     options = parser.parse_args(argv)
     if bool(options.verify) == bool(options.out) or bool(options.root) != bool(options.out):
         parser.error("give ROOT and OUT, or --verify OUT")

@@ -1,62 +1,61 @@
 """What a pack holds of a photograph: its file as it is, a smaller JPEG of it, or its pixels.
 
-Pillow decodes here, once and with the rules of every loader, so that grey, CMYK and 16 bits are plain RGB from then on.
+Pillow decodes here, once and by the rules of every loader, so that grey, CMYK and 16-bit pictures are RGB from then on.
 """
 
 import io
 
 from datasets.photos import decode
 
-SHORT_SIDE = {"320": 320, "256": 256}  # the JPEGs
+SHORT_SIDE = {"320": 320, "256": 256}  # of the JPEGs
 QUALITY = {"320": 90, "256": 85}
-JPEG_BYTES = 0.3  # for a pixel, usually
-LONG_SIDE = 500  # the pixels: most photographs of ImageNet are no larger, and keep every one
+JPEG_BYTES = 0.3  # of a pixel, about
+LONG_SIDE = 500  # of raw pixels: most photographs of ImageNet are no larger, so they are not resized
 
-FORMS = {
+FORMS: dict[str, str] = {
     "original": "the files as they are",
     **{form: f"JPEGs with a short side of {short} at most" for form, short in SHORT_SIDE.items()},
-    "raw": f"pixels, with a long side of {LONG_SIDE} at most: nothing is decoded any more",
+    "raw": f"pixels, with a long side of {LONG_SIDE} at most, which need no decoding",
 }
 
 
-def size(form, height, width):
-    """(height, width) of what is stored of a picture; none is enlarged."""
+def size(form: str, height: int, width: int) -> tuple[int, int]:
+    """(height, width) in which a picture is stored; none is enlarged."""
     if form in SHORT_SIDE and min(height, width) > SHORT_SIDE[form]:
         return decode.resized(height, width, SHORT_SIDE[form])
     if form == "raw" and max(height, width) > LONG_SIDE:
-        longest = max(height, width)
-        return max(1, round(height * LONG_SIDE / longest)), max(1, round(width * LONG_SIDE / longest))
+        height, width = (max(1, round(side * LONG_SIDE / max(height, width))) for side in (height, width))
     return height, width
 
 
-def expected(form, length, height, width):
-    """The bytes of what is stored of a picture whose file has `length`; exact but for JPEGs that have yet to be made."""
-    wanted = size(form, height, width)
+def expected(form: str, length: int, height: int, width: int) -> int:
+    """How many bytes are stored of a picture whose file has `length`; for a JPEG that has to be made an estimate."""
+    height_kept, width_kept = size(form, height, width)
     if form == "raw":
-        return len(_header(*wanted)) + 3 * wanted[0] * wanted[1]
-    return length if wanted == (height, width) else int(JPEG_BYTES * wanted[0] * wanted[1])
+        return len(_header(height_kept, width_kept)) + 3 * height_kept * width_kept
+    return length if (height_kept, width_kept) == (height, width) else int(JPEG_BYTES * height_kept * width_kept)
 
 
-def stored(form, content, special, height, width):
-    """(bytes, height, width) of what is stored of a file; what cannot be decoded stays as it is, with no height and width."""
+def stored(form: str, content: bytes, special: bool, height: int, width: int) -> tuple[bytes, int, int]:
+    """(bytes, height, width) of what is stored of a file; what cannot be decoded stays as it is, with 0 for both sides."""
     from PIL import Image
 
-    wanted = size(form, height, width)
-    whole = wanted == (height, width)
+    kept = size(form, height, width)
+    whole = kept == (height, width)
     if form == "original" or (form in SHORT_SIDE and whole and not special and content.startswith(b"\xff\xd8")):
         return content, height, width
     try:
         picture = decode.with_pillow(content)
-    except Exception:  # whatever a damaged file makes a decoder say
+    except Exception:  # a damaged file may cause any error in a decoder
         return content, 0, 0
-    if not whole:  # it will be resized once more: bilinear twice is a blur
-        picture = picture.resize((wanted[1], wanted[0]), Image.Resampling.BICUBIC)
+    if not whole:  # bicubic: it will be resized again, and twice bilinear is a blur
+        picture = picture.resize((kept[1], kept[0]), Image.Resampling.BICUBIC)
     if form == "raw":
-        return _header(*wanted) + picture.tobytes(), *wanted
+        return _header(*kept) + picture.tobytes(), *kept
     picture.save(buffer := io.BytesIO(), "JPEG", quality=QUALITY[form], optimize=True)
-    return buffer.getvalue(), *wanted
+    return buffer.getvalue(), *kept
 
 
-def _header(height, width):
-    """Of a PPM, which is plain pixels behind a line, and which any viewer shows."""
+def _header(height: int, width: int) -> bytes:
+    """The beginning of a PPM file, which is followed by plain pixels, and which any viewer shows."""
     return b"P6\n%d %d\n255\n" % (width, height)
