@@ -64,7 +64,7 @@ def house(tmp_path_factory):
     shutil.copy(EXAMPLES / "own_network.py", root / "common" / "models")
     shutil.copy(EXAMPLES / "own_data.py", root / "datasets")
     rules = root / "common" / "world" / "rules.py"
-    text = rules.read_text().replace("def plain(given):", f"{own_rule()}\n\ndef plain(given):")
+    text = rules.read_text().replace("def plain(given", f"{own_rule()}\n\ndef plain(given")
     rules.unlink()
     rules.write_text(changed(text, "A platform of your own"))
     run_forked([EXAMPLES / "make_arrays.py"], root)
