@@ -227,7 +227,7 @@ def test_a_look_that_fails_does_not_end_the_following(sent, capsys, monkeypatch)
     words = ["--follow", "true", *words_of(here(ask("modelarts"), server))]
     assert submit.main(words) == 0
     printed = capsys.readouterr()
-    assert printed.err.count("warning: ModelArts: ") == 1 and "not now; looking again" in printed.err
+    assert printed.err.count("warning: ModelArts: ") == 1 and "not now; trying again" in printed.err
     monkeypatch.setattr(submit, "FAILED_LOOKS", 2)
     server.answers["GET", "/v2/project/training-jobs/job-1"] = (400, {"error_code": "X", "error_msg": "no such job"})
     assert submit.main(words) == 2

@@ -1,18 +1,19 @@
-"""The first program in a SageMaker container: it says where the job is as SageMaker's toolkit would, and becomes the job.
+"""The first program in a SageMaker container: it sets the variables that SageMaker's toolkit would, and becomes the job.
 
     python boot_sagemaker.py jobs/train_ddp.py
 
-It is uploaded beside the job's folders and uses none of them, because what the job needs is only now installed.
+It is uploaded with the job and imports nothing of it, because it first has to install what the job needs.
 """
 
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 
-def environment(base, hosts, environ):
-    """The variables by which the job finds its nodes and folders; the code is no data, and has none."""
+def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> dict[str, str]:
+    """The variables by which the job finds its nodes and its folders with data."""
     named = {
         "SM_HOSTS": json.dumps(hosts["hosts"]),
         "SM_CURRENT_HOST": hosts["current_host"],
@@ -26,7 +27,7 @@ def environment(base, hosts, environ):
     return {**named, **environ}
 
 
-def main():
+def main() -> None:
     code, base = os.path.dirname(os.path.abspath(__file__)), os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")
     told = {}
     for name in ("resourceconfig", "hyperparameters"):

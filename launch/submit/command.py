@@ -6,10 +6,11 @@
     python -m launch submit --platform local     jobs/train_ddp.py --nodes 2 --gpus 8 ...       the same, on this machine
     python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID
 
-With --dry_run true the request is printed and nothing is sent; so it is by itself where there is no credential.
+With --dry_run true, and wherever there is no credential, the request is printed and nothing is sent.
 Credentials come from where each platform's own SDK looks for them, never from an option.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -19,6 +20,9 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, Callable, Optional
 
 from common import storage
 from common.arguments import boolean
@@ -26,59 +30,52 @@ from common.errors import TrainingFailed, UserError, one_line
 from launch.options import exit_code, new_parser, split_words
 from launch.submit.request import REMOTE, Request, describe, mistakes, stage
 
-# The platforms, and the file of this folder that knows each.
+# The platforms, and the module of this folder for each.
 PLATFORMS = {
     "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubeflow": "kubernetes",
     "volcano": "kubernetes", "slurm": "slurm", "local": "local",
 }  # fmt: skip
 YES_OR_NO = "true|false"
-FOLLOW_SECONDS = 5  # between two looks at a job
-FAILED_LOOKS = 10  # so many in a row are forgiven: a job runs for days, and networks stumble
+FOLLOW_SECONDS = 5  # between two questions about a job
+FAILED_LOOKS = 10  # questions in a row that may fail: a job runs for days, and a network fails now and then
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     made = new_parser("submit", __doc__, allow_abbrev=False)
-    made.add_argument("job", nargs="?", help="the job's file; its own options stand after --")
-    made.add_argument(
-        "--platform", choices=PLATFORMS, required=True, help="where the job is to run; local: here, as it would there"
-    )
+    made.add_argument("job", nargs="?", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
+    made.add_argument("--platform", choices=PLATFORMS, required=True, help="where the job is to run; local: on this machine")
     for field in dataclasses.fields(Request):
         if not field.metadata:
             continue
         kind, default = field.metadata["kind"], field.default
-        how: dict = {"action": "append"} if default == () else {"type": kind}
+        how: dict[str, Any] = {"action": "append"} if default == () else {"type": kind}
         if isinstance(default, bool):
             how = {"type": boolean, "metavar": YES_OR_NO}
         shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"
         made.add_argument(f"--{field.name}", help=field.metadata["help"] + shown + whose(field.metadata), **how)
-    made.add_argument(
-        "--dry_run",
-        type=boolean,
-        metavar=YES_OR_NO,
-        help="show the request and send nothing; unset: where there is no credential",
-    )
-    made.add_argument(
-        "--follow", type=boolean, metavar=YES_OR_NO, default=False, help="print state and log until the end (default: false)"
-    )
+    when = "print the request and send nothing; unset: only where there is no credential"
+    made.add_argument("--dry_run", type=boolean, metavar=YES_OR_NO, help=when)
+    what = "print the state and the log until the job ends (default: false)"
+    made.add_argument("--follow", type=boolean, metavar=YES_OR_NO, default=False, help=what)
     made.add_argument("--stop", metavar="JOB_ID", help="stop this job")
     return made
 
 
-def whose(about):
-    """Which platforms know an option, and which cannot do without."""
+def whose(about: Mapping[str, Any]) -> str:
+    """Which platforms know an option, and which need it."""
     used, needed = (", ".join(about[name]) for name in ("used_by", "needed_by"))
     known = f"only {used}" if about["used_by"] != REMOTE else ""
     words = [*([known] if known and used != needed else []), *([f"needed by {needed}"] if needed else [])]
     return f" [{'; '.join(words)}]" if words else ""
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     own, arguments = split_words(argv)
     options = parser().parse_args(own)
     return exit_code(lambda: run(options, arguments))
 
 
-def run(options, arguments):
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if not options.job and not options.stop:
         raise UserError("give a job, such as jobs/train_ddp.py, or --stop JOB_ID")
     platform = importlib.import_module(f"launch.submit.{PLATFORMS[options.platform]}")
@@ -86,8 +83,8 @@ def run(options, arguments):
     return stop(platform, request, options.stop) if options.stop else submit(platform, request, options)
 
 
-def ask(options, arguments, now):
-    """The Request that these options are."""
+def ask(options: argparse.Namespace, arguments: list[str], now: datetime.datetime) -> Request:
+    """The Request of these options."""
     given = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
@@ -95,7 +92,7 @@ def ask(options, arguments, now):
     return Request(**{**name, **given, **lists, "job": os.path.normpath(options.job or "job"), "arguments": tuple(arguments)})
 
 
-def submit(platform, request, options):
+def submit(platform: ModuleType, request: Request, options: argparse.Namespace) -> int:
     wrong = [*mistakes(request), *platform.mistakes(request)]
     for line in wrong:
         print(f"error: {one_line(line)}", file=sys.stderr)
@@ -112,32 +109,32 @@ def submit(platform, request, options):
     client = connected(platform, request)
     upload(request.job, platform.upload_to(request), request.region)
     job_id = asked(platform, platform.send, client, request, body)
-    if job_id is None:  # it ran here and now
+    if job_id is None:  # it has run, on this machine
         return client.exit_code
     print(f"submitted {job_id}", flush=True)
     print(f"see it at {platform.console(request, job_id)}", flush=True)
     return follow(platform, client, request, job_id) if options.follow else 0
 
 
-def stop(platform, request, job_id):
+def stop(platform: ModuleType, request: Request, job_id: str) -> int:
     client = connected(platform, request)
     asked(platform, platform.stop, client, request, job_id)
     print(f"asked {request.platform} to stop {one_line(job_id)}")
     return 0
 
 
-def show(body):
+def show(body: Any) -> str:
     return body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False)
 
 
-def connected(platform, request):
+def connected(platform: ModuleType, request: Request) -> Any:
     if not platform.has_credentials(os.environ):
         raise UserError(f"there is no credential: {platform.CREDENTIALS}")
     return asked(platform, platform.connect, request)
 
 
-def asked(platform, function, *arguments):
-    """What the platform's SDK answers; its exceptions, of which each has its own, as one line."""
+def asked(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the platform's SDK returns; an exception of the SDK becomes one line."""
     try:
         return function(*arguments)
     except (UserError, TrainingFailed):
@@ -146,8 +143,8 @@ def asked(platform, function, *arguments):
         raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
 
 
-def upload(job, url, region=None):
-    """The job as one file to the address from which the platform takes it, None where it takes it from elsewhere."""
+def upload(job: str, url: Optional[str], region: Optional[str] = None) -> None:
+    """Put the job as one file where the platform takes the code from; nothing where `url` is None."""
     if url is None:
         return
     if region:
@@ -158,9 +155,10 @@ def upload(job, url, region=None):
     print(f"the code is at {url}", flush=True)
 
 
-def follow(platform, client, request, job_id):
-    """Print each new state and the log's new lines until the job has ended; 0 when it ended well."""
-    last, shown, failed = None, [], 0
+def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> int:
+    """Print each new state and the new lines of the log until the job has ended; 0 when it ended well."""
+    last, failed = None, 0
+    shown: list[str] = []
     try:
         while True:
             try:
@@ -170,13 +168,13 @@ def follow(platform, client, request, job_id):
                 failed += 1
                 if failed > FAILED_LOOKS:
                     raise
-                print(f"warning: {one_line(error)}; looking again", file=sys.stderr, flush=True)
+                print(f"warning: {one_line(error)}; trying again", file=sys.stderr, flush=True)
                 time.sleep(FOLLOW_SECONDS)
                 continue
             if state != last:
                 print(f"{job_id} is {state}", flush=True)
                 last = state
-            with contextlib.suppress(UserError):  # there is no log yet, or no longer
+            with contextlib.suppress(UserError):  # there is no log yet, or no more
                 lines = asked(platform, platform.log, client, request, job_id)
                 for line in fresh(shown, lines):
                     print(one_line(line.replace("\t", "    ")), flush=True)
@@ -189,7 +187,7 @@ def follow(platform, client, request, job_id):
         return 130
 
 
-def fresh(shown, lines):
-    """The lines behind those that were shown: a platform gives the last so many of its log each time."""
+def fresh(shown: list[str], lines: list[str]) -> list[str]:
+    """The lines after those that were shown: each time a platform gives the last lines of its log, not all of them."""
     common = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
     return lines[common:]

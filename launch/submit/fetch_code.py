@@ -1,19 +1,19 @@
-"""The first container of a pod: it copies the code from a bucket into a folder of the pod, with nothing but boto3.
+"""The first container of a pod: it copies the code from a bucket into a folder of the pod, and needs only boto3.
 
     python fetch_code.py BUCKET PREFIX FOLDER ADDRESSING
 
-Key, region and endpoint come from the environment, as boto3 has it. A copy that fails ends the container, which is tried again.
+Key, region and endpoint come from the environment. A copy that fails ends the container, which Kubernetes starts again.
 """
 
 import os
 import sys
 
 
-def main(bucket, prefix, folder, addressing):
+def main(bucket: str, prefix: str, folder: str, addressing: str) -> int:
     import boto3
     from botocore.config import Config
 
-    region = os.environ.get("AWS_REGION")  # boto3 itself reads another variable
+    region = os.environ.get("AWS_REGION")  # boto3 itself reads AWS_DEFAULT_REGION
     client = boto3.client("s3", region_name=region, config=Config(s3={"addressing_style": addressing}))
     count = 0
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):

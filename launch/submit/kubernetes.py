@@ -6,12 +6,14 @@ GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from common.storage.bucket import ADDRESS, ENDPOINTS
 from common.world.folders import is_address
 from launch.submit import request as requests
+from launch.submit.request import Request
 
 SERVICE = "Kubernetes"
 CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool"
@@ -29,11 +31,11 @@ KINDS = {
 ENDED = {"Succeeded": 0, "Complete": 0, "Completed": 0, **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1)}
 
 
-def has_credentials(environ):
+def has_credentials(environ: Mapping[str, str]) -> bool:
     return requests.credentials_in(environ, ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"), ["~/.kube/config"])
 
 
-def mistakes(request):
+def mistakes(request: Request) -> Iterator[str]:
     code = request.code_url or ""
     if request.runtime and (is_address(code) or request.secret):
         yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
@@ -41,11 +43,11 @@ def mistakes(request):
         yield f"--code_url is {code}: give --region, such as cn-north-4"
 
 
-def kind_of(request):
+def kind_of(request: Request) -> str:
     return "Job" if request.platform == "volcano" else "TrainJob" if request.runtime else "PyTorchJob"
 
 
-def build(request):
+def build(request: Request) -> dict[str, Any]:
     """The object to create."""
     kind = kind_of(request)
     group, version, _, _ = KINDS[kind]
@@ -54,7 +56,7 @@ def build(request):
     return {"apiVersion": f"{group}/{version}", "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _pytorch_job(request):
+def _pytorch_job(request: Request) -> dict[str, Any]:
     """OnFailure: a pod whose job ends with an error is started again in its place, and goes on from its checkpoint."""
     policy = {"backoffLimit": request.retries, "cleanPodPolicy": "Running"}
     if request.hours:
@@ -67,8 +69,8 @@ def _pytorch_job(request):
     return {**spec, "nprocPerNode": str(request.gpus)} if request.gpus else spec
 
 
-def _volcano_job(request):
-    """When a pod fails or is evicted, all are started again."""
+def _volcano_job(request: Request) -> dict[str, Any]:
+    """All pods are started again when one fails or is evicted."""
     template = _template(request)
     template["spec"]["restartPolicy"] = "Never"
     if request.hours:
@@ -91,8 +93,8 @@ def _volcano_job(request):
     return {**spec, "queue": request.pool} if request.pool else spec
 
 
-def _train_job(request):
-    """The runtime has the pod's template, restarts and grace; of that only the volumes can be changed."""
+def _train_job(request: Request) -> dict[str, Any]:
+    """The runtime defines the pod's template, restarts and grace period; only the volumes are changed here."""
     container = _container(request)
     trainer = {
         "numNodes": request.nodes,
@@ -108,23 +110,24 @@ def _train_job(request):
     return {**spec, "activeDeadlineSeconds": int(request.hours * 3600)} if request.hours else spec
 
 
-def _policy(event, action):
+def _policy(event: str, action: str) -> dict[str, str]:
     return {"event": event, "action": action}
 
 
-def _tasks(request):
+def _tasks(request: Request) -> dict[str, int]:
     return {"Master": 1, **({"Worker": request.nodes - 1} if request.nodes > 1 else {})}
 
 
 # --- The pod -----------------------------------------------------------------------------------------------------------
 
 
-def _template(request):
+def _template(request: Request) -> dict[str, Any]:
     pod = {"terminationGracePeriodSeconds": GRACE_SECONDS, "containers": [_container(request)], "volumes": _volumes(request)}
     return {"spec": {**pod, "initContainers": [_fetcher(request)]} if is_address(request.code_url) else pod}
 
 
-def _container(request):
+def _container(request: Request) -> dict[str, Any]:
+    assert request.code_url  # mistakes() has refused a request without it
     code = CODE if is_address(request.code_url) else request.code_url.rstrip("/")
     mounts = {"shm": "/dev/shm", **({"code": CODE} if is_address(request.code_url) else {}), **_claims(request)}
     return {
@@ -138,13 +141,14 @@ def _container(request):
     }
 
 
-def _fetcher(request):
-    """A container that runs to its end before the job's, with the same image: what is in it can run boto3."""
-    parts: Any = ADDRESS.fullmatch(request.code_url)  # mistakes() has refused what is no address
-    scheme, bucket, prefix = parts.groups()
+def _fetcher(request: Request) -> dict[str, Any]:
+    """A container that runs to its end before the job's, with the same image, which has boto3."""
+    address = ADDRESS.fullmatch(request.code_url or "")
+    assert address  # mistakes() has refused any other
+    scheme, bucket, prefix = address.groups()
     program = Path(__file__).with_name("fetch_code.py").read_text()
     endpoint = ENDPOINTS.get(scheme)  # Amazon's own where there is none
-    found = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
+    own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
     return {
         "name": "fetch-code",
         "image": request.image,
@@ -152,28 +156,28 @@ def _fetcher(request):
             *("python", "-c", program, bucket, f"{(prefix or '').rstrip('/')}/".lstrip("/"), CODE),
             "virtual" if endpoint else "auto",
         ],
-        "env": [*_variables(request), *found],
+        "env": [*_variables(request), *own_endpoint],
         "volumeMounts": [{"name": "code", "mountPath": CODE}],
         **_secret(request),
     }
 
 
-def _variables(request):
+def _variables(request: Request) -> list[dict[str, str]]:
     region = {"AWS_REGION": request.region} if request.region else {}
     given = {"PYTHONUNBUFFERED": "1", **region, **request.environment}
     return [{"name": name, "value": value} for name, value in given.items()]
 
 
-def _secret(request):
+def _secret(request: Request) -> dict[str, Any]:
     return {"envFrom": [{"secretRef": {"name": request.secret}}]} if request.secret else {}
 
 
-def _claims(request):
+def _claims(request: Request) -> dict[str, str]:
     """{name of a volume: folder}; the name is the claim's."""
     return dict(volume.split(":", 1) for volume in request.volumes)
 
 
-def _volumes(request):
+def _volumes(request: Request) -> list[dict[str, Any]]:
     code = [{"name": "code", "emptyDir": {}}] if is_address(request.code_url) else []
     claims = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in _claims(request)]
     return [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *code, *claims]
@@ -182,56 +186,55 @@ def _volumes(request):
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request):
+def upload_to(request: Request) -> Optional[str]:
     return request.code_url if is_address(request.code_url) else None
 
 
-def connect(request):
+def connect(request: Request) -> Any:
     try:
         import kubernetes
     except ImportError:
-        raise requests.missing("kubernetes", "kubernetes") from None
+        raise requests.not_installed("kubernetes", "kubernetes") from None
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         kubernetes.config.load_incluster_config()
         return kubernetes.client.ApiClient()
     return kubernetes.config.new_client_from_config(os.environ.get("KUBECONFIG"))
 
 
-def _where(request):
+def _where(request: Request) -> dict[str, str]:
     group, version, plural, _ = KINDS[kind_of(request)]
     return {"group": group, "version": version, "namespace": request.namespace, "plural": plural}
 
 
-def _objects(client):
+def _objects(client: Any) -> Any:
     from kubernetes.client import CustomObjectsApi
 
     return CustomObjectsApi(client)
 
 
-def send(client, request, body):
-    answer: Any = _objects(client).create_namespaced_custom_object(**_where(request), body=body)
-    return answer["metadata"]["name"]
+def send(client: Any, request: Request, body: Any) -> str:
+    return _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]["name"]
 
 
-def console(request, job_id):
+def console(request: Request, job_id: str) -> str:
     group, _, plural, _ = KINDS[kind_of(request)]
     return f"kubectl -n {request.namespace} describe {plural}.{group} {job_id}"
 
 
-def state(client, request, job_id):
-    """Volcano says it in one word; the others as conditions, of which the last that is true counts."""
-    answer: Any = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id)
-    status = answer.get("status") or {}
+def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
+    """Volcano has one word for it; the others have conditions, of which the last one that is true counts."""
+    status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
     true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
     name = status.get("state", {}).get("phase") or next((one for one in true if one in ENDED), true[-1] if true else "Created")
     return name, ENDED.get(name)
 
 
-def log(client, request, job_id):
-    """The first pod's: the others are silent."""
+def log(client: Any, request: Request, job_id: str) -> list[str]:
+    """The log of the first pod; the others print nothing."""
     from kubernetes.client import CoreV1Api
 
-    core, pattern = CoreV1Api(client), KINDS[kind_of(request)][3]
+    core: Any = CoreV1Api(client)
+    pattern = KINDS[kind_of(request)][3]
     name = pattern.format(name=job_id) if pattern else _first_pod(core, request.namespace, job_id)
     if name is None:
         return []
@@ -239,13 +242,13 @@ def log(client, request, job_id):
     return answer.data.decode(errors="replace").splitlines()
 
 
-def _first_pod(core, namespace, job_id):
-    """A TrainJob's pods end in a word of chance."""
+def _first_pod(core: Any, namespace: str, job_id: str) -> Optional[str]:
+    """The names of a TrainJob's pods end in random letters."""
     labels = f"jobset.sigs.k8s.io/jobset-name={job_id},batch.kubernetes.io/job-completion-index=0"
     answer = core.list_namespaced_pod(namespace, label_selector=labels, _preload_content=False)
     return next((pod["metadata"]["name"] for pod in json.loads(answer.data)["items"]), None)
 
 
-def stop(client, request, job_id):
+def stop(client: Any, request: Request, job_id: str) -> None:
     """Deleting the object ends its pods, each after its grace."""
     _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id)

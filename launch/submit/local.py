@@ -1,44 +1,49 @@
-"""This machine: the request is run as it would be sent, from a copy of what would be uploaded, by `launch local`."""
+"""This machine: `launch local` runs the request, from a copy of the code as it would be uploaded."""
 
 import os
 import tempfile
 import types
+from collections.abc import Mapping
+from typing import Any, Optional
 
 from common.errors import UserError
 from launch import local
 from launch.submit import request as requests
+from launch.submit.request import Request
 
 SERVICE = "this machine"
 CREDENTIALS = "none is needed"
 
 
-def has_credentials(environ):
+def has_credentials(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def mistakes(request):
+def mistakes(request: Request) -> list[str]:
     return []
 
 
-def build(request):
-    """The arguments of `launch local`, and what is added to the environment; CODE stands for the copy."""
+def build(request: Request) -> dict[str, Any]:
+    """The arguments of `launch local`, and what is added to the environment; CODE stands for the folder of the copy."""
     processes = ["--procs", str(request.gpus)] if request.gpus else []
-    options = [word for name, value in request.pairs for word in (f"--{name}", value)]
     places = requests.places(request.data_url, request.output_url)
     words = ["--nodes", str(request.nodes), *processes, "--restarts", str(request.retries)]
-    return {"launch local": [*words, f"CODE/{request.job}", "--", *options, *places], "environment": request.environment}
+    return {
+        "launch local": [*words, f"CODE/{request.job}", "--", *request.options, *places],
+        "environment": request.environment,
+    }
 
 
-def upload_to(request):
+def upload_to(request: Request) -> Optional[str]:
     return None
 
 
-def connect(request):
+def connect(request: Request) -> Any:
     return types.SimpleNamespace(exit_code=None)
 
 
-def send(client, request, body):
-    """Runs to the end; there is no job to name."""
+def send(client: Any, request: Request, body: Any) -> None:
+    """Run the job to its end; it has no id."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
         requests.stage(request.job, code)
         os.environ.update(body["environment"])
@@ -48,5 +53,5 @@ def send(client, request, body):
         )
 
 
-def stop(client, request, job_id):
-    raise UserError("--stop: a job on this machine has no id; stop it with Ctrl-C")
+def stop(client: Any, request: Request, job_id: str) -> None:
+    raise UserError("--stop is not for --platform local: stop the job with Ctrl-C")

@@ -1,14 +1,16 @@
 """Huawei ModelArts: a training job of its version 2 interface, sent through huaweicloudsdkmodelarts.
 
-The body is sent as it is built and not through the SDK's models, whose Output has no field for the download before the start
-without which a restarted job would find an empty folder.
+The body is sent as a dictionary and not as a model of the SDK, whose Output has no field for the download before the start:
+without it a job that is started again would have an empty folder.
 """
 
 import shlex
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
 
 from common.errors import UserError
 from launch.submit import request as requests
+from launch.submit.request import Request
 
 SERVICE = "ModelArts"
 CREDENTIALS = "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
@@ -17,11 +19,11 @@ CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # the last folder of code_
 ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
 
 
-def has_credentials(environ):
+def has_credentials(environ: Mapping[str, str]) -> bool:
     return requests.credentials_in(environ, NAMES, ["~/.huaweicloud/credentials"])
 
 
-def mistakes(request):
+def mistakes(request: Request) -> Iterator[str]:
     if bool(request.image) == bool(request.engine):
         yield "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one of them"
     if not request.region and not request.endpoint:
@@ -35,7 +37,7 @@ def mistakes(request):
             yield f"--env {name}: modelarts takes no $ in a value"
 
 
-def build(request):
+def build(request: Request) -> dict[str, Any]:
     """The body of POST /v2/PROJECT/training-jobs."""
     resource = {"flavor_id": request.flavor, "node_count": request.nodes, "pool_id": request.pool}
     spec = {
@@ -53,9 +55,10 @@ def build(request):
     return {"kind": "job", "metadata": _given(metadata), "algorithm": _algorithm(request), "spec": _given(spec)}
 
 
-def _algorithm(request):
+def _algorithm(request: Request) -> dict[str, Any]:
+    assert request.code_url and request.output_url  # mistakes() has refused a request without them
     code = _path(request.code_url)
-    # A preset engine appends the folders to the boot file's arguments; a command of ours is left as it is, and reads variables.
+    # The folders are appended to the arguments of a boot file; the command of an image stays as it is and reads variables.
     access = "env" if request.image else "parameter"
     algorithm = {
         "code_dir": code,
@@ -65,7 +68,7 @@ def _algorithm(request):
                 **_channel("train_url", request.output_url, access),
                 "mode": "upload_periodically",
                 "period": 30,
-                "prefetch_to_local": True,  # a job that starts again finds what it had written
+                "prefetch_to_local": True,  # so that a job that is started again has what it had written
             }
         ],
         "environments": {"PYTHONUNBUFFERED": "1", **_workers(request), **request.environment},
@@ -81,37 +84,37 @@ def _algorithm(request):
     }
 
 
-def _workers(request):
+def _workers(request: Request) -> dict[str, str]:
     return {"NPROC_PER_NODE": str(request.gpus)} if request.gpus else {}
 
 
-def _channel(name, url, access):
+def _channel(name: str, url: str, access: str) -> dict[str, Any]:
     return {"name": name, "access_method": access, "remote": {"obs": {"obs_url": _path(url)}}}
 
 
-def _path(url):
+def _path(url: str) -> str:
     """obs://bucket/folder -> /bucket/folder/"""
     return url[len("obs:/") :].rstrip("/") + "/"
 
 
-def _given(fields):
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request):
+def upload_to(request: Request) -> Optional[str]:
     return request.code_url
 
 
-def connect(request):
+def connect(request: Request) -> Any:
     try:
         from huaweicloudsdkcore.auth.provider import CredentialProviderChain
         from huaweicloudsdkmodelarts.v1 import ModelArtsClient
         from huaweicloudsdkmodelarts.v1.region.modelarts_region import ModelArtsRegion
     except ImportError:
-        raise requests.missing("huaweicloudsdkmodelarts", "modelarts") from None
+        raise requests.not_installed("huaweicloudsdkmodelarts", "modelarts") from None
     chain = CredentialProviderChain.get_basic_credential_provider_chain()
     builder = ModelArtsClient.new_builder().with_credentials(chain.get_credentials())
     if request.endpoint:
@@ -123,31 +126,32 @@ def connect(request):
         raise UserError(f"ModelArts has no region {request.region!r}: check its name, or give --endpoint") from None
 
 
-def send(client, request, body):
+def send(client: Any, request: Request, body: Any) -> str:
     from huaweicloudsdkmodelarts.v1 import CreateTrainingJobRequest
 
     return client.create_training_job(CreateTrainingJobRequest(body=body)).metadata.id
 
 
-def console(request, job_id):
+def console(request: Request, job_id: str) -> str:
     return f"https://console.huaweicloud.com/modelarts/?region={request.region or ''}#/trainingJobs, job {job_id}"
 
 
-def state(client, request, job_id):
+def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     from huaweicloudsdkmodelarts.v1 import ShowTrainingJobDetailsRequest
 
     phase = client.show_training_job_details(ShowTrainingJobDetailsRequest(training_job_id=job_id)).status.phase
     return phase, ENDED.get(phase)
 
 
-def log(client, request, job_id):
+def log(client: Any, request: Request, job_id: str) -> list[str]:
     from huaweicloudsdkmodelarts.v1 import ShowTrainingJobLogsPreviewRequest
 
     asked = ShowTrainingJobLogsPreviewRequest(training_job_id=job_id, task_id="worker-0")
-    return (client.show_training_job_logs_preview(asked).content or "").splitlines()
+    content: str = client.show_training_job_logs_preview(asked).content or ""
+    return content.splitlines()
 
 
-def stop(client, request, job_id):
+def stop(client: Any, request: Request, job_id: str) -> None:
     from huaweicloudsdkmodelarts.v1 import JobActionType, StopTrainingJobRequest
 
     client.stop_training_job(StopTrainingJobRequest(training_job_id=job_id, body=JobActionType(action_type="terminate")))

@@ -3,8 +3,12 @@
 import json
 import shlex
 import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
 
+from common.errors import UserError
 from launch.submit import request as requests
+from launch.submit.request import Request
 
 SERVICE = "PAI-DLC"
 CREDENTIALS = "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`"
@@ -12,25 +16,26 @@ NAMES = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_CREDENTIALS_URI", "ALIBAB
 FILES = ("~/.alibabacloud/credentials", "~/.alibabacloud/credentials.ini", "~/.aliyun/config.json")
 CODE, DATA, OUTPUT = "/mnt/code", "/mnt/data", "/mnt/output"
 ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving": 1, "Stopped": 1}
+NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
 GRACE_SECONDS = 60  # the job asks for half of it to save
 LOG_LINES = 1000
 
 
-def has_credentials(environ):
+def has_credentials(environ: Mapping[str, str]) -> bool:
     return requests.credentials_in(environ, NAMES, FILES)
 
 
-def mistakes(request):
+def mistakes(request: Request) -> Iterator[str]:
     if not request.flavor and not request.pool:
         yield "pai-dlc needs --flavor, such as ecs.gn7i-c8g1.2xlarge, or --pool, the id of a resource quota"
     if not request.region:
-        yield "pai-dlc needs --region, such as cn-hangzhou"
+        yield NO_REGION
     if not any(requests.mistakes(request)) and len(json.dumps(build(request)).encode()) > LARGEST:
         yield f"the request is larger than {LARGEST} bytes: give less in --env or to the job"
 
 
-def build(request):
+def build(request: Request) -> dict[str, Any]:
     """The body of POST /api/v1/jobs; the first worker is the master."""
     worker = {"Type": "Worker", "PodCount": request.nodes, "Image": request.image}
     if request.flavor:
@@ -40,7 +45,7 @@ def build(request):
     if request.spot:
         worker["SpotSpec"] = {"SpotStrategy": "SpotAsPriceGo"}
     folders = {CODE: request.code_url, DATA: request.data_url, OUTPUT: request.output_url}
-    body = {
+    body: dict[str, Any] = {
         "DisplayName": request.name,
         "JobType": "PyTorchJob",
         "WorkspaceId": request.workspace,
@@ -57,8 +62,8 @@ def build(request):
     return body
 
 
-def _restarts(retries):
-    """AIMaster starts the whole job again; a job that prints nothing for long counts as hung."""
+def _restarts(retries: int) -> dict[str, Any]:
+    """AIMaster starts the whole job again, also one that hangs: that prints nothing for long."""
     if not retries:
         return {}
     words = {
@@ -71,15 +76,15 @@ def _restarts(retries):
     return {"EnableErrorMonitoringInAIMaster": True, "ErrorMonitoringArgs": arguments}
 
 
-def _command(request):
+def _command(request: Request) -> str:
     """A shell line ending in exec, so that the stop signal reaches the job and not the shell."""
     data, output = request.data_url and DATA, request.output_url and OUTPUT
     words = requests.command(request, CODE, data, output)
     return f"pip install -q -r {CODE}/requirements.txt && exec {shlex.join(words)}"
 
 
-def _uri(url, region):
-    """oss://bucket/folder -> oss://bucket.oss-REGION-internal.aliyuncs.com/folder/, whose traffic costs nothing"""
+def _uri(url: str, region: Optional[str]) -> str:
+    """oss://bucket/folder -> oss://bucket.oss-REGION-internal.aliyuncs.com/folder/ (free traffic)"""
     bucket, _, folder = url[len("oss://") :].partition("/")
     return f"oss://{bucket}.oss-{region}-internal.aliyuncs.com/{folder.rstrip('/')}/"
 
@@ -87,45 +92,47 @@ def _uri(url, region):
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request):
+def upload_to(request: Request) -> Optional[str]:
     return request.code_url
 
 
-def connect(request):
+def connect(request: Request) -> Any:
+    if not request.region:  # of a job that is to be stopped
+        raise UserError(NO_REGION)
     try:
         from alibabacloud_credentials.client import Client as Credentials
         from alibabacloud_pai_dlc20201203.client import Client
         from alibabacloud_tea_openapi.models import Config
     except ImportError:
-        raise requests.missing("alibabacloud_pai_dlc20201203", "pai-dlc") from None
+        raise requests.not_installed("alibabacloud_pai_dlc20201203", "pai-dlc") from None
     url = urllib.parse.urlsplit(request.endpoint or f"https://pai-dlc.{request.region}.aliyuncs.com")
     config = Config(credential=Credentials(), region_id=request.region, endpoint=url.netloc, protocol=url.scheme)
     return Client(config)
 
 
-def send(client, request, body):
+def send(client: Any, request: Request, body: Any) -> str:
     from alibabacloud_pai_dlc20201203.models import CreateJobRequest
 
     return client.create_job(CreateJobRequest().from_map(body)).body.job_id
 
 
-def console(request, job_id):
+def console(request: Request, job_id: str) -> str:
     return f"https://pai.console.aliyun.com/?regionId={request.region}&workspaceId={request.workspace}#/dlc/jobs/{job_id}"
 
 
-def state(client, request, job_id):
+def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     status = _job(client, job_id).status
     return status, ENDED.get(status)
 
 
-def _job(client, job_id):
+def _job(client: Any, job_id: str) -> Any:
     from alibabacloud_pai_dlc20201203.models import GetJobRequest
 
     return client.get_job(job_id, GetJobRequest()).body
 
 
-def log(client, request, job_id):
-    """The first pod's: the others are silent."""
+def log(client: Any, request: Request, job_id: str) -> list[str]:
+    """The log of the first pod; the others print nothing."""
     from alibabacloud_pai_dlc20201203.models import GetPodLogsRequest
 
     pods = sorted(pod.pod_id for pod in _job(client, job_id).pods or [])
@@ -135,5 +142,5 @@ def log(client, request, job_id):
     return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=LOG_LINES)).body.logs or []
 
 
-def stop(client, request, job_id):
+def stop(client: Any, request: Request, job_id: str) -> None:
     client.stop_job(job_id)

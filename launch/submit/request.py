@@ -1,15 +1,16 @@
-"""What all platforms share: the request itself, the mistakes it can hold, the code that is uploaded, the job's command.
+"""What all platforms share: the request, the mistakes in it, the code that is uploaded, the job's command.
 
-A submission is data. Each platform's file turns a Request into its own (`build`, a pure function) and another function of it
-sends that. What is asked for stands here once, with the platforms that know it and those that cannot do without.
+A submission is data. Each platform's module turns a Request into the platform's own (`build`, a pure function) and sends that
+(`send`). The options are defined here once, with the platforms that know them and those that need them.
 """
 
 import dataclasses
 import os
 import re
 import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Optional, Union
 
 from common.errors import UserError, one_line
 from common.world.folders import is_address
@@ -21,10 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CLUSTERS = ("kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
 REMOTE = (*CLOUDS, *CLUSTERS, "slurm")
-BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads by itself
+BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads itself
 
 
-def option(help: str, default: Any = None, used_by: tuple = REMOTE, needed_by: tuple = (), kind: type = str) -> Any:
+def option(
+    help: str,
+    default: Any = None,
+    used_by: tuple[str, ...] = REMOTE,
+    needed_by: tuple[str, ...] = (),
+    kind: Callable[[str], object] = str,
+) -> Any:
+    """A field of Request that is an option of the command line."""
     about = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
     return dataclasses.field(default=default, metadata=about)
 
@@ -33,79 +41,90 @@ def option(help: str, default: Any = None, used_by: tuple = REMOTE, needed_by: t
 class Request:
     platform: str
     job: str  # jobs/NAME.py
-    arguments: tuple = ()  # the job's own
-    name: str = option("the job's name; unset: made of the job's and the time")
-    nodes: int = option("machines", 1, kind=int)
-    gpus: int = option("GPUs of each, 0 for none; locally the processes", 1, kind=int)
-    data_url: str = option("where the data are; the job finds them in a folder")
-    output_url: str = option(
-        "where checkpoints and results go; the same address goes on from the last", needed_by=("modelarts", "sagemaker")
+    arguments: tuple[str, ...] = ()  # the job's own
+    name: Optional[str] = option("name of the submitted job; unset: made of the file's name and the time")
+    nodes: int = option("how many machines", 1, kind=int)
+    gpus: int = option("GPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
+    data_url: Optional[str] = option("where the data are")
+    output_url: Optional[str] = option(
+        "where checkpoints and results go; a job with the same address goes on from them", needed_by=("modelarts", "sagemaker")
     )
-    code_url: str = option("where this code is put, or on a cluster the folder that has it", needed_by=(*CLOUDS, *CLUSTERS))
-    image: str = option("container image", used_by=(*CLOUDS, *CLUSTERS), needed_by=("pai-dlc", "sagemaker", *CLUSTERS))
-    engine: str = option("the name of one of the platform's own images, with torch 2.6 or later", used_by=("modelarts",))
-    flavor: str = option("kind of machine", used_by=CLOUDS, needed_by=("modelarts", "sagemaker"))
-    pool: str = option("dedicated pool, quota, queue or partition", used_by=("modelarts", "pai-dlc", "volcano", "slurm"))
-    region: str = option("such as cn-north-4", used_by=(*CLOUDS, *CLUSTERS))
-    endpoint: str = option("address of the service, in place of the region's", used_by=("modelarts", "pai-dlc"))
-    workspace: str = option("id of the workspace", used_by=("modelarts", "pai-dlc"), needed_by=("pai-dlc",))
-    role: str = option("ARN of the role that the job runs as", used_by=("sagemaker",), needed_by=("sagemaker",))
-    namespace: str = option("of the cluster", "default", used_by=CLUSTERS)
-    runtime: str = option("a ClusterTrainingRuntime: makes a TrainJob and no PyTorchJob", used_by=("kubeflow",))
-    volumes: tuple = option("CLAIM:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
-    secret: str = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
-    log_url: str = option("where the platform keeps the log", used_by=("modelarts",))
-    hours: float = option("stop after so many", kind=float)
-    retries: int = option("start again so often after a failure", 3, kind=int)
-    spot: bool = option("on machines that may be taken away", False, used_by=CLOUDS)
-    env: tuple = option("NAME=VALUE for the job, no credential; may be given again", ())
+    code_url: Optional[str] = option(
+        "where the code is uploaded to, or on a cluster the folder that has it", needed_by=(*CLOUDS, *CLUSTERS)
+    )
+    image: Optional[str] = option(
+        "container image", used_by=(*CLOUDS, *CLUSTERS), needed_by=("pai-dlc", "sagemaker", *CLUSTERS)
+    )
+    engine: Optional[str] = option("name of one of the platform's images, with torch 2.6 or later", used_by=("modelarts",))
+    flavor: Optional[str] = option("type of machine", used_by=CLOUDS, needed_by=("modelarts", "sagemaker"))
+    pool: Optional[str] = option(
+        "dedicated pool, quota, queue or partition", used_by=("modelarts", "pai-dlc", "volcano", "slurm")
+    )
+    region: Optional[str] = option("region of the platform, such as cn-north-4", used_by=(*CLOUDS, *CLUSTERS))
+    endpoint: Optional[str] = option("address of the service, instead of the region's", used_by=("modelarts", "pai-dlc"))
+    workspace: Optional[str] = option("id of the workspace", used_by=("modelarts", "pai-dlc"), needed_by=("pai-dlc",))
+    role: Optional[str] = option("ARN of the role that the job runs as", used_by=("sagemaker",), needed_by=("sagemaker",))
+    namespace: str = option("namespace of the cluster", "default", used_by=CLUSTERS)
+    runtime: Optional[str] = option("a ClusterTrainingRuntime: makes a TrainJob instead of a PyTorchJob", used_by=("kubeflow",))
+    volumes: tuple[str, ...] = option("CLAIM:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
+    secret: Optional[str] = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
+    log_url: Optional[str] = option("where the platform keeps the log", used_by=("modelarts",))
+    hours: Optional[float] = option("stop the job after so many hours", kind=float)
+    retries: int = option("how often a failed job is started again", 3, kind=int)
+    spot: bool = option("on cheaper machines that may be taken away", False, used_by=CLOUDS)
+    env: tuple[str, ...] = option("NAME=VALUE for the job, no credential; may be given again", ())
 
     @property
-    def environment(self):
-        return dict(pair.partition("=")[::2] for pair in self.env)
+    def environment(self) -> dict[str, str]:
+        return {name: value for name, _, value in (pair.partition("=") for pair in self.env)}
 
     @property
-    def pairs(self):
-        """The job's options as (name, value), whichever form they were given in."""
+    def pairs(self) -> list[tuple[str, Optional[str]]]:
+        """The job's options as (name, value), in whichever form they were given."""
         return [(name.lstrip("-"), value) for name, value in _pairs(self.arguments)]
+
+    @property
+    def options(self) -> list[str]:
+        """The job's options as --NAME VALUE."""
+        return [word for name, value in self.pairs for word in (f"--{name}", value or "")]
 
 
 # --- Mistakes --------------------------------------------------------------------------------------------------------
 
-NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform takes, with room for a pod's number
+NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform allows, with room for the number of a pod
 CREDENTIAL = re.compile(r"secret|token|password|passwd|access_?key|credential|api_?key|(?:^|_)(?:ak|sk)$", re.IGNORECASE)
-# What the platform itself says to a job, as arguments and in its environment.
+# What the platform itself gives a job, as arguments and in its environment.
 ITS_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
 ITS_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
 BOUNDS = {"nodes": (1, 1000), "gpus": (0, 16), "retries": (0, 30), "hours": (0.1, 24 * 28)}
 PLACES = {"data_url": "--data_url", "output_dir": "--output_url", "train_url": "--output_url"}
 
 
-def mistakes(request):
-    """One line for each thing that is wrong, whatever the platform; what only one of them refuses is in its own file."""
+def mistakes(request: Request) -> list[str]:
+    """A line for each mistake that is one on every platform; those of one platform are in its own module."""
     return [*_options(request), *_forms(request), *_addresses(request), *_arguments(request), *_variables(request)]
 
 
-def _options(request):
+def _options(request: Request) -> Iterator[str]:
     for field in dataclasses.fields(request):
         value, about = getattr(request, field.name), field.metadata
-        if not about or request.platform == "local":  # which takes whatever the others take
+        if not about or request.platform == "local":  # which runs what is meant for any of the others
             continue
         if request.platform in about["needed_by"] and value is None:
             yield f"{request.platform} needs --{field.name}: {about['help']}"
         if request.platform not in about["used_by"] and value != field.default:
-            yield f"--{field.name} means nothing to {request.platform}, but to {', '.join(about['used_by'])}: leave it out"
+            yield f"--{field.name} is for {', '.join(about['used_by'])}, not for {request.platform}: leave it out"
 
 
-def _forms(request):
+def _forms(request: Request) -> Iterator[str]:
     if not NAME.fullmatch(request.name or ""):
-        yield f"--name is {request.name!r}: a small letter, then at most 53 small letters, digits and hyphens"
+        yield f"--name is {request.name!r}: give a lower-case letter, then at most 53 lower-case letters, digits and hyphens"
     for name, (least, most) in BOUNDS.items():
         value = getattr(request, name)
         if value is not None and not least <= value <= most:
             yield f"--{name} is {value:g}: give {least:g} to {most:g}"
     if not re.fullmatch(r"jobs/[^/]+\.py", request.job):
-        yield f"{request.job} is no job of this folder: give a file of {ROOT / 'jobs'} as jobs/NAME.py"
+        yield f"{request.job} is not a job of this repository: give a file of {ROOT / 'jobs'} as jobs/NAME.py"
     elif wrong := missing_job(request.job, ROOT):
         yield wrong
     for volume in request.volumes:
@@ -113,7 +132,7 @@ def _forms(request):
             yield f"--volumes {volume}: give CLAIM:/FOLDER, the name of a PersistentVolumeClaim and where to mount it"
 
 
-def _addresses(request):
+def _addresses(request: Request) -> Iterator[str]:
     scheme = BUCKET.get(request.platform)
     for name in ("data_url", "output_url", "code_url", "log_url"):
         value = getattr(request, name)
@@ -124,19 +143,19 @@ def _addresses(request):
         elif is_address(value) and not value.startswith(("s3://", "obs://", "oss://")):
             yield f"--{name} is {value}: give a folder or s3://, obs://, oss://"
         elif not is_address(value) and request.platform in CLUSTERS and not value.startswith("/"):
-            yield f"--{name} is {value}: give the folder as the pods see it, from its /"
+            yield f"--{name} is {value}: give a folder of the pods that begins with /"
 
 
-def _arguments(request):
+def _arguments(request: Request) -> Iterator[str]:
     seen = set()
     for name, value in _pairs(request.arguments):
         plain = name.lstrip("-").replace("-", "_")
         if value is None:
-            yield f"the job's option {name!r} has not the form --NAME VALUE, the only one that every console knows"
+            yield f"the job's option {name!r} does not have the form --NAME VALUE, the only one that every console takes"
         elif plain in ITS_ARGUMENTS:
-            yield f"{name} is for the platform to give: leave it out"
+            yield f"{name} is set by the platform: leave it out"
         elif plain in PLACES:
-            yield f"{name} stands behind the --: give {PLACES[plain]} before it, which the platform has to know"
+            yield f"{name} is among the job's options: give {PLACES[plain]} before the --, because the platform needs it"
         elif plain in seen:
             yield f"{name} is given twice"
         elif CREDENTIAL.search(plain):
@@ -144,7 +163,7 @@ def _arguments(request):
         seen.add(plain)
 
 
-def _variables(request):
+def _variables(request: Request) -> Iterator[str]:
     for pair in request.env:
         name, equals, value = pair.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -152,13 +171,13 @@ def _variables(request):
         elif CREDENTIAL.search(name):
             yield f"--env {name} looks like a credential, which a request would show: give the job a role, or --secret"
         elif ITS_VARIABLES.fullmatch(name):
-            yield f"--env {name} is for the platform to set: leave it out"
+            yield f"--env {name} is set by the platform: leave it out"
         elif not value.isprintable():
-            yield f"--env {name}: its value has a character that cannot be printed"
+            yield f"--env {name}: the value has a character that cannot be printed"
 
 
-def _pairs(arguments):
-    """(--name, value) in order; a value is None where there is none, and so is that of a word without a name."""
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
+    """(--name, value) in order; the value is None where there is none. So it is for a word that is no --name."""
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -174,21 +193,20 @@ def _pairs(arguments):
 # --- The job's command and code ----------------------------------------------------------------------------------------
 
 
-def places(data, output):
-    """The options by which a job is told where it reads and writes."""
+def places(data: Optional[str], output: Optional[str]) -> list[str]:
+    """The options that tell a job where it reads and writes."""
     return [*(["--data_url", data] if data else []), *(["--output_dir", output] if output else [])]
 
 
-def command(request, code, data=None, output=None):
-    """The job's command where the code lies in the folder `code`; no shell, so that a stop signal reaches the job itself."""
-    options = [word for name, value in request.pairs for word in (f"--{name}", value)]
-    return ["python", "-u", f"{code}/{request.job}", *options, *places(data, output)]
+def command(request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None) -> list[str]:
+    """The job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job itself."""
+    return ["python", "-u", f"{code}/{request.job}", *request.options, *places(data, output)]
 
 
-def stage(job, folder):
-    """Write what is uploaded into `folder`: the job and its modules in one file, requirements.txt, SageMaker's boot file.
+def stage(job: str, folder: Union[str, Path]) -> None:
+    """Write what is uploaded into `folder`: the job and its modules as one file, requirements.txt, SageMaker's boot file.
 
-    One file, because another upload to the same address may have left modules of another state there.
+    One file, because an earlier upload to the same address may have left other versions of the modules there.
     """
     target = Path(folder, job)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -200,18 +218,18 @@ def stage(job, folder):
 # --- What a platform answers -------------------------------------------------------------------------------------------
 
 
-def credentials_in(environ, names, files):
-    """Whether the standard places have a credential: one of these variables, or one of these files of the home folder."""
+def credentials_in(environ: Mapping[str, str], names: Iterable[str], files: Iterable[str]) -> bool:
+    """Whether one of these variables is set, or one of these files exists."""
     return any(environ.get(name) for name in names) or any(os.path.exists(os.path.expanduser(file)) for file in files)
 
 
-def missing(package, extra):
+def not_installed(package: str, extra: str) -> UserError:
     return UserError(f"{package} is not installed: pip install .[{extra}]")
 
 
-def describe(error, environ):
-    """What a platform said, in one line and without any secret of this environment (some answers quote the request)."""
-    names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")  # each SDK has its own of these
+def describe(error: Exception, environ: Mapping[str, str]) -> str:
+    """A platform's error as one line, without the secrets of this environment: some answers quote the request."""
+    names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")  # each SDK has some of these
     words = [getattr(error, name, None) for name in names]
     text = " ".join(dict.fromkeys(str(word) for word in words if word)) or str(error)
     for name, value in environ.items():

@@ -1,8 +1,13 @@
 """AWS SageMaker: a training job, sent through boto3.
 
-The container's command is ours and no toolkit's: boot_sagemaker.py becomes the job, so that SIGTERM (a stop, a spot machine
-that is taken away) reaches it, which SageMaker's own toolkit never passes on. Any image with Python and torch will do.
+The container starts boot_sagemaker.py and not SageMaker's toolkit: it becomes the job, so that SIGTERM (a stop, a spot machine
+that is taken away) reaches the job, which the toolkit never passes on. Any image with Python and torch will do.
 """
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+from launch.submit.request import Request
 
 SERVICE = "SageMaker"
 CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
@@ -19,31 +24,32 @@ METRICS = {
 }  # fmt: skip
 
 
-def has_credentials(environ):
+def has_credentials(environ: Mapping[str, str]) -> bool:
     import boto3
 
     return boto3.Session().get_credentials() is not None
 
 
-def mistakes(request):
+def mistakes(request: Request) -> Iterator[str]:
     if request.flavor and not request.flavor.startswith("ml."):
-        yield f"--flavor is {request.flavor}: sagemaker's begin with ml., such as ml.g5.48xlarge"
+        yield f"--flavor is {request.flavor}: give a type that begins with ml., such as ml.g5.48xlarge"
     if request.role and not request.role.startswith("arn:aws"):
         yield f"--role is {request.role}: give the role's ARN, arn:aws:iam::ACCOUNT:role/NAME"
     if len(request.pairs) > 100:
-        yield f"the job has {len(request.pairs)} options: sagemaker takes 100"
+        yield f"the job has {len(request.pairs)} options: sagemaker takes 100 at most"
     for name, value in request.pairs:
         if value is not None and len(value) > 2500:
-            yield f"--{name} has {len(value)} characters: sagemaker takes 2500"
+            yield f"--{name} has {len(value)} characters: sagemaker takes 2500 at most"
 
 
-def build(request):
+def build(request: Request) -> dict[str, Any]:
     """The arguments of create_training_job."""
+    assert request.code_url and request.output_url  # mistakes() has refused a request without them
     seconds = int(request.hours * 3600) if request.hours else DAY
     output = request.output_url.rstrip("/")
     resources = {"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100}
     workers = {"NPROC_PER_NODE": str(request.gpus)} if request.gpus else {}
-    body = {
+    body: dict[str, Any] = {
         "TrainingJobName": request.name,
         "RoleArn": request.role,
         "AlgorithmSpecification": {
@@ -57,7 +63,7 @@ def build(request):
         "InputDataConfig": [_channel("code", request.code_url)]
         + ([_channel("training", request.data_url)] if request.data_url else []),
         "OutputDataConfig": {"S3OutputPath": f"{output}/"},
-        # The same address gives a later job, and one that starts again, what this one has saved.
+        # A later job with the same address, and this one when it is started again, has what was saved.
         "CheckpointConfig": {"S3Uri": f"{output}/checkpoints/", "LocalPath": "/opt/ml/checkpoints"},
         "TensorBoardOutputConfig": {"S3OutputPath": f"{output}/tensorboard/", "LocalPath": "/opt/ml/output/tensorboard"},
         "ResourceConfig": resources,
@@ -72,7 +78,7 @@ def build(request):
     return body
 
 
-def _channel(name, url):
+def _channel(name: str, url: str) -> dict[str, Any]:
     source = {"S3DataType": "S3Prefix", "S3Uri": url.rstrip("/") + "/", "S3DataDistributionType": "FullyReplicated"}
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
@@ -80,11 +86,11 @@ def _channel(name, url):
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request):
+def upload_to(request: Request) -> Optional[str]:
     return request.code_url
 
 
-def connect(request):
+def connect(request: Request) -> Any:
     """{service: client}: the jobs are in one, their logs in another."""
     import boto3
 
@@ -92,24 +98,24 @@ def connect(request):
     return {name: session.client(name) for name in ("sagemaker", "logs")}
 
 
-def send(clients, request, body):
+def send(clients: Any, request: Request, body: Any) -> str:
     clients["sagemaker"].create_training_job(**body)
     return body["TrainingJobName"]
 
 
-def console(request, job_id):
+def console(request: Request, job_id: str) -> str:
     region = request.region or "us-east-1"
     return f"https://{region}.console.aws.amazon.com/sagemaker/home?region={region}#/jobs/{job_id}"
 
 
-def state(clients, request, job_id):
+def state(clients: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     told = clients["sagemaker"].describe_training_job(TrainingJobName=job_id)
     status = told["TrainingJobStatus"]
     return f"{status} ({told.get('SecondaryStatus', '')})", ENDED.get(status)
 
 
-def log(clients, request, job_id):
-    """The first host's: the others are silent."""
+def log(clients: Any, request: Request, job_id: str) -> list[str]:
+    """The log of the first host; the others print nothing."""
     logs = clients["logs"]
     streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")["logStreams"]
     if not streams:
@@ -119,5 +125,5 @@ def log(clients, request, job_id):
     return [event["message"] for event in events["events"]]
 
 
-def stop(clients, request, job_id):
+def stop(clients: Any, request: Request, job_id: str) -> None:
     clients["sagemaker"].stop_training_job(TrainingJobName=job_id)

@@ -5,14 +5,17 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
 
 from common.errors import UserError
 from common.world.folders import is_address
 from launch.submit import request as requests
+from launch.submit.request import Request
 
 SERVICE = "SLURM"
 CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
-WARNING_SECONDS = 120  # before the time limit the job is told to save; then the script puts itself back into the queue
+WARNING_SECONDS = 120  # so long before the time limit the job is told to save; then the script queues itself again
 ENDED = {"COMPLETED": 0, **dict.fromkeys(["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"], 1)}
 LOG_LINES = 1000
 
@@ -28,19 +31,19 @@ exit $code
 """
 
 
-def has_credentials(environ):
+def has_credentials(environ: Mapping[str, str]) -> bool:
     return shutil.which("sbatch", path=environ.get("PATH")) is not None
 
 
-def mistakes(request):
+def mistakes(request: Request) -> Iterator[str]:
     if request.code_url and is_address(request.code_url):
         yield f"--code_url is {request.code_url}: slurm needs a folder that every node sees"
     for name in ("pool", "data_url", "output_url", "code_url"):
         if "\n" in (getattr(request, name) or ""):
-            yield f"--{name} has a line end in it"
+            yield f"--{name} has a line end in it: leave it out"
 
 
-def build(request):
+def build(request: Request) -> str:
     """The text of the batch script."""
     code = os.path.abspath(request.code_url) if request.code_url else str(requests.ROOT)
     lines = {
@@ -56,49 +59,49 @@ def build(request):
     return "\n".join(["#!/bin/bash", *header, *exports, AGAIN.format(run=run, retries=request.retries)])
 
 
-def _clock(hours):
+def _clock(hours: Optional[float]) -> Optional[str]:
     return None if hours is None else f"{int(hours)}:{round(hours % 1 * 60):02d}:00"
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request):
+def upload_to(request: Request) -> Optional[str]:
     return request.code_url
 
 
-def connect(request):
+def connect(request: Request) -> Any:
     if not shutil.which("sbatch"):
         raise UserError(CREDENTIALS)
 
 
-def _run(*words, text=None):
+def _run(*words: str, text: Optional[str] = None) -> str:
     done = subprocess.run(words, input=text, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{words[0]} refused: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
 
 
-def send(client, request, body):
+def send(client: Any, request: Request, body: Any) -> str:
     return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
 
 
-def console(request, job_id):
+def console(request: Request, job_id: str) -> str:
     return f"squeue -j {job_id}"
 
 
-def state(client, request, job_id):
+def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     told = _fields(job_id)
     name = told.get("JobState", "UNKNOWN")
     return name, ENDED.get(name)
 
 
-def _fields(job_id):
+def _fields(job_id: str) -> dict[str, str]:
     """What scontrol says of a job, as {name: value}."""
     return dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", _run("scontrol", "-o", "show", "job", job_id).strip()))
 
 
-def log(client, request, job_id):
+def log(client: Any, request: Request, job_id: str) -> list[str]:
     try:
         with open(_fields(job_id).get("StdOut", ""), errors="replace") as file:
             return file.read().splitlines()[-LOG_LINES:]
@@ -106,5 +109,5 @@ def log(client, request, job_id):
         return []
 
 
-def stop(client, request, job_id):
+def stop(client: Any, request: Request, job_id: str) -> None:
     _run("scancel", job_id)
