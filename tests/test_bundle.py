@@ -60,7 +60,7 @@ def test_only_what_the_job_uses_is_in_it():
     )
     others = ("datasets/dpex/", "datasets/dali/", "launch/submit/", "common/report")
     assert not [place for place in bundle.modules_of(ROOT / "jobs" / "train.py") if place.startswith(others)]
-    assert {"datasets/dpex/porter.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
+    assert {"datasets/dpex/bridge.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
 
 

@@ -311,7 +311,7 @@ def test_a_wrong_digest_leaves_nothing(serve, tmp_path, have):
 
 @pytest.mark.parametrize("url", ["http://example.com/x", "file:///etc/passwd", "ftp://h/x"])
 def test_only_https_is_fetched(tmp_path, url):
-    with pytest.raises(UserError, match="not an https address"):
+    with pytest.raises(UserError, match="not an https:// address"):
         https.download(url, str(tmp_path / "x"), DIGEST)
 
 
