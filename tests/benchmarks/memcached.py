@@ -3,7 +3,7 @@
     python -m tests.benchmarks.memcached [--rounds 9]       (make bench)
 
 The forms take turns, each in a forked process of its own, so that its CPU time is the client's alone. The servers are memcached's
-own, on this machine. Of what datasets/fleet.py adds to pymemcache each part is also taken out alone, and what it once had is put back. Beside a bad
+own, on this machine. Of what datasets/kspeed/memcached.py adds to pymemcache each part is also taken out alone, and what it once had is put back. Beside a bad
 server ours has a deadline of 0.05 s and pymemcache its own two timeouts of 0.05 s; the costs are taken with 10 s.
 """
 
@@ -22,13 +22,13 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from datasets.cache import SampleCache, addresses
 from pymemcache import __version__
 from pymemcache.client.base import Client
 from pymemcache.client.hash import HashClient
 from pymemcache.client.rendezvous import RendezvousHash
 
-from datasets import fleet
+from datasets.kspeed import memcached as fleet
+from datasets.kspeed.cache import SampleCache, addresses
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.memcached import Liar, Memcached
@@ -55,7 +55,7 @@ def fill(servers, size):
     """[(key, the key that the servers see)]; every server has all of them, because each hash has its own choice."""
     cache, found = SampleCache(listed(servers)), []
     for number in range(SAMPLES):
-        address, seal = cache._named(str(number))
+        address, seal = cache._hashed(str(number))
         found.append((str(number), address))
         for one in servers:
             sample = content(number, size)
@@ -72,7 +72,7 @@ def cached(servers):
 
 
 def client(servers, change=lambda _: None):
-    """Ours without the checksum, which is the work of datasets/cache.py; `change` takes a part out, or puts one back."""
+    """Ours without the checksum, which is the work of datasets/kspeed/cache.py; `change` takes a part out, or puts one back."""
     mine = fleet.connect(SampleCache(listed(servers), deadline=PATIENCE))
     for one in mine.clients.values():
         one.get_many = lambda keys, one=one: Client.get_many(one, keys)
@@ -261,14 +261,14 @@ def client_set(servers, change=lambda _: None):
 
     def put(key, sample):
         mine.network.begin()
-        return mine.set(cache._named(key)[0], sample) == fleet.STORED
+        return mine.set(cache._hashed(key)[0], sample) == fleet.STORED
 
     return put
 
 
 def hash_client_set(servers):
     theirs, cache = HashClient(addresses(listed(servers)), **plain(PATIENCE)), SampleCache(listed(servers))
-    return lambda key, sample: theirs.set(cache._named(key)[0], sample)
+    return lambda key, sample: theirs.set(cache._hashed(key)[0], sample)
 
 
 SETS = {
