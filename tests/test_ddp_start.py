@@ -32,6 +32,19 @@ def test_the_old_launcher_of_torch_in_its_new_form(two_ranks, tmp_path):
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
+def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
+    """One that lets go of its last tensor while Python ends aborts the process, after all its work was done."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, glob\n"
+        "atexit.register(lambda: print('THREADS', *[open(name).read().strip() for name in glob.glob('/proc/self/task/*/comm')]))\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = "29625"
+    printed = run_job("train_ddp", tmp_path, *TINY, env=env, launcher=[sys.executable]).stdout
+    (line,) = [line for line in printed.splitlines() if line.startswith("THREADS")]  # atexit's first is its last
+    assert "gloo" not in line, line
+
+
 def test_srun_starts_one_task_per_process(two_ranks, tmp_path):
     """What srun sets for two tasks on one node."""
     env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",

@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -64,6 +65,9 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
     moments.announce("meeting", args)
+    # Imported after that, as DistributedDataParallel does, its functions keep the group as a default argument: then
+    # destroy_process_group cannot end Gloo's threads, and one that lets go of its last tensor too late aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.collective_seconds)
     if here.level == "node":
         GROUP.store = distributed.HashStore()
