@@ -107,10 +107,11 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
         print(show(body))
         return 0
     client = connected(platform, request)
-    upload(request.job, platform.upload_to(request), request.region)
+    if request.upload_url:
+        upload(request.job, request.upload_url, request.region)
     job_id = asked(platform, platform.send, client, request, body)
-    if job_id is None:  # it has run, on this machine
-        return client.exit_code
+    if isinstance(job_id, int):  # the exit code of a job that has run, on this machine
+        return job_id
     print(f"submitted {job_id}", flush=True)
     print(f"see it at {platform.console(request, job_id)}", flush=True)
     return follow(platform, client, request, job_id) if options.follow else 0
@@ -143,10 +144,8 @@ def asked(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -
         raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
 
 
-def upload(job: str, url: Optional[str], region: Optional[str] = None) -> None:
-    """Put the job as one file where the platform takes the code from; nothing where `url` is None."""
-    if url is None:
-        return
+def upload(job: str, url: str, region: Optional[str]) -> None:
+    """Put the job as one file where the platform takes the code from."""
     if region:
         os.environ.setdefault("AWS_REGION", region)  # the bucket is where the job is
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.storage.bucket import ADDRESS, ENDPOINTS
-from common.world.folders import is_address
 from launch.submit import request as requests
 from launch.submit.request import Request
 
@@ -37,7 +36,7 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 
 def mistakes(request: Request) -> Iterator[str]:
     code = request.code_url or ""
-    if request.runtime and (is_address(code) or request.secret):
+    if request.runtime and (request.upload_url or request.secret):
         yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
     if code.startswith(("obs://", "oss://")) and not request.region:
         yield f"--code_url is {code}: give --region, such as cn-north-4"
@@ -123,13 +122,13 @@ def _tasks(request: Request) -> dict[str, int]:
 
 def _template(request: Request) -> dict[str, Any]:
     pod = {"terminationGracePeriodSeconds": GRACE_SECONDS, "containers": [_container(request)], "volumes": _volumes(request)}
-    return {"spec": {**pod, "initContainers": [_fetcher(request)]} if is_address(request.code_url) else pod}
+    return {"spec": {**pod, "initContainers": [_fetcher(request)]} if request.upload_url else pod}
 
 
 def _container(request: Request) -> dict[str, Any]:
     assert request.code_url  # mistakes() has refused a request without it
-    code = CODE if is_address(request.code_url) else request.code_url.rstrip("/")
-    mounts = {"shm": "/dev/shm", **({"code": CODE} if is_address(request.code_url) else {}), **_claims(request)}
+    code = CODE if request.upload_url else request.code_url.rstrip("/")
+    mounts = {"shm": "/dev/shm", **({"code": CODE} if request.upload_url else {}), **_claims(request)}
     return {
         "name": "pytorch",  # Kubeflow looks for this one
         "image": request.image,
@@ -178,16 +177,12 @@ def _claims(request: Request) -> dict[str, str]:
 
 
 def _volumes(request: Request) -> list[dict[str, Any]]:
-    code = [{"name": "code", "emptyDir": {}}] if is_address(request.code_url) else []
+    code = [{"name": "code", "emptyDir": {}}] if request.upload_url else []
     claims = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in _claims(request)]
     return [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *code, *claims]
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------
-
-
-def upload_to(request: Request) -> Optional[str]:
-    return request.code_url if is_address(request.code_url) else None
 
 
 def connect(request: Request) -> Any:

@@ -104,10 +104,6 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request: Request) -> Optional[str]:
-    return request.code_url
-
-
 def connect(request: Request) -> Any:
     try:
         from huaweicloudsdkcore.auth.provider import CredentialProviderChain

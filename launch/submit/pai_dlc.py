@@ -92,10 +92,6 @@ def _uri(url: str, region: Optional[str]) -> str:
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request: Request) -> Optional[str]:
-    return request.code_url
-
-
 def connect(request: Request) -> Any:
     if not request.region:  # of a job that is to be stopped
         raise UserError(NO_REGION)

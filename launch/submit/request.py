@@ -84,6 +84,12 @@ class Request:
         return [(name.lstrip("-"), value) for name, value in _pairs(self.arguments)]
 
     @property
+    def upload_url(self) -> Optional[str]:
+        """Where the code is uploaded to; None where the job runs from a folder that has it already."""
+        is_there = self.platform == "local" or (self.platform in CLUSTERS and not is_address(self.code_url))
+        return None if is_there else self.code_url
+
+    @property
     def options(self) -> list[str]:
         """The job's options as --NAME VALUE."""
         return [word for name, value in self.pairs for word in (f"--{name}", value or "")]

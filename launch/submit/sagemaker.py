@@ -86,10 +86,6 @@ def _channel(name: str, url: str) -> dict[str, Any]:
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request: Request) -> Optional[str]:
-    return request.code_url
-
-
 def connect(request: Request) -> Any:
     """{service: client}: the jobs are in one, their logs in another."""
     import boto3

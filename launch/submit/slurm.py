@@ -66,13 +66,8 @@ def _clock(hours: Optional[float]) -> Optional[str]:
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def upload_to(request: Request) -> Optional[str]:
-    return request.code_url
-
-
-def connect(request: Request) -> Any:
-    if not shutil.which("sbatch"):
-        raise UserError(CREDENTIALS)
+def connect(request: Request) -> None:
+    """sbatch and its like find the cluster themselves."""
 
 
 def _run(*words: str, text: Optional[str] = None) -> str:
