@@ -57,60 +57,52 @@ def build(request: Request) -> dict[str, Any]:
 
 def _pytorch_job(request: Request) -> dict[str, Any]:
     """OnFailure: a pod whose job ends with an error is started again in its place, and goes on from its checkpoint."""
-    policy = {"backoffLimit": request.retries, "cleanPodPolicy": "Running"}
-    if request.hours:
-        policy["activeDeadlineSeconds"] = int(request.hours * 3600)
+    policy = requests.given(backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds)
     replicas = {
         name: {"replicas": count, "restartPolicy": "OnFailure" if request.retries else "Never", "template": _template(request)}
         for name, count in _tasks(request).items()
     }
-    spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    return {**spec, "nprocPerNode": str(request.gpus)} if request.gpus else spec
+    processes = str(request.gpus) if request.gpus else None
+    return requests.given(runPolicy=policy, pytorchReplicaSpecs=replicas, nprocPerNode=processes)
 
 
 def _volcano_job(request: Request) -> dict[str, Any]:
     """All pods are started again when one fails or is evicted."""
-    template = _template(request)
-    template["spec"]["restartPolicy"] = "Never"
-    if request.hours:
-        template["spec"]["activeDeadlineSeconds"] = int(request.hours * 3600)
-    tasks = [
-        {"name": name.lower(), "replicas": count, "template": template, "policies": [_policy("TaskCompleted", "CompleteJob")]}
-        for name, count in _tasks(request).items()
+    pod = requests.given(**_template(request)["spec"], restartPolicy="Never", activeDeadlineSeconds=request.seconds)
+    tasks: list[dict[str, Any]] = [
+        {"name": name.lower(), "replicas": count, "template": {"spec": pod}} for name, count in _tasks(request).items()
     ]
-    for task in tasks[1:]:
-        del task["policies"]  # the job is complete when its master is
-    again = [_policy(event, "RestartJob") for event in ("PodFailed", "PodEvicted")] if request.retries else []
-    spec = {
-        "schedulerName": "volcano",
-        "minAvailable": request.nodes,  # all or none
-        "maxRetry": request.retries,
-        "plugins": {"pytorch": ["--master=master", "--worker=worker", "--port=23456"], "svc": [], "env": []},
-        "policies": again,
-        "tasks": tasks,
-    }
-    return {**spec, "queue": request.pool} if request.pool else spec
+    tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
+    again = ("PodFailed", "PodEvicted") if request.retries else ()
+    return requests.given(
+        schedulerName="volcano",
+        minAvailable=request.nodes,  # all or none
+        maxRetry=request.retries,
+        plugins={"pytorch": ["--master=master", "--worker=worker", "--port=23456"], "svc": [], "env": []},
+        policies=[{"event": event, "action": "RestartJob"} for event in again],
+        tasks=tasks,
+        queue=request.pool or None,
+    )
 
 
 def _train_job(request: Request) -> dict[str, Any]:
     """The runtime defines the pod's template, restarts and grace period; only the volumes are changed here."""
     container = _container(request)
-    trainer = {
-        "numNodes": request.nodes,
-        "resourcesPerNode": container["resources"],
+    trainer = requests.given(
+        numNodes=request.nodes,
+        resourcesPerNode=container["resources"],
         **{name: container[name] for name in ("image", "command", "env")},
-    }
-    if request.gpus:
-        trainer["numProcPerNode"] = request.gpus
+        numProcPerNode=request.gpus or None,
+    )
     pod = {"volumes": _volumes(request), "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}]}
     jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
     patch = {"manager": "anyrank/submit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
-    spec = {"runtimeRef": {"name": request.runtime}, "trainer": trainer, "runtimePatches": [patch]}
-    return {**spec, "activeDeadlineSeconds": int(request.hours * 3600)} if request.hours else spec
-
-
-def _policy(event: str, action: str) -> dict[str, str]:
-    return {"event": event, "action": action}
+    return requests.given(
+        runtimeRef={"name": request.runtime},
+        trainer=trainer,
+        runtimePatches=[patch],
+        activeDeadlineSeconds=request.seconds,
+    )
 
 
 def _tasks(request: Request) -> dict[str, int]:

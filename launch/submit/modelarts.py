@@ -39,20 +39,20 @@ def mistakes(request: Request) -> Iterator[str]:
 
 def build(request: Request) -> dict[str, Any]:
     """The body of POST /v2/PROJECT/training-jobs."""
-    resource = {"flavor_id": request.flavor, "node_count": request.nodes, "pool_id": request.pool}
-    spec = {
-        "resource": _given(resource),
-        "log_export_path": {"obs_url": _path(request.log_url)} if request.log_url else None,
-        "auto_stop": {"time_unit": "HOURS", "duration": int(request.hours)} if request.hours else None,
-        "schedule_policy": {"preemptible": True} if request.spot else None,
-    }
+    spec = requests.given(
+        resource=requests.given(flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool),
+        log_export_path={"obs_url": _path(request.log_url)} if request.log_url else None,
+        auto_stop={"time_unit": "HOURS", "duration": int(request.hours)} if request.hours else None,
+        schedule_policy={"preemptible": True} if request.spot else None,
+    )
     again = {
         "fault-tolerance/job-retry-num": str(request.retries),
         "fault-tolerance/job-unconditional-retry": "true",
         "fault-tolerance/hang-retry": "true",
     }
-    metadata = {"name": request.name, "workspace_id": request.workspace, "annotations": again if request.retries else None}
-    return {"kind": "job", "metadata": _given(metadata), "algorithm": _algorithm(request), "spec": _given(spec)}
+    annotations = again if request.retries else None
+    metadata = requests.given(name=request.name, workspace_id=request.workspace, annotations=annotations)
+    return {"kind": "job", "metadata": metadata, "algorithm": _algorithm(request), "spec": spec}
 
 
 def _algorithm(request: Request) -> dict[str, Any]:
@@ -60,18 +60,17 @@ def _algorithm(request: Request) -> dict[str, Any]:
     code = _path(request.code_url)
     # The folders are appended to the arguments of a boot file; the command of an image stays as it is and reads variables.
     access = "env" if request.image else "parameter"
+    output = {
+        **_channel("train_url", request.output_url, access),
+        "mode": "upload_periodically",
+        "period": 30,
+        "prefetch_to_local": True,  # so that a job that is started again has what it had written
+    }
     algorithm = {
         "code_dir": code,
         "inputs": [_channel("data_url", request.data_url, access)] if request.data_url else [],
-        "outputs": [
-            {
-                **_channel("train_url", request.output_url, access),
-                "mode": "upload_periodically",
-                "period": 30,
-                "prefetch_to_local": True,  # so that a job that is started again has what it had written
-            }
-        ],
-        "environments": {"PYTHONUNBUFFERED": "1", **_workers(request), **request.environment},
+        "outputs": [output],
+        "environments": {"PYTHONUNBUFFERED": "1", **request.workers, **request.environment},
     }
     if request.image:
         folder = f"{CODE_FOLDER}/{code.rstrip('/').rsplit('/', 1)[1]}"
@@ -84,10 +83,6 @@ def _algorithm(request: Request) -> dict[str, Any]:
     }
 
 
-def _workers(request: Request) -> dict[str, str]:
-    return {"NPROC_PER_NODE": str(request.gpus)} if request.gpus else {}
-
-
 def _channel(name: str, url: str, access: str) -> dict[str, Any]:
     return {"name": name, "access_method": access, "remote": {"obs": {"obs_url": _path(url)}}}
 
@@ -95,10 +90,6 @@ def _channel(name: str, url: str, access: str) -> dict[str, Any]:
 def _path(url: str) -> str:
     """obs://bucket/folder -> /bucket/folder/"""
     return url[len("obs:/") :].rstrip("/") + "/"
-
-
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------

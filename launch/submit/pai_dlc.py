@@ -37,29 +37,27 @@ def mistakes(request: Request) -> Iterator[str]:
 
 def build(request: Request) -> dict[str, Any]:
     """The body of POST /api/v1/jobs; the first worker is the master."""
-    worker = {"Type": "Worker", "PodCount": request.nodes, "Image": request.image}
-    if request.flavor:
-        worker["EcsSpec"] = request.flavor
-    elif request.gpus:
-        worker["ResourceConfig"] = {"GPU": str(request.gpus)}
-    if request.spot:
-        worker["SpotSpec"] = {"SpotStrategy": "SpotAsPriceGo"}
+    worker = requests.given(
+        Type="Worker",
+        PodCount=request.nodes,
+        Image=request.image,
+        EcsSpec=request.flavor or None,
+        ResourceConfig={"GPU": str(request.gpus)} if request.gpus and not request.flavor else None,
+        SpotSpec={"SpotStrategy": "SpotAsPriceGo"} if request.spot else None,
+    )
     folders = {CODE: request.code_url, DATA: request.data_url, OUTPUT: request.output_url}
-    body: dict[str, Any] = {
-        "DisplayName": request.name,
-        "JobType": "PyTorchJob",
-        "WorkspaceId": request.workspace,
-        "JobSpecs": [worker],
-        "UserCommand": _command(request),
-        "DataSources": [{"Uri": _uri(url, request.region), "MountPath": path} for path, url in folders.items() if url],
-        "Envs": {"PYTHONUNBUFFERED": "1", **request.environment},
-        "Settings": {**_restarts(request.retries), "TerminationGracePeriodSeconds": GRACE_SECONDS},
-    }
-    if request.pool:
-        body["ResourceId"] = request.pool
-    if request.hours:
-        body["JobMaxRunningTimeMinutes"] = int(request.hours * 60)
-    return body
+    return requests.given(
+        DisplayName=request.name,
+        JobType="PyTorchJob",
+        WorkspaceId=request.workspace,
+        JobSpecs=[worker],
+        UserCommand=_command(request),
+        DataSources=[{"Uri": _uri(url, request.region), "MountPath": path} for path, url in folders.items() if url],
+        Envs={"PYTHONUNBUFFERED": "1", **request.environment},
+        Settings={**_restarts(request.retries), "TerminationGracePeriodSeconds": GRACE_SECONDS},
+        ResourceId=request.pool or None,
+        JobMaxRunningTimeMinutes=int(request.hours * 60) if request.hours else None,
+    )
 
 
 def _restarts(retries: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
 from common.errors import UserError, one_line
-from common.world.folders import is_address
+from common.world.folders import BUCKETS, is_address
 from launch import bundle
 from launch.options import missing_job
 
@@ -77,6 +77,16 @@ class Request:
     @property
     def environment(self) -> dict[str, str]:
         return {name: value for name, _, value in (pair.partition("=") for pair in self.env)}
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """How many processes each machine starts, as a job reads it; on a CPU it decides itself."""
+        return {"NPROC_PER_NODE": str(self.gpus)} if self.gpus else {}
+
+    @property
+    def seconds(self) -> Optional[int]:
+        """What `hours` are; None where the job has no time limit."""
+        return int(self.hours * 3600) if self.hours else None
 
     @property
     def pairs(self) -> list[tuple[str, Optional[str]]]:
@@ -146,7 +156,7 @@ def _addresses(request: Request) -> Iterator[str]:
             continue
         if scheme and not re.fullmatch(rf"{scheme}://[A-Za-z0-9][A-Za-z0-9._-]+/[^?#\s]*[^/?#\s]/?", value):
             yield f"--{name} is {value}: {request.platform} reads and writes {scheme}://BUCKET/FOLDER"
-        elif is_address(value) and not value.startswith(("s3://", "obs://", "oss://")):
+        elif is_address(value) and not value.startswith(BUCKETS):
             yield f"--{name} is {value}: give a folder or s3://, obs://, oss://"
         elif not is_address(value) and request.platform in CLUSTERS and not value.startswith("/"):
             yield f"--{name} is {value}: give a folder of the pods that begins with /"
@@ -207,6 +217,11 @@ def places(data: Optional[str], output: Optional[str]) -> list[str]:
 def command(request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None) -> list[str]:
     """The job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job itself."""
     return ["python", "-u", f"{code}/{request.job}", *request.options, *places(data, output)]
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """A part of a request without the fields that are None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def stage(job: str, folder: Union[str, Path]) -> None:

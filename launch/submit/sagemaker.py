@@ -7,6 +7,8 @@ that is taken away) reaches the job, which the toolkit never passes on. Any imag
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+from common.world.folders import SAGEMAKER_CHECKPOINTS, SAGEMAKER_TENSORBOARD
+from launch.submit import request as requests
 from launch.submit.request import Request
 
 SERVICE = "SageMaker"
@@ -45,37 +47,34 @@ def mistakes(request: Request) -> Iterator[str]:
 def build(request: Request) -> dict[str, Any]:
     """The arguments of create_training_job."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
-    seconds = int(request.hours * 3600) if request.hours else DAY
+    seconds = request.seconds or DAY
     output = request.output_url.rstrip("/")
-    resources = {"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100}
-    workers = {"NPROC_PER_NODE": str(request.gpus)} if request.gpus else {}
-    body: dict[str, Any] = {
-        "TrainingJobName": request.name,
-        "RoleArn": request.role,
-        "AlgorithmSpecification": {
+    data = [_channel("training", request.data_url)] if request.data_url else []
+    return requests.given(
+        TrainingJobName=request.name,
+        RoleArn=request.role,
+        AlgorithmSpecification={
             "TrainingImage": request.image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["python", f"{CODE}/boot_sagemaker.py"],
             "ContainerArguments": [request.job],
             "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
         },
-        "HyperParameters": dict(request.pairs),
-        "InputDataConfig": [_channel("code", request.code_url)]
-        + ([_channel("training", request.data_url)] if request.data_url else []),
-        "OutputDataConfig": {"S3OutputPath": f"{output}/"},
+        HyperParameters=dict(request.pairs),
+        InputDataConfig=[_channel("code", request.code_url), *data],
+        OutputDataConfig={"S3OutputPath": f"{output}/"},
         # A later job with the same address, and this one when it is started again, has what was saved.
-        "CheckpointConfig": {"S3Uri": f"{output}/checkpoints/", "LocalPath": "/opt/ml/checkpoints"},
-        "TensorBoardOutputConfig": {"S3OutputPath": f"{output}/tensorboard/", "LocalPath": "/opt/ml/output/tensorboard"},
-        "ResourceConfig": resources,
-        "StoppingCondition": {"MaxRuntimeInSeconds": seconds},
-        "Environment": {"PYTHONUNBUFFERED": "1", **workers, **request.environment},
-        "EnableManagedSpotTraining": request.spot,
-    }
-    if request.spot:
-        body["StoppingCondition"]["MaxWaitTimeInSeconds"] = seconds + DAY
-    if request.retries:
-        body["RetryStrategy"] = {"MaximumRetryAttempts": request.retries}
-    return body
+        CheckpointConfig={"S3Uri": f"{output}/checkpoints/", "LocalPath": SAGEMAKER_CHECKPOINTS},
+        TensorBoardOutputConfig={"S3OutputPath": f"{output}/tensorboard/", "LocalPath": SAGEMAKER_TENSORBOARD},
+        ResourceConfig={"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100},
+        StoppingCondition=requests.given(
+            MaxRuntimeInSeconds=seconds,
+            MaxWaitTimeInSeconds=seconds + DAY if request.spot else None,
+        ),
+        Environment={"PYTHONUNBUFFERED": "1", **request.workers, **request.environment},
+        EnableManagedSpotTraining=request.spot,
+        RetryStrategy={"MaximumRetryAttempts": request.retries} if request.retries else None,
+    )
 
 
 def _channel(name: str, url: str) -> dict[str, Any]:
