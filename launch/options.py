@@ -32,8 +32,11 @@ def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Option
     return f"there is no job {one_line(path)}: give a job's file, such as jobs/train_ddp.py"
 
 
-def exit_code(work: Callable[[], Optional[int]]) -> int:
-    """Call `work`. An error that its user can mend is one line on stderr and an exit code, any other is raised."""
+def exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) -> int:
+    """Call `work`. An error that its user can mend is one line on stderr and an exit code, any other is raised.
+
+    `place`: where `work` writes, for an error of the system that names no file, such as that of a full disk.
+    """
     try:
         return work() or 0
     except (UserError, TrainingFailed) as error:
@@ -42,11 +45,8 @@ def exit_code(work: Callable[[], Optional[int]]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        print(f"error: {_of_a_file(error)}", file=sys.stderr, flush=True)
+        words = (error.filename or place, error.strerror or error)
+        print(f"error: {': '.join(one_line(word) for word in words if word)}", file=sys.stderr, flush=True)
         return UserError.exit_code
     except KeyboardInterrupt:
         return 130
-
-
-def _of_a_file(error: OSError) -> str:
-    return ": ".join(one_line(word) for word in (error.filename, error.strerror or error) if word)

@@ -26,7 +26,7 @@ import numpy as np
 from common import storage
 from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line
-from common.files import MIB, TEMPORARY, write_atomically
+from common.files import MIB, TEMPORARY, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.download import SPARE
@@ -84,8 +84,7 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         for plan in plans:
             write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
         for plan, _ in missing:
-            with contextlib.suppress(FileNotFoundError):  # it is of shards that are about to be replaced
-                os.unlink(packed.index_path(folder, plan.split))
+            remove(packed.index_path(folder, plan.split))  # it is of shards that are about to be replaced
         lengths = [plan.lengths[shard.numbers] for plan, shard in missing]
         progress = Progress("packing", sum(map(len, lengths)), "images", int(sum(map(np.sum, lengths))))
         in_threads(options.workers, lambda pair, done: make(pair[0], pair[1], done), missing, progress)
@@ -127,9 +126,9 @@ def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
                 )
             for name in sorted(there, reverse=True):  # the index before its shards
                 os.unlink(os.path.join(folder, name))
-    for name in os.listdir(folder):
-        if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
-            os.unlink(os.path.join(folder, name))
+    for name in names:
+        if name.endswith(TEMPORARY):
+            remove(os.path.join(folder, name))
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
@@ -202,20 +201,15 @@ def verify(folder: str, workers: int) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    try:
-        if options.verify:
-            return verify(options.verify, options.workers)
-        url = options.out if folders.is_address(options.out) else None
-        if url:
-            bucket.Bucket(url)  # a wrong address is an error before hours of work
-        folder = folders.local_folder(url, "output_dir") if url else options.out
-        shards = pack(options.root, folder, options)
-        if url:
-            publish(folder, shards, url, options.overwrite)
-    except OSError as error:
-        raise UserError(
-            f"{one_line(error.filename or options.out or options.verify)}: {one_line(error.strerror or error)}"
-        ) from None
+    if options.verify:
+        return verify(options.verify, options.workers)
+    url = options.out if folders.is_address(options.out) else None
+    if url:
+        bucket.Bucket(url)  # a wrong address is an error before hours of work
+    folder = folders.local_folder(url, "output_dir") if url else options.out
+    shards = pack(options.root, folder, options)
+    if url:
+        publish(folder, shards, url, options.overwrite)
 
 
 def main(argv: list[str]) -> int:
@@ -233,4 +227,4 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if bool(options.verify) == bool(options.out) or bool(options.root) != bool(options.out):
         parser.error("give ROOT and OUT, or --verify OUT")
-    return exit_code(lambda: run(options))
+    return exit_code(lambda: run(options), options.out or options.verify)
