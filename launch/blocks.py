@@ -208,11 +208,8 @@ def show(path: Union[str, Path]) -> str:
     base, blocks = read(path)
     parts = []
     for block in blocks:
-        where = next(
-            (f"{number + 1}: {base[number].strip()}" for number in range(block.at - 1, -1, -1) if base[number].strip()),
-            "the top",
-        )
-        parts.append("\n".join([f"# after line {where}", *block.text]))
+        above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.at], 1) if line.strip()]
+        parts.append("\n".join([f"# after line {above[-1] if above else 'the top'}", *block.text]))
     return "\n\n".join(parts)
 
 
@@ -232,15 +229,12 @@ def main(argv: list[str]) -> int:
     return exit_code(lambda: _show_or_write(run(options), getattr(options, "output", None)))
 
 
-def _show_or_write(text: str, path: Optional[str]) -> None:
-    if path:
-        _write(Path(path), text)
-    else:
-        print(text, end="" if text.endswith("\n") else "\n")
-
-
-def _write(path: Path, text: str) -> None:
+def _show_or_write(text: str, output: Optional[str]) -> None:
     """Write a new file, or replace a job that is the base with blocks; no other file, so that nobody's work is lost."""
+    if not output:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    path = Path(output)
     if path.exists() and read(path)[0] != BASE.read_text().split("\n"):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
     path.write_text(text)

@@ -5,6 +5,7 @@ Four places, because platforms keep them apart: the data, the output (what is wo
 """
 
 import argparse
+import fnmatch
 import os
 import re
 import urllib.parse
@@ -60,12 +61,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
 
 
 def _first(environ, names):
-    for name in names:
-        matches = sorted(key for key in environ if key.startswith(name[:-1])) if name.endswith("*") else [name]
-        for match in matches:
-            if environ.get(match):
-                return environ[match]
-    return None
+    values = (environ[match] for name in names for match in sorted(fnmatch.filter(environ, name)))
+    return next(filter(None, values), None)
 
 
 def _place(what, path):
