@@ -107,11 +107,6 @@ class Bucket:
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
 
-    def obstore_endpoint(self) -> Optional[str]:
-        """The endpoint as obstore needs it: with the bucket's name in the host name where the addressing is virtual."""
-        endpoint = self.settings.endpoint
-        return endpoint.replace("://", f"://{self.name}.") if endpoint and self.settings.style == "virtual" else endpoint
-
     def items(self, prefix: str) -> Iterator[Item]:
         """Every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""

@@ -114,7 +114,6 @@ class Transfer:
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast_reader = obstore.reader(bucket)
         self._folders: set[str] = set()  # that exist already
-        self._in_parts: set[str] = set()  # the names of large objects
         self._grown: list[tuple[str, Item]] = []  # small objects that were replaced by large ones meanwhile
         self.by_size = 0  # objects that have no digest, so that only their size was verified
 
@@ -181,7 +180,6 @@ class Transfer:
 
     def _large(self, name: str, item: Item) -> None:
         path = self._place(name)
-        self._in_parts.add(name)
         for _ in range(DAMAGED):
             try:
                 verified = self._attempt(path, item)
@@ -190,6 +188,7 @@ class Transfer:
                 continue
             if verified is not False:
                 self._finish(name, item, verified)
+                os.unlink(f"{path}.part.json")
                 self._progress.add(1)
                 return
         raise self._damaged(item)
@@ -262,8 +261,6 @@ class Transfer:
         os.replace(f"{path}.part", path)
         if self._index:
             self._index.add(name, item)
-        if name in self._in_parts:
-            os.unlink(f"{path}.part.json")
         self.by_size += not verified
 
     def _as_it_is_now(self, item: Item) -> Item:

@@ -32,14 +32,11 @@ class Index:
 
     def has(self, name: str, item: Item) -> bool:
         """Whether the file is this object, and as it was written."""
-        known = self._known.get(name)
-        if known is None or known[:2] != (item.size, item.etag):
-            return False
-        try:
-            status = os.stat(os.path.join(self._folder, name))
-        except OSError:
-            return False
-        return (status.st_size, status.st_mtime_ns) == (item.size, known[2])
+        if known := self._known.get(name):
+            with contextlib.suppress(OSError):
+                status = os.stat(os.path.join(self._folder, name))
+                return status.st_size == item.size and known == (item.size, item.etag, status.st_mtime_ns)
+        return False
 
     def add(self, name: str, item: Item) -> None:
         mtime = os.stat(os.path.join(self._folder, name)).st_mtime_ns

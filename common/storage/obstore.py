@@ -17,6 +17,9 @@ def reader(bucket: Bucket) -> Optional[Callable[[Item], Any]]:
     except ImportError:
         return None
     settings = bucket.settings
+    endpoint, virtual = settings.endpoint, settings.style == "virtual"
+    if endpoint and virtual:  # obstore needs the bucket's name in it
+        endpoint = endpoint.replace("://", f"://{bucket.name}.")
 
     def credential() -> Any:  # a TypedDict of obstore's
         keys = settings.session.get_credentials().get_frozen_credentials()
@@ -27,8 +30,8 @@ def reader(bucket: Bucket) -> Optional[Callable[[Item], Any]]:
 
     try:
         store = S3Store(
-            bucket.name, endpoint=bucket.obstore_endpoint(), region=settings.region, credential_provider=credential,
-            virtual_hosted_style_request=settings.style == "virtual",
+            bucket.name, endpoint=endpoint, region=settings.region, credential_provider=credential,
+            virtual_hosted_style_request=virtual,
             client_options={"allow_http": True, "connect_timeout": f"{CONNECT_SECONDS}s", "timeout": f"{READ_SECONDS}s"},
             retry_config={"max_retries": 0},
         )  # fmt: skip

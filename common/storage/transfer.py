@@ -21,18 +21,14 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
         return url
     folder = folder or local_folder(url, "input_dir")
     try:
-        _fetch_once(url, folder, say)
+        if bucket.is_address(url):
+            once.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
+        else:
+            path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or "download")
+            once.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
     except OSError as error:
         raise UserError(f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}") from None
     return folder
-
-
-def _fetch_once(url: str, folder: str, say: Say) -> None:
-    if bucket.is_address(url):
-        once.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
-    else:
-        path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or "download")
-        once.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
 
 
 def publish(path: str, url: str, say: Say = print) -> None:
