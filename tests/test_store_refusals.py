@@ -84,7 +84,7 @@ def test_the_requests_are_what_each_store_accepts(monkeypatch, url, env, host, p
         "list_objects": {"Prefix": "k"},
     }.get(operation, {})
     with pytest.raises(UserError, match="captured"):
-        place.ask(operation, "k", key_named=operation != "list_objects", **words)
+        place.ask(operation, "k", **words)
     headers = {name.lower(): str(value) for name, value in sent[0].headers.items()}
     where = re.match(r"https?://([^/]+)(/[^?]*)", sent[0].url)
     assert where[1] == host and where[2].rstrip("/") == (path if operation != "list_objects" else path[: -len("/k")])

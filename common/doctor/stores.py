@@ -124,15 +124,13 @@ def _list(place, patience):
     sizes, marker, began = {}, "", time.monotonic()
     while True:
         asked = time.time()
-        page = place.ask(
-            "list_objects", place.below(), patience, key_named=False, Prefix=place.below(), Marker=marker, MaxKeys=1000
-        )
+        page = place.ask("list_objects", place.below(), patience, Prefix=place.below(), Marker=marker, MaxKeys=1000)
         date = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
         ahead = min(0, time.time() - date) or max(0, asked - date)  # the store answered at some time in between
         entries = page.get("Contents", [])
         sizes.update((entry["Key"], entry["Size"]) for entry in entries)
         if not entries and place.prefix and not sizes:  # the address may be that of one object
-            page = place.ask("list_objects", place.prefix, patience, key_named=False, Prefix=place.prefix, MaxKeys=1)
+            page = place.ask("list_objects", place.prefix, patience, Prefix=place.prefix, MaxKeys=1)
             sizes.update((entry["Key"], entry["Size"]) for entry in page.get("Contents", []) if entry["Key"] == place.prefix)
         if not page.get("IsTruncated") or not entries or time.monotonic() - began > LISTING_SECONDS:
             return sizes, not page.get("IsTruncated"), ahead

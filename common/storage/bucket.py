@@ -94,7 +94,7 @@ class Bucket:
         try:
             self.client, self.settings = _client(self.scheme)
         except Exception as error:
-            raise _refusal(error, "connect to", f"{self.scheme}://{self.name}", "") or UserError(describe(error)) from None
+            raise _refusal(error, f"connect to {self.scheme}://{self.name}") or UserError(describe(error)) from None
         self.endpoint = self.client.meta.endpoint_url
 
     def below(self) -> str:
@@ -112,7 +112,7 @@ class Bucket:
         marker = ""
         while True:
             # Version 1 of the request, because every store of this kind has it.
-            page = self.ask("list_objects", prefix, Prefix=prefix, Marker=marker, key_named=False)
+            page = self.ask("list_objects", prefix, Prefix=prefix, Marker=marker)
             entries = page.get("Contents", [])
             for entry in entries:
                 yield Item(entry["Key"], entry["Size"], entry["ETag"].strip('"'))
@@ -125,33 +125,30 @@ class Bucket:
         operation: str,
         key: str,
         patience: "Optional[Patience]" = None,
-        key_named: bool = True,
         work: Optional[Callable[[Any], Any]] = None,
         **parameters: Any,
     ) -> Any:
         """The store's answer to boto3's `operation`, or what `work` makes of it; repeated while that may help.
 
-        `work` reads the answer's body, so that one that breaks off is asked for again, too. `key_named`: the operation takes
-        the key as a parameter; otherwise the key is only for messages.
+        `work` reads the answer's body, so that one that breaks off is asked for again, too.
         """
         patience = patience or Patience(PATIENCE_SECONDS)
-        if key_named:
+        if operation != "list_objects":  # for which the key is only in messages
             parameters["Key"] = key
         while True:
             try:
                 answer = getattr(self.client, operation)(Bucket=self.name, **parameters)
                 result = work(answer) if work else answer
             except Exception as error:
-                refusal = _refusal(error, operation, self.url(key), self.endpoint)
-                if refusal:
+                asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
+                if refusal := _refusal(error, asked):
                     raise refusal from None
-                self._pause(patience, describe(error), operation, key)
+                self._pause(patience, asked, describe(error))
             else:
                 patience.good()
                 return result
 
-    def _pause(self, patience: "Patience", what: str, operation: str, key: str) -> None:
-        asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
+    def _pause(self, patience: "Patience", asked: str, what: str) -> None:
         if patience.over():
             raise TrainingFailed(
                 f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {what}; start again to go on"
@@ -171,7 +168,6 @@ class Patience:
         self.good()
 
     def good(self) -> None:
-        """There was a good answer."""
         self._since, self._failures = time.monotonic(), 0
 
     def over(self) -> bool:
@@ -260,15 +256,14 @@ def describe(error: Exception) -> str:
     return known.get(kind) or one_line(f"{kind}: {error}")[:200]
 
 
-def _refusal(error: Exception, operation: str, url: str, endpoint: str) -> Optional[Exception]:
-    """What to raise for this error, or None where trying again may help."""
+def _refusal(error: Exception, asked: str) -> Optional[Exception]:
+    """What to raise for this error of what was asked, or None where trying again may help."""
     import urllib3.exceptions
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, (UserError, TrainingFailed, Changed)):
         return error
-    asked = f"{operation} {one_line(url)}" + (f" at {endpoint}" if endpoint else "")
     if isinstance(error, exceptions.ClientError):
         code, status = error.response["Error"].get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status in (412, 416):
