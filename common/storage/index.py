@@ -93,7 +93,6 @@ class Parts:
             rest, place = rest[written:], place + written
 
     def have(self, number: int) -> None:
-        """Note that this part is there."""
         os.write(self._journal, b"%d\n" % number)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class Lease:
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._pulse = heartbeat.of_this_process()
+        self.pulse = heartbeat.of_this_process()
         self._told = 0.0
 
     def tell(self, text: str, progress: int = 0) -> None:
@@ -34,16 +34,13 @@ class Lease:
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
-            self._pulse.set("fetch", progress)
+            self.pulse.set("fetch", progress)
             self.write(state="working", text=text)
 
     def write(self, **words: object) -> None:
-        content = json.dumps({**words, "at": time.monotonic(), "boot": _boot()}).encode()
-        os.pwrite(self._file, content.ljust(512)[: max(512, len(content))], 0)
-        os.ftruncate(self._file, max(512, len(content)))
-
-    def ended(self) -> None:
-        self._pulse.set("start", 0)
+        content = json.dumps({**words, "at": time.monotonic(), "boot": _boot()}).encode().ljust(512)
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
 
 
 def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
@@ -53,7 +50,7 @@ def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
     file = _lockable(path)
     lease = Lease(file)
     try:
-        note = _wait(file, path, began)
+        note = _wait(lease, file, path, began)
         if note.get("state") == "failed":
             raise UserError(note["text"]) if note.get("code") == 2 else TrainingFailed(note["text"])
         if note.get("state") == "done":
@@ -66,7 +63,7 @@ def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
             raise
         lease.write(state="done")
     finally:
-        lease.ended()
+        lease.pulse.set("start", 0)
         os.close(file)
 
 
@@ -96,13 +93,12 @@ def _lockable(path: str) -> int:
         return os.open(elsewhere, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
-def _wait(file: int, path: str, began: float) -> dict[str, Any]:
+def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
     """Take the lease. The note of its last owner, if it ended after `began` by the clock of this machine; else nothing."""
     printed = time.monotonic()
-    pulse = heartbeat.of_this_process()
     while not _take(file):
         note = _read(file)
-        pulse.set("fetch", int(note.get("at", 0)))  # alive as long as the owner is
+        lease.pulse.set("fetch", int(note.get("at", 0)))  # alive as long as the owner is
         if time.monotonic() - printed > LINE_SECONDS:
             printed = time.monotonic()
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)

@@ -199,12 +199,11 @@ class Publisher:
     def _abort_unfinished(self):
         """A killed start may have left parts of uploads, which cost money and which no list shows."""
         with contextlib.suppress(Exception):  # not every store can list them
-            words = {"Bucket": self._bucket.name, "Prefix": self._bucket.below()}
-            answer = self._bucket.client.list_multipart_uploads(**words)
+            client, name = self._bucket.client, self._bucket.name
+            answer = client.list_multipart_uploads(Bucket=name, Prefix=self._bucket.below())
             for upload in answer.get("Uploads", []):
                 if self._ours.fullmatch(self._bucket.relative(upload["Key"])):
-                    words = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    self._bucket.client.abort_multipart_upload(Bucket=self._bucket.name, **words)
+                    client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def _prune(self, surplus: Surplus) -> None:
         for name in surplus([self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below())]):
