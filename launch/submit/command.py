@@ -104,7 +104,7 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
         dry_run = True
         print(f"nothing is sent, because there is no credential: {platform.CREDENTIALS}", file=sys.stderr)
     if dry_run:
-        print(show(body))
+        print(body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False))
         return 0
     client = connected(platform, request)
     if request.upload_url:
@@ -122,10 +122,6 @@ def stop(platform: ModuleType, request: Request, job_id: str) -> int:
     asked(platform, platform.stop, client, request, job_id)
     print(f"asked {request.platform} to stop {one_line(job_id)}")
     return 0
-
-
-def show(body: Any) -> str:
-    return body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False)
 
 
 def connected(platform: ModuleType, request: Request) -> Any:

@@ -19,7 +19,6 @@ CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your
 CODE = "/code"
 GRACE_SECONDS = 60
 GPU = "nvidia.com/gpu"
-LOG_LINES = 1000
 
 # Where each kind of object is, and the name of its first pod (None: to be looked up).
 KINDS = {
@@ -138,15 +137,13 @@ def _fetcher(request: Request) -> dict[str, Any]:
     assert address  # mistakes() has refused any other
     scheme, bucket, prefix = address.groups()
     program = Path(__file__).with_name("fetch_code.py").read_text()
+    folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
     endpoint = ENDPOINTS.get(scheme)  # Amazon's own where there is none
     own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
     return {
         "name": "fetch-code",
         "image": request.image,
-        "command": [
-            *("python", "-c", program, bucket, f"{(prefix or '').rstrip('/')}/".lstrip("/"), CODE),
-            "virtual" if endpoint else "auto",
-        ],
+        "command": ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"],
         "env": [*_variables(request), *own_endpoint],
         "volumeMounts": [{"name": "code", "mountPath": CODE}],
         **_secret(request),
@@ -225,7 +222,7 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
     name = pattern.format(name=job_id) if pattern else _first_pod(core, request.namespace, job_id)
     if name is None:
         return []
-    answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=LOG_LINES, _preload_content=False)
+    answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=requests.LOG_LINES, _preload_content=False)
     return answer.data.decode(errors="replace").splitlines()
 
 

@@ -19,7 +19,6 @@ ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving"
 NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
 GRACE_SECONDS = 60  # the job asks for half of it to save
-LOG_LINES = 1000
 
 
 def has_credentials(environ: Mapping[str, str]) -> bool:
@@ -64,13 +63,10 @@ def _restarts(retries: int) -> dict[str, Any]:
     """AIMaster starts the whole job again, also one that hangs: that prints nothing for long."""
     if not retries:
         return {}
-    words = {
-        "--enable-job-restart": True,
-        "--max-num-of-job-restart": retries,
-        "--job-execution-mode": "Sync",
-        "--enable-job-hang-detection": True,
-    }
-    arguments = " ".join(f"{name} {value}" for name, value in words.items())
+    arguments = (
+        f"--enable-job-restart True --max-num-of-job-restart {retries} "
+        "--job-execution-mode Sync --enable-job-hang-detection True"
+    )
     return {"EnableErrorMonitoringInAIMaster": True, "ErrorMonitoringArgs": arguments}
 
 
@@ -133,7 +129,7 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
     if not pods:
         return []
     first = next((pod for pod in pods if "master" in pod), pods[0])
-    return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=LOG_LINES)).body.logs or []
+    return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=requests.LOG_LINES)).body.logs or []
 
 
 def stop(client: Any, request: Request, job_id: str) -> None:

@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 CLUSTERS = ("kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
-REMOTE = (*CLOUDS, *CLUSTERS, "slurm")
+CONTAINERS = (*CLOUDS, *CLUSTERS)  # where an image and the address of the code say what runs
+REMOTE = (*CONTAINERS, "slurm")
 BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads itself
+LOG_LINES = 1000  # so many of the last lines of a job's log are asked for
 
 
 def option(
@@ -50,17 +52,15 @@ class Request:
         "where checkpoints and results go; a job with the same address goes on from them", needed_by=("modelarts", "sagemaker")
     )
     code_url: Optional[str] = option(
-        "where the code is uploaded to, or on a cluster the folder that has it", needed_by=(*CLOUDS, *CLUSTERS)
+        "where the code is uploaded to, or on a cluster the folder that has it", needed_by=CONTAINERS
     )
-    image: Optional[str] = option(
-        "container image", used_by=(*CLOUDS, *CLUSTERS), needed_by=("pai-dlc", "sagemaker", *CLUSTERS)
-    )
+    image: Optional[str] = option("container image", used_by=CONTAINERS, needed_by=("pai-dlc", "sagemaker", *CLUSTERS))
     engine: Optional[str] = option("name of one of the platform's images, with torch 2.6 or later", used_by=("modelarts",))
     flavor: Optional[str] = option("type of machine", used_by=CLOUDS, needed_by=("modelarts", "sagemaker"))
     pool: Optional[str] = option(
         "dedicated pool, quota, queue or partition", used_by=("modelarts", "pai-dlc", "volcano", "slurm")
     )
-    region: Optional[str] = option("region of the platform, such as cn-north-4", used_by=(*CLOUDS, *CLUSTERS))
+    region: Optional[str] = option("region of the platform, such as cn-north-4", used_by=CONTAINERS)
     endpoint: Optional[str] = option("address of the service, instead of the region's", used_by=("modelarts", "pai-dlc"))
     workspace: Optional[str] = option("id of the workspace", used_by=("modelarts", "pai-dlc"), needed_by=("pai-dlc",))
     role: Optional[str] = option("ARN of the role that the job runs as", used_by=("sagemaker",), needed_by=("sagemaker",))

@@ -15,7 +15,7 @@ SERVICE = "SageMaker"
 CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 CODE = "/opt/ml/input/data/code"
 DAY = 24 * 3600
-LOG_GROUP, LOG_LINES = "/aws/sagemaker/TrainingJobs", 1000
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
 
 # What the job prints while it trains and at the end of an epoch (common/run/display.py and logbook.py).
@@ -48,6 +48,7 @@ def build(request: Request) -> dict[str, Any]:
     """The arguments of create_training_job."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     seconds = request.seconds or DAY
+    longest_wait = seconds + DAY if request.spot else None
     output = request.output_url.rstrip("/")
     data = [_channel("training", request.data_url)] if request.data_url else []
     return requests.given(
@@ -67,10 +68,7 @@ def build(request: Request) -> dict[str, Any]:
         CheckpointConfig={"S3Uri": f"{output}/checkpoints/", "LocalPath": SAGEMAKER_CHECKPOINTS},
         TensorBoardOutputConfig={"S3OutputPath": f"{output}/tensorboard/", "LocalPath": SAGEMAKER_TENSORBOARD},
         ResourceConfig={"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100},
-        StoppingCondition=requests.given(
-            MaxRuntimeInSeconds=seconds,
-            MaxWaitTimeInSeconds=seconds + DAY if request.spot else None,
-        ),
+        StoppingCondition=requests.given(MaxRuntimeInSeconds=seconds, MaxWaitTimeInSeconds=longest_wait),
         Environment={"PYTHONUNBUFFERED": "1", **request.workers, **request.environment},
         EnableManagedSpotTraining=request.spot,
         RetryStrategy={"MaximumRetryAttempts": request.retries} if request.retries else None,
@@ -116,7 +114,7 @@ def log(clients: Any, request: Request, job_id: str) -> list[str]:
     if not streams:
         return []
     stream = streams[0]["logStreamName"]
-    events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=LOG_LINES, startFromHead=False)
+    events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=requests.LOG_LINES, startFromHead=False)
     return [event["message"] for event in events["events"]]
 
 

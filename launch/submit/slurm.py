@@ -17,7 +17,6 @@ SERVICE = "SLURM"
 CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
 WARNING_SECONDS = 120  # so long before the time limit the job is told to save; then the script queues itself again
 ENDED = {"COMPLETED": 0, **dict.fromkeys(["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"], 1)}
-LOG_LINES = 1000
 
 AGAIN = """\
 trap 'stopped=1' TERM  # scancel: no new start
@@ -86,8 +85,7 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    told = _fields(job_id)
-    name = told.get("JobState", "UNKNOWN")
+    name = _fields(job_id).get("JobState", "UNKNOWN")
     return name, ENDED.get(name)
 
 
@@ -99,7 +97,7 @@ def _fields(job_id: str) -> dict[str, str]:
 def log(client: Any, request: Request, job_id: str) -> list[str]:
     try:
         with open(_fields(job_id).get("StdOut", ""), errors="replace") as file:
-            return file.read().splitlines()[-LOG_LINES:]
+            return file.read().splitlines()[-requests.LOG_LINES :]
     except OSError:
         return []
 
