@@ -62,41 +62,40 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
     blocks: list[Block] = []
     opened: Optional[tuple[str, str, int]] = None  # indentation, tag and line number of a block
     for number, line in enumerate(lines, start=1):
-
-        def wrong(rule: str, number: int = number) -> BlockError:
-            return BlockError(f"{name}:{number}: {rule}")
-
+        place = f"{name}:{number}"
         opening, closing, was = OPEN.fullmatch(line), CLOSE.fullmatch(line), WAS.fullmatch(line)
         if closing:
             if not opened:
-                raise wrong(f"### end {closing[2]} ### closes a block that was never opened")
+                raise BlockError(f"{place}: ### end {closing[2]} ### closes a block that was never opened")
             indent, tag, first = opened
             if closing[2] != tag:
-                raise wrong(f"### end {closing[2]} ### does not match {tag}, opened in line {first}")
+                raise BlockError(f"{place}: ### end {closing[2]} ### does not match {tag}, opened in line {first}")
             if closing[1] != indent:
-                raise wrong(f"### end {tag} ### is not indented as its first line, line {first}")
+                raise BlockError(f"{place}: ### end {tag} ### is not indented as its first line, line {first}")
             text = lines[first - 1 : number]
             replaced = itertools.takewhile(bool, map(WAS.fullmatch, text[1:]))
             originals = tuple(f"{indent}{match[2]}" if match and match[2] else "" for match in replaced)
             if len(text) == 2 + len(originals):
-                raise wrong(f"the {tag} block opened in line {first} has no line of its own")
+                raise BlockError(f"{place}: the {tag} block opened in line {first} has no line of its own")
             blocks.append(Block(tag, len(base), originals, tuple(text)))
             base += originals
             opened = None
         elif opening:
             if opened:
-                raise wrong(f"{opening[2]} opens inside the {opened[1]} block of line {opened[2]}: blocks do not nest")
+                raise BlockError(
+                    f"{place}: {opening[2]} opens inside the {opened[1]} block of line {opened[2]}: blocks do not nest"
+                )
             opened = opening[1], opening[2], number
         elif opened and was:
             before = lines[number - 2]
             if not (OPEN.fullmatch(before) or WAS.fullmatch(before)):
-                raise wrong("# was: belongs directly below the first line of a block")
+                raise BlockError(f"{place}: # was: belongs directly below the first line of a block")
             if was[1] != opened[0]:
-                raise wrong("# was: is not indented as its block")
+                raise BlockError(f"{place}: # was: is not indented as its block")
         elif was:
-            raise wrong("# was: is outside of a block")
+            raise BlockError(f"{place}: # was: is outside of a block")
         elif line.lstrip().startswith("###"):
-            raise wrong("a line that begins with ### has the form `### TAG: why ###` or `### end TAG ###`")
+            raise BlockError(f"{place}: a line that begins with ### has the form `### TAG: why ###` or `### end TAG ###`")
         elif not opened:
             base.append(line)
     if opened:

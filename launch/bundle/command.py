@@ -74,14 +74,17 @@ def _files_of(name: str) -> set[str]:
     return {place for place in places if (ROOT / place).is_file()}
 
 
-def _refuse_neighbours(job: Path) -> None:
-    """A module in the job's own folder is on Python's path here, and is not in a bundle."""
+def _read_job(job: Path) -> str:
+    """The job's text. A module in its own folder is refused: it is on Python's path here, and is not in a bundle."""
+    if wrong := missing_job(job):
+        raise UserError(wrong)
     for name in (name.split(".")[0] for name in _imports(job)):
         if (job.parent / f"{name}.py").is_file() or (job.parent / name / "__init__.py").is_file():
             raise UserError(
                 f"{one_line(job.name)} imports {name} from its own folder, which a bundle leaves out: "
                 "move it to common or datasets, or into the job"
             )
+    return job.read_text(encoding="utf-8")
 
 
 def bundle(job: Union[str, Path]) -> str:
@@ -103,13 +106,6 @@ def bundle(job: Union[str, Path]) -> str:
             raise UserError(f"{place} cannot be bundled: it has three single quotes in a row, or no line end at its end")
         parts.append(f"\n# ==== {place} {'=' * (120 - len(place))}\nr'''\n{source}'''\n")
     return "".join(parts)
-
-
-def _read_job(job: Path) -> str:
-    if wrong := missing_job(job):
-        raise UserError(wrong)
-    _refuse_neighbours(job)
-    return job.read_text(encoding="utf-8")
 
 
 def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
