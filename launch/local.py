@@ -89,8 +89,7 @@ def start(options: argparse.Namespace, node: int, port: int) -> "subprocess.Pope
 
 def relay(node: int, output: IO[bytes]) -> None:
     for line in output:
-        sys.stdout.write(f"[node {node}] {line.decode(errors='replace')}")
-        sys.stdout.flush()
+        print(f"[node {node}] {line.decode(errors='replace')}", end="", flush=True)
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:

@@ -21,7 +21,6 @@ class Given:
     def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str):
         self.args, self.gpus, self.hostname = args, gpus, hostname
         self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
-        self.nproc_per_node = args.nproc_per_node
 
     def has(self, *names: str) -> bool:
         return all(name in self.env for name in names)
@@ -138,7 +137,7 @@ def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
     """--nproc_per_node or NPROC_PER_NODE is the number of workers; --nproc_per_node 1: the user starts one process per GPU."""
     if nodes > 1 and not master:
         raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
-    workers, local_rank = given.nproc_per_node, 0
+    workers, local_rank = given.args.nproc_per_node, 0
     if workers is None:
         workers = given.number("NPROC_PER_NODE") or promised or given.gpus
         workers = (min(workers, given.gpus) if given.gpus else given.number("NPROC_PER_NODE")) or 1
@@ -154,7 +153,7 @@ def modelarts_arguments(given: Given) -> Optional[World]:
     if args.init_method is None and args.rank is None and args.world_size is None:
         return None
     nodes = args.world_size or given.number("MA_NUM_HOSTS", "VC_WORKER_NUM") or 1
-    if args.world_size and given.nproc_per_node != 1:
+    if args.world_size and given.args.nproc_per_node != 1:
         for name in ("MA_NUM_HOSTS", "VC_WORKER_NUM"):
             if given.has(name):
                 agree("--world_size", args.world_size, name, given.number(name))
@@ -216,9 +215,8 @@ def volcengine(given: Given) -> Optional[World]:
     if not nodes:
         return None
     master, port = given.env.get("MLP_WORKER_0_HOST"), given.number("MLP_WORKER_0_PORT")
-    return node(
-        given, "volcengine", "MLP_WORKER_NUM and MLP_ROLE_INDEX", rank, nodes, master, port, given.number("MLP_WORKER_GPU")
-    )
+    promised = given.number("MLP_WORKER_GPU")
+    return node(given, "volcengine", "MLP_WORKER_NUM and MLP_ROLE_INDEX", rank, nodes, master, port, promised)
 
 
 def sagemaker(given: Given) -> Optional[World]:

@@ -27,8 +27,6 @@ KINDS = {
     b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"GIF8": "gif",
     b"P6": "ppm",
 }  # fmt: skip
-
-
 MADE = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # what is noted of each sample when it is written
 
 
