@@ -9,9 +9,11 @@ mistyped option of ours is refused with the right name, and all others are liste
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
+import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -40,27 +42,23 @@ def number(
     kind: type, at_least: Optional[float] = None, above: Optional[float] = None, below: Optional[float] = None
 ) -> Callable[[str], Any]:
     """A type for argparse: a finite `kind` (int or float) inside the stated bounds."""
+    bounds = [("at least", at_least, operator.ge), ("above", above, operator.gt), ("below", below, operator.lt)]
+    bounds = [(word, limit, holds) for word, limit, holds in bounds if limit is not None]
 
     def parse(text):
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
-        except (ValueError, OverflowError):
-            value = None
-        inside = (
-            value is not None
-            and math.isfinite(value)
-            and (at_least is None or value >= at_least)
-            and (above is None or value > above)
-            and (below is None or value < below)
-        )
-        if not inside:
-            name = {int: "a whole number", float: "a number"}[kind]
-            bounds = [(at_least, "at least"), (above, "above"), (below, "below")]
-            limits = " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
-            raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is not {name} {limits}".rstrip())
-        return value
+            if math.isfinite(value) and all(holds(value, limit) for _, limit, holds in bounds):
+                return value
+        name = {int: "a whole number", float: "a number"}[kind]
+        limits = " and ".join(f"{word} {limit}" for word, limit, _ in bounds)
+        raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is not {name} {limits}".rstrip())
 
     return parse
+
+
+COUNT = number(int, at_least=1)
+POSITIVE = number(float, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,39 +95,77 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--label_smoothing",
-        type=number(float, at_least=0, below=1),
-        default=0.1,
-        help="share of the target spread over all classes",
-    )
+    share = number(float, at_least=0, below=1)
+    group.add_argument("--label_smoothing", type=share, default=0.1, help="share of the target spread over all classes")
 
 
 def bare_parser(doc: Optional[str], data: str) -> Parser:
     """The options of a program with a training loop of its own: device and seed, data and output, what platforms append."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     parser.set_defaults(doctor=False, evaluate=False, nproc_per_node=None, trial=False)  # only some jobs have options for these
-    _device_options(parser.add_argument_group("training"))
-    _data_options(parser.add_argument_group("data"), data)
-    parser.add_argument_group("output and restart").add_argument(
-        "--output_dir",
-        "--train_url",
-        help="folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB",
+    rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
+
+    add = parser.add_argument_group("training").add_argument
+    add(
+        "--enable_gpu", type=boolean, help="true: the GPU, an error without one; false: the CPU; unset: the GPU if there is one"
     )
-    _distributed_options(parser.add_argument_group("distributed (set by the platform)"))
-    parser.add_argument_group("short runs and diagnosis").add_argument(
-        "--max_samples", type=number(int, at_least=1), help="use only the first N training images and the first N test images"
-    )
+    add("--seed", type=seed, default=0, help="seed of the first weights, the order of the samples and the augmentation")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--custom_data", type=boolean, default=False, help="train on synthetic images instead; their accuracy means nothing")
+    add("--data_url", help=data)
+
+    add = parser.add_argument_group("output and restart").add_argument
+    place = "folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB"
+    add("--output_dir", "--train_url", help=place)
+
+    add = parser.add_argument_group("distributed (set by the platform)").add_argument
+    add("--init_method", help="tcp://HOST:PORT of the first node")
+    add("--rank", type=rank, help="this node's number")
+    add("--world_size", type=COUNT, help="the number of nodes")
+    add("--local_rank", "--local-rank", type=rank, help="set by torch.distributed.launch")
+
+    add = parser.add_argument_group("short runs and diagnosis").add_argument
+    add("--max_samples", type=COUNT, help="use only the first N training images and the first N test images")
     return parser
 
 
 def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Parser:
     """The options of every job; `data`: the help of --data_url. A job sets its own defaults with set_defaults."""
     parser = bare_parser(doc, data)
-    _training_options(group(parser, "training"))
-    _loader_options(group(parser, "data"), workers)
-    _restart_options(group(parser, "output"))
-    _short_run_options(group(parser, "short runs"))
+
+    add = group(parser, "training").add_argument
+    add("--epochs", type=COUNT, default=30, help="passes over the training images")
+    add("--batch_size", type=COUNT, default=128, help="samples per step and device")
+    add("--lr", type=POSITIVE, default=0.1, help="highest learning rate of the schedule")
+    add("--weight_decay", type=number(float, at_least=0), default=5e-4, help="decay of the weights towards zero")
+
+    add = group(parser, "data").add_argument
+    unset = "; unset: this node's cores, divided among its ranks" if workers is None else ""
+    loads = f"loader processes of each rank; 0: the rank's own process loads{unset}"
+    add("--workers", type=number(int, at_least=0, below=257), default=workers, help=loads)
+
+    add = group(parser, "output").add_argument
+    where = "auto: go on from the newest valid checkpoint; never: start afresh; or the PATH of a checkpoint"
+    what = "with --resume never: delete the run that is in the output folder; with --resume PATH: its later checkpoints"
+    add("--resume", default="auto", help=where)
+    add("--overwrite", type=boolean, default=False, help=what)
+    add("--save_steps", type=COUNT, help="also save a checkpoint every N steps")
+    add("--save_seconds", type=POSITIVE, default=300.0, help="also save a checkpoint every N seconds")
+    add("--keep", type=COUNT, default=2, help="how many checkpoints to keep: the last N, and the best")
+    add("--max_hours", type=POSITIVE, help="save and exit with 0 after N hours; the same command goes on")
+    add("--ledger", type=boolean, default=False, help="write the ids of the trained samples, step by step, to ledger/")
+
+    add = group(parser, "short runs").add_argument
+    looks = "check every node for what makes runs fail, print one table, the worst first, and end before training"
+    records = (
+        "a trace of what each operation took in steps 11 to 20, for ui.perfetto.dev in the output folder, "
+        "and a table of it in the log; the run goes on"
+    )
+    add("--max_steps", type=COUNT, help="stop after N steps of the run, then evaluate and save")
+    add("--doctor", type=boolean, default=False, help=looks)
+    add("--doctor_seconds", type=POSITIVE, default=30.0, help="how long the doctor waits for the other nodes")
+    add("--profile", type=boolean, default=False, help=records)
     return parser
 
 
@@ -142,101 +178,6 @@ def explain(parser: Parser, **texts: str) -> None:
 def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
     """The group of options whose title begins so."""
     return next(group for group in parser._action_groups if (group.title or "").startswith(title))
-
-
-def _device_options(group):
-    group.add_argument(
-        "--enable_gpu", type=boolean, help="true: the GPU, an error without one; false: the CPU; unset: the GPU if there is one"
-    )
-    group.add_argument(
-        "--seed",
-        type=number(int, at_least=0, below=2**31),
-        default=0,
-        help="seed of the first weights, the order of the samples and the augmentation",
-    )
-
-
-def _training_options(group):
-    group.add_argument("--epochs", type=number(int, at_least=1), default=30, help="passes over the training images")
-    group.add_argument("--batch_size", type=number(int, at_least=1), default=128, help="samples per step and device")
-    group.add_argument("--lr", type=number(float, above=0), default=0.1, help="highest learning rate of the schedule")
-    group.add_argument("--weight_decay", type=number(float, at_least=0), default=5e-4, help="decay of the weights towards zero")
-
-
-def _data_options(group, data):
-    group.add_argument(
-        "--custom_data",
-        type=boolean,
-        default=False,
-        help="train on synthetic images instead; their accuracy means nothing",
-    )
-    group.add_argument("--data_url", help=data)
-
-
-def _loader_options(group, workers):
-    group.add_argument(
-        "--workers",
-        type=number(int, at_least=0, below=257),
-        default=workers,
-        help="loader processes of each rank; 0: the rank's own process loads"
-        + ("; unset: this node's cores, divided among its ranks" if workers is None else ""),
-    )
-
-
-def _restart_options(group):
-    group.add_argument(
-        "--resume",
-        default="auto",
-        help="auto: go on from the newest valid checkpoint; never: start afresh; or the PATH of a checkpoint",
-    )
-    group.add_argument(
-        "--overwrite",
-        type=boolean,
-        default=False,
-        help="with --resume never: delete the run that is in the output folder; with --resume PATH: its later checkpoints",
-    )
-    group.add_argument("--save_steps", type=number(int, at_least=1), help="also save a checkpoint every N steps")
-    group.add_argument(
-        "--save_seconds",
-        type=number(float, above=0),
-        default=300.0,
-        help="also save a checkpoint every N seconds",
-    )
-    group.add_argument(
-        "--keep", type=number(int, at_least=1), default=2, help="how many checkpoints to keep: the last N, and the best"
-    )
-    group.add_argument(
-        "--max_hours", type=number(float, above=0), help="save and exit with 0 after N hours; the same command goes on"
-    )
-    group.add_argument(
-        "--ledger", type=boolean, default=False, help="write the ids of the trained samples, step by step, to ledger/"
-    )
-
-
-def _distributed_options(group):
-    group.add_argument("--init_method", help="tcp://HOST:PORT of the first node")
-    group.add_argument("--rank", type=number(int, at_least=0), help="this node's number")
-    group.add_argument("--world_size", type=number(int, at_least=1), help="the number of nodes")
-    group.add_argument("--local_rank", "--local-rank", type=number(int, at_least=0), help="set by torch.distributed.launch")
-
-
-def _short_run_options(group):
-    group.add_argument(
-        "--max_steps", type=number(int, at_least=1), help="stop after N steps of the run, then evaluate and save"
-    )
-    group.add_argument(
-        "--doctor",
-        type=boolean,
-        default=False,
-        help="check every node for what makes runs fail, print one table, the worst first, and end before training",
-    )
-    group.add_argument(
-        "--doctor_seconds", type=number(float, above=0), default=30.0, help="how long the doctor waits for the other nodes"
-    )
-    group.add_argument(
-        "--profile", type=boolean, default=False, help="a trace of what each operation took in steps 11 to 20, for "
-        "ui.perfetto.dev in the output folder, and a table of it in the log; the run goes on",
-    )  # fmt: skip
 
 
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
@@ -273,8 +214,5 @@ def _judge_unknown(parser, unknown):
             parser.error(f"unknown option {one_line(name)[:80]}: did you mean --{nearest[0]}?")
         ignored.append(one_line(name)[:80])
     if ignored:
-        print(
-            f"warning: ignored options that this job does not have: {' '.join(ignored)[:500]}",
-            file=sys.stderr,
-            flush=True,
-        )
+        listed = " ".join(ignored)[:500]
+        print(f"warning: ignored options that this job does not have: {listed}", file=sys.stderr, flush=True)

@@ -66,6 +66,7 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["--lr", "nan"], ["--lr", "'nan' is not a number above 0"]),
         (["--lr", "-1"], ["--lr", "above 0"]),
         (["--lr", "inf"], ["--lr"]),
+        (["--epochs", "9" * 400], ["--epochs"]),
         (["--epochs", "1.5"], ["--epochs", "'1.5' is not a whole number at least 1"]),
         (["--epochs", "0"], ["--epochs", "at least 1"]),
         (["--rank", "-1"], ["--rank", "at least 0"]),

@@ -27,17 +27,11 @@ from common.processes.collectives import GROUP, TIMEOUT, compare
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("several processes")
-    number = arguments.number
-    group.add_argument(
-        "--nproc_per_node", type=number(int, at_least=1), help="workers on this node; unset: one per GPU, one on CPU"
-    )
-    group.add_argument(
-        "--max_restarts", type=number(int, at_least=0), default=0, help="restarts in place after a worker has died"
-    )
-    group.add_argument(
-        "--join_seconds", type=number(float, above=0), default=900.0, help="how long the nodes wait for each other"
-    )
+    add = parser.add_argument_group("several processes").add_argument
+    restarts = arguments.number(int, at_least=0)
+    add("--nproc_per_node", type=arguments.COUNT, help="workers on this node; unset: one per GPU, one on CPU")
+    add("--max_restarts", type=restarts, default=0, help="restarts in place after a worker has died")
+    add("--join_seconds", type=arguments.POSITIVE, default=900.0, help="how long the nodes wait for each other")
     parser.set_defaults(collective_seconds=TIMEOUT.total_seconds())
 
 
