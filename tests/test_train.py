@@ -359,7 +359,7 @@ def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wra
     run.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
-    said = list(restore.first_lines(run, None))
+    said = list(restore.first_lines(run, None, None))
     assert said[0].startswith(f"{args.job}: anyrank {VERSION}, cuda:0 (fake)")
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 

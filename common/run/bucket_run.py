@@ -8,7 +8,6 @@ from typing import Callable
 
 from common import storage
 from common.errors import UserError
-from common.files import remove
 from common.run import checkpoint, output
 from common.storage import bucket, download
 from common.world.folders import local_folder
@@ -33,9 +32,9 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
     for number in reversed(numbers):
         try:
             _bring(place, items, number, args.checkpoint_dir)
-        except _NotWhole as error:
+        except download.Damaged as error:  # any other failure says nothing about this checkpoint
             say(f"warning: {error}; trying the one before it")
-            _remove(args.checkpoint_dir, number)
+            checkpoint.delete(args.checkpoint_dir, number)
         else:
             say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
             return True
@@ -45,30 +44,22 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
     return True
 
 
-class _NotWhole(Exception):
-    """This checkpoint cannot be used; any other failure says nothing about it."""
-
-
 def _bring(place, items, number, folder):
     names = [f"{number:012d}.pt", f"{number:012d}.json"]
     if f"checkpoints/{names[0]}" not in items:
-        raise _NotWhole(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
-    try:
-        for name in names:  # the manifest last, as when it was written
-            download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
-    except download.Damaged as error:
-        raise _NotWhole(error) from None
+        raise download.Damaged(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
+    for name in names:  # the manifest last, as when it was written
+        download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
     try:
         checkpoint.read_verified(os.path.join(folder, names[0]))
     except UserError as error:
-        raise _NotWhole(error) from None
+        raise download.Damaged(str(error)) from None
 
 
 def _refuse_another_history(place, theirs, ours, args):
     """The local folder may hold an earlier run that the bucket no longer has."""
-    content = place.ask(
-        "get_object", f"{place.below()}checkpoints/{theirs:012d}.json", work=lambda answer: answer["Body"].read()
-    )
+    key = f"{place.below()}checkpoints/{theirs:012d}.json"
+    content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
     with open(os.path.join(args.checkpoint_dir, f"{ours:012d}.json"), "rb") as file:
         if _run_id(content) != _run_id(file.read()):
             raise UserError(
@@ -82,11 +73,6 @@ def _run_id(manifest):
         return json.loads(manifest).get("run")
     except (ValueError, AttributeError):
         return None
-
-
-def _remove(folder, number):
-    for suffix in (".json", ".pt"):
-        remove(os.path.join(folder, f"{number:012d}{suffix}"))
 
 
 def local_checkpoint(path: str, say: Callable) -> str:

@@ -13,7 +13,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, Optional
 
 import torch
@@ -80,20 +80,22 @@ def snapshot(value: Any) -> Any:
     return value
 
 
-def finite(value: Any) -> bool:
-    """Whether no floating point tensor in nested dicts and lists has a NaN or infinity."""
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return all(finite(item) for item in items)
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from tensors(item)
+
+
+def finite(value: Any) -> bool:
+    """Whether no tensor in nested dicts and lists has a NaN or infinity."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(value))
 
 
 def size_of(value: Any) -> int:
     """Bytes of the tensors in nested dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(size_of, items))
+    return sum(tensor.nbytes for tensor in tensors(value))
 
 
 def encode(state: dict) -> memoryview:
@@ -112,8 +114,7 @@ def write(folder: str, state: dict, about: dict) -> None:
     path = os.path.join(folder, f"{about['samples_seen']:012d}")
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    if os.path.exists(f"{path}.json"):  # the same number again: a manifest must not stand while its file is replaced
-        os.unlink(f"{path}.json")
+    remove(f"{path}.json")  # of the same number: a manifest must not stand while its file is replaced
     write_atomically(f"{path}.pt", content)
     write_atomically(f"{path}.json", _encode_manifest(manifest))
 
@@ -176,6 +177,11 @@ def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str
             f"all {len(existing)} checkpoints in {folder} are damaged; start afresh with --resume never --overwrite true"
         )
     return None
+
+
+def delete(folder: str, number: int) -> None:
+    for suffix in (".json", ".pt"):  # the manifest first: no manifest, no checkpoint
+        remove(os.path.join(folder, f"{number:012d}{suffix}"))
 
 
 def sweep(folder: str) -> None:

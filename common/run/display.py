@@ -11,9 +11,11 @@ import shutil
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+from common import progress
 from common.files import write_atomically
 from common.run.timing import Window
 
@@ -30,8 +32,7 @@ class Display:
 
     def say(self, text: str) -> None:
         if self.active:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            progress.say(text)
 
     # --- While training ---
 
@@ -49,9 +50,7 @@ class Display:
             self._bar.update()
         return self._window.due()
 
-    def line(
-        self, *, epoch: int, epochs: int, step: int, steps: int, loss: float, lr: float, samples_left: int, total_steps: int
-    ) -> float:
+    def line(self, place: str, loss: float, lr: float, samples_left: int, total_steps: int) -> float:
         """Show the progress; returns the share of the time spent waiting for data since the last line."""
         rate, shares = self._window.close()
         split = " ".join(f"{phase}={share:.0%}" for phase, share in shares.items())
@@ -59,19 +58,9 @@ class Display:
         if self._bar:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
         else:
-            self.say(
-                f"epoch={epoch + 1}/{epochs} step={step}/{steps} loss={loss:.4f} lr={lr:.6f} "
-                f"images_per_s={rate:.0f} left={left} {split}"
-            )
-        self.scalars(
-            total_steps,
-            {
-                "train/loss": loss,
-                "train/lr": lr,
-                "speed/images_per_s": rate,
-                **{f"speed/{phase}": share for phase, share in shares.items()},
-            },
-        )
+            self.say(f"{place} loss={loss:.4f} lr={lr:.6f} images_per_s={rate:.0f} left={left} {split}")
+        speeds = {f"speed/{name}": value for name, value in {"images_per_s": rate, **shares}.items()}
+        self.scalars(total_steps, {"train/loss": loss, "train/lr": lr, **speeds})
         return shares["waiting_for_data"]
 
     def end_epoch(self) -> None:
@@ -136,21 +125,14 @@ class Display:
             return
         from sklearn.metrics import classification_report
 
-        pairs = [(true, predicted) for true in range(len(classes)) for predicted in range(len(classes))]
-        true, predicted = zip(*pairs)
-        weights = confusion.flatten().tolist()
-        labels = list(range(len(classes)))
-        options: dict = {"labels": labels, "target_names": classes, "digits": 4, "zero_division": 0}
-        table = classification_report(true, predicted, sample_weight=weights, **options)
-        rows = [
-            f"{name[:12]:>12} " + " ".join(f"{count:5d}" for count in row) for name, row in zip(classes, confusion.tolist())
-        ]
+        true, predicted = np.indices(confusion.shape).reshape(2, -1)
+        options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
+        table = classification_report(true, predicted, sample_weight=confusion.flatten().numpy(), **options)
+        title = "Confusion matrix: rows are the true class, columns the predicted one."
         header = " " * 13 + " ".join(f"{name[:5]:>5}" for name in classes)
-        text = (
-            f"{table}\nConfusion matrix: rows are the true class, columns the predicted one.\n\n{header}\n"
-            + "\n".join(rows)
-            + "\n"
-        )
+        counts = [" ".join(f"{count:5d}" for count in row) for row in confusion.tolist()]
+        rows = [f"{name[:12]:>12} {row}" for name, row in zip(classes, counts)]
+        text = "\n".join([str(table), title, "", header, *rows, ""])
         write_atomically(os.path.join(self.output_dir, "report.txt"), text.encode())
 
     def close(self) -> None:

@@ -1,11 +1,16 @@
-"""The output folder of a run: made, locked against other jobs, cleared; and a record of the step that a start died in."""
+"""The output folder of a run: made, locked against other jobs, cleared; the step that a start died in, the samples of each."""
 
 import argparse
+import contextlib
 import fcntl
+import json
 import os
 import re
 import struct
 import time
+from typing import Any
+
+import torch
 
 from common.errors import UserError
 from common.files import TEMPORARY, write_atomically
@@ -70,11 +75,8 @@ class Attempt:
             return
         self._path = os.path.join(folder, ".attempt")
         last = (-1, -1, -1, -1)
-        if os.path.exists(self._path):
-            with open(self._path, "rb") as file:
-                content = file.read()
-            if len(content) == self._FORM.size:
-                last = self._FORM.unpack(content)
+        with contextlib.suppress(FileNotFoundError, struct.error), open(self._path, "rb") as file:
+            last = self._FORM.unpack(file.read())
         died_in, before = last[:2], last[2:]
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
         self._died_in = died_in if died_in[0] >= 0 else before
@@ -90,3 +92,27 @@ class Attempt:
         if self._file is not None:
             os.close(self._file)
             os.unlink(self._path)
+
+
+class Ledger:
+    """Which samples were trained on, step by step: the evidence that no restart loses or repeats one (--ledger true).
+
+    ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every start, and a line {"step": [epoch,
+    consumed], "ids": [...], "t": ...} for every step. A step counts unless a later start begins at it or before it.
+    tests/check_ledger.py adds them up.
+    """
+
+    def __init__(self, output_dir: str, rank: int, active: bool, epoch: int, consumed: int):
+        self._file: Any = None
+        if active:
+            folder = os.path.join(output_dir, "ledger")
+            os.makedirs(folder, exist_ok=True)
+            self._file = open(os.path.join(folder, f"rank_{rank}.jsonl"), "ab", buffering=0)  # noqa: SIM115 (for the whole run)
+            self._write({"start": [epoch, consumed]})
+
+    def step(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
+        if self._file:
+            self._write({"step": [epoch, consumed], "ids": ids.tolist()})
+
+    def _write(self, line):
+        self._file.write(json.dumps({**line, "t": time.time()}).encode() + b"\n")

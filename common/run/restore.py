@@ -57,8 +57,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
     """The checkpoint to go on from, or None for a first start; refuses one that belongs to another run."""
-    folder = args.checkpoint_dir
-    here = args.world
+    folder, here = args.checkpoint_dir, args.world
     afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
     has_run = bool(checkpoint.numbers(folder)) or in_bucket
@@ -128,19 +127,15 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
 def _from_path(args, say):
     """The checkpoint of --resume PATH, to go on from; --overwrite true deletes the later checkpoints of its folder."""
     state, about, path = _named(args, say)
-    newer = (
-        [n for n in checkpoint.numbers(args.checkpoint_dir) if n > about["samples_seen"]]
-        if _inside(path, args.checkpoint_dir)
-        else []
-    )
+    later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
+    newer = later if _inside(path, args.checkpoint_dir) else []
     if newer and not args.overwrite:
         raise UserError(
             f"--resume {path} has {len(newer)} later checkpoints in its folder: "
             "give --overwrite true to delete those, or another --output_dir"
         )
     for number in newer:
-        for suffix in (".json", ".pt"):
-            os.unlink(os.path.join(args.checkpoint_dir, f"{number:012d}{suffix}"))
+        checkpoint.delete(args.checkpoint_dir, number)
     return state, about, path
 
 
@@ -184,8 +179,11 @@ def changes(then: dict, now: dict) -> list[str]:
 # --- The first lines of the log -----------------------------------------------------------------------------------------
 
 
-def first_lines(run: Any, found: Optional[Checkpoint]) -> Iterator[str]:
-    """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
+def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[tuple[int, int]]) -> Iterator[str]:
+    """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from.
+
+    `died_twice_in`: (epoch, samples before it) of the step in which the last two starts died.
+    """
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.rank} of {run.world_size}, "
@@ -208,11 +206,8 @@ def first_lines(run: Any, found: Optional[Checkpoint]) -> Iterator[str]:
     left = run.sampler.num_samples % global_batch
     if left:
         yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
-
-
-def crash_loop(sampler: Any, epoch: int, consumed: int) -> str:
-    ids = sampler.step_ids(epoch, consumed).tolist()
-    return (
-        f"warning: the last two starts both died in one step, in epoch {epoch + 1} after {consumed} samples; "
-        f"its sample ids are {ids}"
-    )
+    if died_twice_in:
+        epoch, consumed = died_twice_in
+        place = f"in epoch {epoch + 1} after {consumed} samples"
+        ids = run.sampler.step_ids(epoch, consumed).tolist()
+        yield f"warning: the last two starts both died in one step, {place}; its sample ids are {ids}"

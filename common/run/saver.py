@@ -1,9 +1,9 @@
 """Writes a run's checkpoints in the background: the training waits for a copy of the state, not for the disk or the bucket."""
 
 import argparse
+import concurrent.futures
 import contextlib
 import os
-import threading
 from typing import Any, Callable, Optional
 
 from common import moments
@@ -17,28 +17,21 @@ class Writer:
     """Runs one function at a time in the background, in the order of the calls; an error is raised at the next call."""
 
     def __init__(self):
-        self._thread = self._error = None
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
+        self._pending: Optional[concurrent.futures.Future] = None
 
     def submit(self, work: Callable[[], None]) -> None:
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint writer")
-        self._thread.start()
+        self._pending = self._executor.submit(work)
 
     def wait(self) -> None:
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        if self._error:
-            error, self._error = self._error, None
-            raise error
-
-    def _run(self, work):
         try:
-            work()
+            if self._pending:
+                self._pending.result()
         except OSError as error:
-            self._error = TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; earlier ones are intact")
-        except Exception as error:
-            self._error = error
+            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; earlier ones are intact") from None
+        finally:
+            self._pending = None
 
 
 class Saver:

@@ -4,14 +4,19 @@ The host's clock measures the first and the last. On a GPU the transfer overlaps
 clock, so there the three may add up to more than 100 %. Saving and logging are in none of them.
 """
 
+import atexit
+import os
 import time
-from collections.abc import Sequence
-from typing import Callable, Optional
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, Optional
+
+import torch
 
 LINE_SECONDS = 5
 PHASES = ("waiting_for_data", "transfer", "compute")
 STARVED = 0.25  # share of the time spent waiting from which the loader is called the bottleneck
 WARM_UP = 10  # steps before a profile's clock starts
+TRACED, MOST = 10, 10  # steps in a trace; operations in the table
 
 
 class Window:
@@ -80,6 +85,88 @@ class Profile:
         rate, shares = self._window.close()
         split = ", ".join(f"{share:.0%} {phase.replace('_', ' ')}" for phase, share in shares.items())
         return f"Training speed was {rate:.1f} images/s over {self._steps} steps: {split}"
+
+
+class Trace:
+    """--profile true: the time of each operation in a few steps, which are slower than others, as a trace and a short table.
+
+    The trace opens in ui.perfetto.dev, in chrome://tracing and in TensorBoard.
+    """
+
+    def __init__(self, folder: str, say: Callable[[str], None]):
+        self._path, self._say = os.path.join(folder, "trace.json.gz"), say
+        self._seen, self._waited, self._over = 0, 0.0, False
+        self._recorder: Any = None
+
+    def step(self, waiting_for_data: float) -> None:
+        """Count a step that has ended; after the last one recorded, show the profile."""
+        self._seen += 1
+        if self._seen == WARM_UP:
+            self._begin()
+        elif self._recorder:
+            self._waited += waiting_for_data
+            if self._seen == WARM_UP + TRACED:
+                self._end()
+
+    def close(self) -> None:
+        """The run is over: say so if it was too short for a profile."""
+        self._stop()
+        if not self._over:
+            self._say(
+                f"profile: the run ended after {self._seen} steps, and a profile takes {WARM_UP + TRACED}; raise --max_steps"
+            )
+        self._over = True
+
+    def _begin(self):
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._recorder, self._began = profile(activities=[ProfilerActivity.CPU, *on_gpu]), time.monotonic()
+        self._recorder.start()
+        atexit.register(self._stop)  # a recorder that is not stopped crashes the process at its end
+
+    def _end(self):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        wall, recorder = time.monotonic() - self._began, self._recorder
+        self._stop()
+        recorder.export_chrome_trace(self._path)
+        self._over = True
+        self._say(f"profile: {TRACED} steps in {wall:.2f} s, trace in {self._path}")
+        for line in summary(recorder.key_averages(), wall, self._waited):
+            self._say(line)
+
+    def _stop(self):
+        if self._recorder:
+            self._recorder.stop()
+            self._recorder = None
+
+
+def summary(operations: Any, wall: float, waited: float) -> Iterator[str]:
+    """The shares of the elapsed time, and the operations that took most of it."""
+    on_gpu = any(device_ms(one) for one in operations)
+    device = min(1.0, sum(map(device_ms, operations)) / 1e3 / wall)
+    data = min(1.0, waited / wall)
+    host = "host without device" if on_gpu else "host"
+    yield f"profile: {data:.0%} waiting for data, {max(0.0, 1 - data - device):.0%} {host}, {device:.0%} device"
+    spent = device_ms if on_gpu else host_ms
+    ranked = sorted(operations, key=spent, reverse=True)[:MOST]
+    total = sum(map(spent, operations)) or 1.0
+    kind = "device" if on_gpu else "host"
+    yield f"profile: {'share':>6} {'ms a step':>10} {'calls a step':>13}  operation ({kind} time of its own)"
+    for one in ranked:
+        yield f"profile: {spent(one) / total:>6.1%} {spent(one) / TRACED:>10.2f} {one.count / TRACED:>13.1f}  {one.key}"
+
+
+def host_ms(operation: Any) -> float:
+    return operation.self_cpu_time_total / 1e3
+
+
+def device_ms(operation: Any) -> float:
+    """Of kernels alone: the rows of operators and annotations repeat the time of the kernels that they started."""
+    if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
+        return 0.0
+    return operation.self_device_time_total / 1e3
 
 
 def advice(remedies: Sequence[str], waiting: float) -> Optional[str]:
