@@ -424,5 +424,5 @@ def test_the_table_is_short_however_many_nodes_there_are():
 
 
 def test_what_another_node_says_cannot_forge_a_line():
-    ((node, finding),) = examination.decode([[1, "good", "disk", "enough\nbad  everything", ""]])
+    ((node, finding),) = examination.decode([[1, ["good", "disk", "enough\nbad  everything", ""]]])
     assert node == 1 and "\n" not in finding.found

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -69,7 +70,7 @@ class Examination:
         """Let the ranks try the job without restarts, and wait --doctor_seconds for the other nodes."""
         self._supervisor = supervisor
         supervisor.max_restarts, supervisor.join_seconds = 0, self._seconds
-        supervisor.hello["findings"] = encode(self.findings)
+        supervisor.hello["findings"] = list(self.findings)
         self._folder = tempfile.TemporaryDirectory(prefix="anyrank-doctor-")
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
 
@@ -94,8 +95,7 @@ class Examination:
             self.findings += decode(hello.get("findings") or [])
             self.add(checks.check_clock(hello["ahead"], "node 0"), node)
         if os.path.exists(os.environ[FILE]):
-            with open(os.environ[FILE]) as file:
-                self.findings += decode(json.load(file))
+            self.findings += decode(json.loads(Path(os.environ[FILE]).read_text()))
         self._folder.cleanup()
 
     def _add_met(self):
@@ -114,7 +114,7 @@ class Examination:
             return
         try:
             self._meeting = Meeting(here, self._seconds)
-            missing, others = self._meeting.hold(encode(self.findings))
+            missing, others = self._meeting.hold(self.findings)
         except UserError as error:
             if here.local_rank:
                 raise
@@ -154,13 +154,10 @@ class Examination:
         """The first step: measure the loader, and give the job one of its batches for a few steps."""
         self._guard.start()
         batch, load_seconds = measure.time_loader(loader, self.args.workers or 0, counts=not self._loader_would_hang)
-        return self._steps(run, loader, batch, load_seconds)
+        return self._take_steps(run, loader, batch, load_seconds)
 
-    def _steps(self, run, loader, batch, load_seconds):
-        step_seconds = yield from measure.time_steps(run, batch)
-        self._judge(run, loader, load_seconds, step_seconds)
-
-    def _judge(self, run, loader, load_seconds, seconds):
+    def _take_steps(self, run, loader, batch, load_seconds):
+        seconds = yield from measure.time_steps(run, batch)
         self._guard.cancel()
         args, here = self.args, self.here
         sampler, samples = run.sampler, run.global_batch // run.world_size
@@ -209,8 +206,7 @@ class Examination:
         code = 0
         if heartbeat.has_parent():
             if self.here.rank == 0:
-                with open(os.environ[FILE], "w") as file:
-                    json.dump(encode(self.findings), file)
+                Path(os.environ[FILE]).write_text(json.dumps(self.findings))
             heartbeat.of_this_process().set("done", 0)
         elif self.here is None or self.here.rank == 0 or self.here.level == "node":
             code = self.show()
@@ -243,10 +239,6 @@ def _of_node(args, here):
         yield stores.check_web(args.input.address)
 
 
-def encode(findings: list[Located]) -> list[list]:
-    return [[node, finding.severity, finding.what, finding.found, finding.do] for node, finding in findings]
-
-
 def decode(findings: list[list]) -> list[Located]:
     """Findings of another process, without control characters, which could change a terminal."""
-    return [(node, Finding(*(one_line(word)[:1000] for word in words))) for node, *words in findings]
+    return [(node, Finding(*(one_line(word)[:1000] for word in words))) for node, words in findings]

@@ -11,7 +11,7 @@ from torch import distributed
 
 from common import devices
 from common.doctor.checks import PREFETCHED
-from common.processes.collectives import reduce
+from common.processes.collectives import rank_and_size, reduce
 from common.run import checkpoint
 
 LOADER_SECONDS, MODEL_SECONDS = 1.0, 1.5  # of measuring
@@ -54,8 +54,7 @@ def time_steps(run: Any, batch: Any) -> Generator[Any, None, float]:
 
 
 def _slowest(seconds):
-    alone = not distributed.is_initialized() or distributed.get_world_size() == 1
-    return seconds if alone else reduce([seconds], "MAX")[0]
+    return seconds if rank_and_size()[1] == 1 else reduce([seconds], "MAX")[0]
 
 
 def all_reduce_rate(device: torch.device) -> float:

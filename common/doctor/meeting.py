@@ -24,7 +24,7 @@ class Meeting:
         if self._store.add(f"{KEYS}/claimed/{here.restart_count}/{here.rank}", 1) > 1:
             raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
 
-    def hold(self, findings: list[list]) -> tuple[str, list[tuple]]:
+    def hold(self, findings: list) -> tuple[str, list[tuple]]:
         """("ranks 1-2", which have not come, or ""; on rank 0: [(node or None, findings, clock ahead)] of the others)"""
         here, store = self._here, self._store
         node = None if here.local_rank else here.node_rank
@@ -41,23 +41,21 @@ class Meeting:
 
     def _be_counted(self):
         """Wait for rank 0, which waits for the others; returns the ranks that are missing."""
-        store = self._store
         try:
-            store.wait([f"{KEYS}/missing"], datetime.timedelta(seconds=2 * self._seconds))
-            missing = json.loads(store.get(f"{KEYS}/missing"))
-            store.set(f"{KEYS}/clock/{self._here.rank}", str(time.time()))
+            self._store.wait([f"{KEYS}/missing"], datetime.timedelta(seconds=2 * self._seconds))
+            missing = json.loads(self._store.get(f"{KEYS}/missing"))
+            self._store.set(f"{KEYS}/clock/{self._here.rank}", str(time.time()))
         except RuntimeError:
             raise UserError(f"rank 0 did not answer within {2 * self._seconds:g} s; see its log") from None
         return missing
 
     def _count(self):
-        store, deadline = self._store, time.monotonic() + self._seconds
-        while True:
-            missing = [rank for rank in range(1, self._here.world_size) if not store.check([f"{KEYS}/came/{rank}"])]
-            if not missing or time.monotonic() > deadline:
+        deadline, missing = time.monotonic() + self._seconds, list(range(1, self._here.world_size))
+        while missing := [rank for rank in missing if not self._store.check([f"{KEYS}/came/{rank}"])]:
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        store.set(f"{KEYS}/missing", json.dumps(missing))
+        self._store.set(f"{KEYS}/missing", json.dumps(missing))
         return missing
 
 
@@ -77,15 +75,10 @@ def _store(here, seconds):
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if here.rank and not theirs:
         channel.connect(here.master_addr, here.master_port, seconds, lambda text: None).close()
+    where, timeout = (here.master_addr, here.master_port), datetime.timedelta(seconds=seconds)
+    keeps = here.rank == 0 and not theirs
     try:
-        return distributed.TCPStore(
-            here.master_addr,
-            here.master_port,
-            is_master=here.rank == 0 and not theirs,
-            timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return distributed.TCPStore(*where, is_master=keeps, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         where = f"{here.master_addr}:{here.master_port}"
         raise UserError(f"the ranks cannot meet at {where}, {one_line(error)[:200]}; see MASTER_ADDR and MASTER_PORT") from None

@@ -7,6 +7,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 from common.doctor.checks import check_clock
 from common.doctor.table import Finding, bad, count, good, refusal, size
@@ -29,9 +30,8 @@ def check_disk(what: str, folder: str, need: int, users: str) -> Finding:
         found = f"{size(free)} free in {one_line(place)}, {users} need {size(need + SPARE)}"
         return bad(what, found, "make room there, or give a folder on a larger disk")
     if disk.f_files and disk.f_favail < 1000:
-        return bad(
-            what, f"{one_line(place)} has room for {disk.f_favail} more files", "delete files there, or give another disk"
-        )
+        found = f"{one_line(place)} has room for {disk.f_favail} more files"
+        return bad(what, found, "delete files there, or give another disk")
     return good(what, f"{size(free)} free in {one_line(place)}" + (f", {users} need {size(need)}" if need else ""))
 
 
@@ -57,12 +57,11 @@ def _try_rename(folder):
         os.makedirs(folder, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as own:
-                path = os.path.join(own, "file")
+                path = Path(own, "file")
                 for content in (b"old", b"new"):
-                    write_atomically(path, content)
-                with open(path, "rb") as file:
-                    if file.read() != b"new" or os.listdir(own) != ["file"]:
-                        raise OSError(0, "a renamed file does not replace the one of that name")
+                    write_atomically(str(path), content)
+                if path.read_bytes() != b"new" or os.listdir(own) != ["file"]:
+                    raise OSError(0, "a renamed file does not replace the one of that name")
             return
         except FileNotFoundError:
             if last:

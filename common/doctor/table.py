@@ -1,8 +1,8 @@
 """What the doctor finds: how bad it is, what it is and what to do about it; and the table of it all, the worst first."""
 
-import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB
@@ -12,24 +12,16 @@ ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "ne
          "batches", "loader", "time")  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     severity: str
     what: str
     found: str
     do: str = ""
 
 
-def good(what: str, found: str) -> Finding:
-    return Finding(GOOD, what, found)
-
-
-def doubtful(what: str, found: str, do: str) -> Finding:
-    return Finding(DOUBTFUL, what, found, do)
-
-
-def bad(what: str, found: str, do: str) -> Finding:
-    return Finding(BAD, what, found, do)
+good = functools.partial(Finding, GOOD)
+doubtful = functools.partial(Finding, DOUBTFUL)
+bad = functools.partial(Finding, BAD)
 
 
 def refusal(what: str, error: object) -> Finding:
