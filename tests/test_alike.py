@@ -1,24 +1,24 @@
 """Two nodes with different code are noticed, wherever the difference is."""
 
-import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from common.processes import alike
+from common.processes import group
 from tests.jobs import ROOT
 
 
 @pytest.fixture
 def copy(tmp_path):
-    for folder in alike.FOLDERS:
+    for folder in group.FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "jobs" / "train_ddp.py", tmp_path)
     return tmp_path
 
 
 def digest(root):
-    return alike.code_digest(str(root / "train_ddp.py"), root)
+    return group.code_digest(str(root / "train_ddp.py"), root)
 
 
 def test_a_difference_in_a_subfolder_is_another_digest(copy):
@@ -48,12 +48,6 @@ def test_neither_compiled_files_nor_the_order_of_the_system_matter(copy, monkeyp
     (copy / "common" / "run" / "__pycache__").mkdir()
     (copy / "common" / "run" / "__pycache__" / "run.cpython-311.py").write_text("compiled")
     (copy / "common" / "notes.txt").write_text("no code")
-    walk = os.walk
-
-    def backwards(top):
-        for where, folders, names in walk(top):
-            folders.sort(reverse=True)
-            yield where, folders, sorted(names, reverse=True)
-
-    monkeypatch.setattr(os, "walk", backwards)
+    rglob = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda folder, pattern: sorted(rglob(folder, pattern), reverse=True))
     assert digest(copy) == before

@@ -8,6 +8,7 @@ connection at once; a node with a cut link or a frozen machine, by its silence.
 import contextlib
 import errno
 import json
+import select
 import selectors
 import socket
 import time
@@ -46,6 +47,11 @@ class Line:
         except OSError as error:
             raise Gone(one_line(error)) from None
 
+    def tell(self, **message: Any) -> None:
+        """As send(), but a broken connection is left to be noticed when it is read, or by its silence."""
+        with contextlib.suppress(Gone):
+            self.send(**message)
+
     def receive(self) -> list[dict]:
         """The messages that have arrived; call it when the connection is readable."""
         try:
@@ -68,15 +74,23 @@ class Line:
 
     def wait(self, seconds: float) -> list[dict]:
         """The next messages; Gone after `seconds` without any."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
-            deadline = time.monotonic() + seconds
-            while True:
-                if not selector.select(max(0, deadline - time.monotonic())):
-                    raise Gone(f"no answer for {seconds:.0f} s")
-                messages = self.receive()
-                if messages:
-                    return messages
+        deadline = time.monotonic() + seconds
+        while self.readable(deadline - time.monotonic()):
+            if messages := self.receive():
+                return messages
+        raise Gone(f"no answer for {seconds:.0f} s")
+
+    def readable(self, seconds: float) -> bool:
+        return bool(select.select([self], [], [], max(0, seconds))[0])
+
+    def poll(self, seconds: float) -> list[tuple]:
+        """[(0, message)] of node 0, as Hub.poll() of the others."""
+        try:
+            if self.readable(seconds):
+                return [(0, message) for message in self.receive()]
+        except Gone:
+            return [(0, None)]
+        return [(0, None)] if time.monotonic() - self.heard > SILENCE_SECONDS else []
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -159,10 +173,9 @@ class Hub:
         return received
 
     def send(self, **message: Any) -> None:
-        """To every node; one that cannot be reached is noticed by its silence."""
+        """To every node."""
         for line in list(self.lines.values()):
-            with contextlib.suppress(Gone):
-                line.send(**message)
+            line.tell(**message)
 
     def forget(self, node: int) -> None:
         self._drop(self.lines.pop(node))
@@ -192,18 +205,12 @@ class Hub:
         """Accept a node of this job, refuse one of another; where two nodes contradict each other, stop all and name both."""
         mine, node = self._hello, hello.get("node")
         if hello.get("app") != mine["app"] or hello.get("job") != mine["job"]:
-            with contextlib.suppress(Gone):
-                line.send(
-                    refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port"
-                )
+            line.tell(refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port")
             self._say(f"refused host {one_line(hello.get('host'))[:80]}: it belongs to job {one_line(hello.get('job'))[:80]!r}")
             self._drop(line)
             return
         if self._complete:
-            with contextlib.suppress(Gone):
-                line.send(
-                    refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port"
-                )
+            line.tell(refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port")
             self._drop(line)
             return
         if not isinstance(node, int) or not 0 <= node < mine["nodes"]:
@@ -214,12 +221,11 @@ class Hub:
             first = mine["host"] if node == 0 else self.lines[node].host
             self._refuse_all(f"duplicate rank: host {first} and host {hello.get('host')} both say they are node {node}", line)
         its = hello.get("alike") if isinstance(hello.get("alike"), dict) else {}
-        different = [name for name in mine["alike"] if its.get(name) != mine["alike"][name]]
-        if different:
-            name = different[0]
-            ours, theirs = first_difference(str(mine["alike"][name]), one_line(its.get(name)))
-            there = f"{theirs[:200]} on node {node} (host {hello.get('host')})"
-            self._refuse_all(f"{name} differs: {ours} on node 0 (host {mine['host']}), {there}", line)
+        for name, value in mine["alike"].items():
+            if its.get(name) != value:
+                ours, theirs = first_difference(str(value), one_line(its.get(name)))
+                there = f"{theirs[:200]} on node {node} (host {hello.get('host')})"
+                self._refuse_all(f"{name} differs: {ours} on node 0 (host {mine['host']}), {there}", line)
         self._strangers.pop(line, None)
         line.host = one_line(hello.get("host"))[:80]
         self.lines[node] = line
@@ -228,8 +234,7 @@ class Hub:
 
     def _refuse_all(self, why, newcomer=None):
         for line in [*self.lines.values(), *([newcomer] if newcomer else [])]:
-            with contextlib.suppress(Gone):
-                line.send(refused=why)
+            line.tell(refused=why)
         raise UserError(why)
 
 
@@ -245,27 +250,25 @@ def _listen(port):
                 family = socket.AF_INET  # a host whose IPv6 is switched off
                 continue
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"port {port} on this node is taken by another program ({error.strerror}); give the job another port"
-                ) from None
+                taken = f"port {port} on this node is taken by another program ({error.strerror})"
+                raise UserError(f"{taken}; give the job another port") from None
             time.sleep(0.2)
 
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
     """A socket to node 0, once its name resolves and its port answers."""
-    begun = told = time.monotonic()
+    begun, node_0 = time.monotonic(), f"node 0 at {address}:{port}"
+    told = begun
     while True:
         try:
             return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
         except OSError as error:  # the name may not resolve yet, or the program not run yet
             now = time.monotonic()
             if now - begun >= seconds:
-                raise UserError(
-                    f"node 0 at {address}:{port} did not answer within {seconds:.0f} s: {one_line(error)}"
-                ) from None
+                raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}") from None
             if now - told >= WAITING_LINE_SECONDS:
                 told = now
-                say(f"waiting for node 0 at {address}:{port}, {now - begun:.0f} s: {one_line(error)}")
+                say(f"waiting for {node_0}, {now - begun:.0f} s: {one_line(error)}")
             time.sleep(0.2)
 
 

@@ -9,6 +9,7 @@ import json
 import socket
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch import distributed
 
@@ -39,9 +40,8 @@ GROUP = Group()
 
 def rank_and_size() -> tuple[int, int]:
     """(this process's rank, the number of ranks); (0, 1) in a job without a process group."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
+    grouped = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
 
 
 def reduce(values: list, operation: str) -> list[float]:
@@ -53,20 +53,14 @@ def reduce(values: list, operation: str) -> list[float]:
 
 def broadcast(content: bytes) -> bytes:
     """Rank 0's bytes on every rank, verified by a digest; `content` of the other ranks is ignored."""
-    header = torch.zeros(32, dtype=torch.uint8)
-    length = torch.zeros(1, dtype=torch.int64)
-    if distributed.get_rank() == 0:
-        length[0] = len(content)
-        header[:] = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)
+    length, digest = torch.tensor([len(content)]), _tensor(hashlib.sha256(content).digest())
     distributed.broadcast(length, 0, group=GROUP.control())
-    distributed.broadcast(header, 0, group=GROUP.control())
-    body = torch.frombuffer(bytearray(content), dtype=torch.uint8) if distributed.get_rank() == 0 and len(content) else None
-    if body is None:
-        body = torch.zeros(int(length), dtype=torch.uint8)
+    distributed.broadcast(digest, 0, group=GROUP.control())
+    body = _tensor(content) if distributed.get_rank() == 0 else torch.zeros(int(length), dtype=torch.uint8)
     if len(body):
         distributed.broadcast(body, 0, group=GROUP.control())
     received = body.numpy().tobytes()
-    if hashlib.sha256(received).digest() != bytes(header[:].numpy()):
+    if hashlib.sha256(received).digest() != digest.numpy().tobytes():
         raise RuntimeError("the bytes that rank 0 sent arrived changed")
     return received
 
@@ -75,12 +69,15 @@ def gather(content: bytes) -> list[bytes]:
     """The bytes of every rank, in the order of their ranks."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
     distributed.all_gather(lengths, torch.tensor([len(content)]), group=GROUP.control())
-    longest = max(int(length) for length in lengths)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    mine = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    mine[: len(content)] = _tensor(content)
     everyone = [torch.zeros_like(mine) for _ in lengths]
     distributed.all_gather(everyone, mine, group=GROUP.control())
     return [bytes(tensor[: int(length)].numpy()) for tensor, length in zip(everyone, lengths)]
+
+
+def _tensor(content):
+    return torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8))
 
 
 def compare(facts: dict) -> None:

@@ -11,10 +11,12 @@ import ctypes
 import datetime
 import faulthandler
 import gc
+import hashlib
 import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -22,8 +24,15 @@ from torch import distributed
 from common import arguments, heartbeat, moments
 from common.errors import UserError
 from common.processes import network
-from common.processes.alike import OWN_OPTIONS, code_digest
 from common.processes.collectives import GROUP, TIMEOUT, compare
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("common", "datasets")  # what a job imports
+
+# Options that may differ from node to node.
+OWN_OPTIONS = (
+    "rank", "local_rank", "data_url", "output_dir", "output_url", "checkpoint_dir", "tensorboard_dir", "workers", "init_method",
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +95,19 @@ def _alike(args):
     same = {name: value for name, value in arguments.plain(args).items() if name not in OWN_OPTIONS}
     settings = " ".join(f"{name}={value}" for name, value in sorted(same.items()))
     return {"code": code_digest(os.path.abspath(sys.argv[0])), "arguments": settings, "torch": str(torch.__version__)}
+
+
+def code_digest(job: str, root: Path = ROOT) -> str:
+    """A digest of the job and of our modules below `root` with their paths, so that a node with old code is noticed."""
+    files = {os.path.basename(job): Path(job)}  # a bundled job holds its modules
+    for folder in FOLDERS:
+        paths = [path for path in (root / folder).rglob("*.py") if path.parent.name != "__pycache__"]
+        files.update({path.relative_to(root).as_posix(): path for path in paths})
+    digest = hashlib.sha256()
+    for name in sorted(files):  # not in the order of the operating system
+        content = files[name].read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def _die_with_the_parent():

@@ -19,7 +19,7 @@ from typing import Any
 from common import cores, heartbeat, malloc, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.processes import channel, network
-from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS, Gone
+from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS
 from common.processes.worker import STOP, Worker, cause, stalled
 from common.world import World
 
@@ -100,7 +100,7 @@ class Supervisor:
         deadline = time.monotonic() + self.join_seconds
         while time.monotonic() < deadline:
             if self.line:
-                self._tell(ready=attempt)
+                self.line.tell(ready=attempt)
             else:
                 self.hub.send(beat=True)
             if self.stop_signal:
@@ -131,19 +131,15 @@ class Supervisor:
             **network.interfaces(self._own_address()),
             **malloc.tuned(os.environ),
         }  # fmt: skip
-        shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(self._threads()))
+        threads = max(1, cores.count() // here.local_world_size)
+        shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(threads))
         environments = {}
         self.workers = []
         for index in range(here.local_world_size):
             worker = Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
             self.workers.append(worker)
-            own = {
-                "RANK": str(worker.rank),
-                "LOCAL_RANK": str(here.local_rank + index),
-                heartbeat.FILES: worker.files,
-                heartbeat.PARENT: str(os.getpid()),
-            }
-            environments[index] = {**shared, **own}
+            ranks = {"RANK": str(worker.rank), "LOCAL_RANK": str(here.local_rank + index)}
+            environments[index] = {**shared, **ranks, heartbeat.FILES: worker.files, heartbeat.PARENT: str(os.getpid())}
         arguments = dict.fromkeys(environments, ("-u", *sys.argv))
         ranks = f"rank {here.rank}" if len(self.workers) == 1 else f"ranks {here.rank} to {here.rank + len(self.workers) - 1}"
         self.say(f"starting {ranks} of {here.world_size} ({here.platform}: {here.rule})")
@@ -156,9 +152,6 @@ class Supervisor:
             sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
         for index, worker in enumerate(self.workers):
             worker.process = started.subprocess_handlers[index].proc
-
-    def _threads(self):
-        return max(1, cores.count() // self.here.local_world_size)
 
     def _own_address(self):
         if self.hub:
@@ -193,20 +186,9 @@ class Supervisor:
 
     def _messages(self):
         """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is gone."""
-        if self.hub:
-            return self.hub.poll(0.1)
-        if not self.line:
-            time.sleep(0.05)
-            return []
-        import select
-
-        try:
-            if select.select([self.line], [], [], 0.1)[0]:
-                return [(0, message) for message in self.line.receive()]
-            if time.monotonic() - self.line.heard > SILENCE_SECONDS:
-                raise Gone("silent")
-        except Gone:
-            return [(0, None)]
+        if self.hub or self.line:
+            return (self.hub or self.line).poll(0.1)
+        time.sleep(0.05)
         return []
 
     def _hear(self, node, message):
@@ -253,16 +235,16 @@ class Supervisor:
         if report is STOP:
             self._on_signal(signal.SIGTERM, None)
         elif self.line:
-            self._tell(fault=report)
+            self.line.tell(fault=report)
         else:
             self.suspects.append((time.monotonic(), report))
 
     def _beat(self):
         mine = [worker.status() for worker in self.workers]
         if self.line:
-            self._tell(status=mine, **({"finished": True} if self._own_finished() else {}))
+            self.line.tell(status=mine)
             if self._own_finished():
-                self._tell(finished=True)
+                self.line.tell(finished=True)
             return
         self.statuses[0] = mine
         if self.hub:
@@ -270,10 +252,6 @@ class Supervisor:
             if self._own_finished() and len(self.finished) == self.here.num_nodes - 1:
                 self.hub.send(end=True)
                 self.finished.add(0)
-
-    def _tell(self, **message):
-        with contextlib.suppress(Gone):  # a broken connection is noticed when it is read
-            self.line.send(**message)
 
     def _judge(self):
         """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
@@ -324,7 +302,7 @@ class Supervisor:
             self.stop_began = now
             self.say(f"{signal.Signals(self.stop_signal).name}: all ranks stop at the next common step")
             if self.line:
-                self._tell(stop=self.stop_signal)
+                self.line.tell(stop=self.stop_signal)
             for worker in self.workers:
                 if worker.code is None:
                     with contextlib.suppress(ProcessLookupError):

@@ -6,6 +6,7 @@ import json
 import signal
 import statistics
 import time
+from pathlib import Path
 from typing import Any, Optional, Union
 
 from common import heartbeat
@@ -45,8 +46,8 @@ class Worker:
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
     def _is_stopped(self):
-        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     def status(self) -> dict[str, Any]:
@@ -80,8 +81,8 @@ class Worker:
 
     def reported_fault(self) -> Optional[dict[str, Any]]:
         """What the worker has written with heartbeat.report_fault, if it could."""
-        with contextlib.suppress(OSError, ValueError), open(f"{self.files}.fault") as file:
-            return json.load(file)
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(Path(f"{self.files}.fault").read_text())
         return None
 
     def stack(self) -> str:
@@ -90,8 +91,7 @@ class Worker:
             self.process.send_signal(signal.SIGUSR2)
             deadline = time.monotonic() + 2
             while time.monotonic() < deadline:
-                with open(f"{self.files}.stack") as file:
-                    text = file.read()
+                text = Path(f"{self.files}.stack").read_text()
                 if text.endswith("\n"):
                     return text
                 time.sleep(0.05)
