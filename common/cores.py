@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+from pathlib import Path
 from typing import Optional
 
 
@@ -15,11 +16,6 @@ def quota(root: str = "/sys/fs/cgroup") -> Optional[int]:
     """The number of cores whose time this container may use (docker --cpus, a limit of Kubernetes), or None."""
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # cgroup v2, then v1
         with contextlib.suppress(OSError, ValueError):
-            microseconds, period = (int(word) for name in names for word in _words(os.path.join(root, name)))
+            microseconds, period = (int(word) for name in names for word in Path(root, name).read_text().split())
             return max(1, math.ceil(microseconds / period)) if microseconds > 0 else None
     return None
-
-
-def _words(path):
-    with open(path) as file:
-        return file.read().split()

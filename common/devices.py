@@ -3,6 +3,7 @@
 import argparse
 import glob
 import os
+from pathlib import Path
 from typing import Optional
 
 import torch
@@ -88,7 +89,6 @@ def diagnosis() -> str:
 def driver() -> Optional[str]:
     """The version of the NVIDIA driver that the kernel has loaded, or None."""
     try:
-        with open("/sys/module/nvidia/version") as file:
-            return file.read().strip()
+        return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return None

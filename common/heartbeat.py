@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import struct
+from pathlib import Path
 from typing import Any, Optional
 
 FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
@@ -53,8 +54,7 @@ class Pulse:
 
 def create(prefix: str) -> Pulse:
     """The pulse of a worker that is about to start, in a new file."""
-    with open(f"{prefix}.pulse", "wb") as file:
-        file.write(bytes(_FORM.size))
+    Path(f"{prefix}.pulse").write_bytes(bytes(_FORM.size))
     return Pulse(prefix)
 
 
@@ -69,6 +69,5 @@ def has_parent() -> bool:
 def report_fault(text: str, code: int, victim: bool) -> None:
     """Tell the parent why this worker fails; `victim`: only because another one failed."""
     prefix = os.environ[FILES]
-    with open(f"{prefix}.writing", "w") as file:
-        json.dump({"text": text, "code": code, "victim": victim}, file)
+    Path(f"{prefix}.writing").write_text(json.dumps({"text": text, "code": code, "victim": victim}))
     os.replace(f"{prefix}.writing", f"{prefix}.fault")

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from common.models.quality import psnr, ssim
-from common.models.restorer import Restorer
+from common.models import Restorer, psnr, ssim
 from datasets import pairs, synthetic
 from datasets.dali.template import ExternalInputIterator, externalSourcePipeline
 from datasets.photos.pairs import Pairs

@@ -18,10 +18,8 @@ class Block(nn.Module):
         )
         self.shortcut = nn.Sequential()
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False),
-                nn.BatchNorm2d(out_channels),
-            )
+            across = nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(across, nn.BatchNorm2d(out_channels))
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x):
@@ -31,11 +29,8 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     def __init__(self, num_classes, width):
         super().__init__()
-        self.conv1 = nn.Sequential(
-            nn.Conv2d(3, width, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-        )
+        stem = nn.Conv2d(3, width, kernel_size=3, padding=1, bias=False)
+        self.conv1 = nn.Sequential(stem, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
         self.conv2 = self._stage(width, width, stride=1)
         self.conv3 = self._stage(width, 2 * width, stride=2)
         self.conv4 = self._stage(2 * width, 4 * width, stride=2)

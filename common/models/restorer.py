@@ -1,7 +1,11 @@
-"""A small network that takes the blur out of pictures: it works at half the resolution and adds what it finds to its input."""
+"""A small network that takes the blur out of pictures, and how alike two pictures are."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+WINDOW, SIGMA = 11, 1.5  # of SSIM, as its authors chose them
+K1, K2 = 0.01, 0.03
 
 
 class Block(nn.Module):
@@ -15,7 +19,10 @@ class Block(nn.Module):
 
 
 class Restorer(nn.Module):
-    """Pictures in [-1, 1] of any size to the same, sharper; untrained, it changes nothing."""
+    """Pictures in [-1, 1] of any size to the same, sharper; untrained, it changes nothing.
+
+    It works at half the resolution and adds what it finds to its input.
+    """
 
     def __init__(self, width: int = 48):
         super().__init__()
@@ -27,7 +34,30 @@ class Restorer(nn.Module):
 
     def forward(self, images):
         height, width = images.shape[2:]
-        even = nn.functional.pad(images, (0, width % 2, 0, height % 2), mode="replicate")
-        features = self.head(nn.functional.pixel_unshuffle(even, 2))
-        found = nn.functional.pixel_shuffle(self.tail(self.body(features)), 2)
+        even = F.pad(images, (0, width % 2, 0, height % 2), mode="replicate")
+        features = self.head(F.pixel_unshuffle(even, 2))
+        found = F.pixel_shuffle(self.tail(self.body(features)), 2)
         return images + found[:, :, :height, :width]
+
+
+def psnr(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Peak signal to noise ratio in dB, one for each pair of a batch; pictures in [0, 1]."""
+    return -10 * torch.log10((images - targets).square().flatten(1).mean(dim=1).clamp(min=1e-10))
+
+
+def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Structural similarity (Wang and others, 2004) of each pair of a batch, over windows that lie inside the picture."""
+    place = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
+    weights = torch.exp(-place.square() / (2 * SIGMA**2))
+    weights = (weights / weights.sum()).expand(images.shape[1], 1, WINDOW)
+
+    def blurred(pictures):
+        across = F.conv2d(pictures, weights[:, :, None, :], groups=len(weights))
+        return F.conv2d(across, weights[:, :, :, None], groups=len(weights))
+
+    mean_x, mean_y = blurred(images), blurred(targets)
+    variance_x, variance_y = blurred(images.square()) - mean_x.square(), blurred(targets.square()) - mean_y.square()
+    covariance = blurred(images * targets) - mean_x * mean_y
+    alike = (2 * mean_x * mean_y + K1**2) * (2 * covariance + K2**2)
+    unlike = (mean_x.square() + mean_y.square() + K1**2) * (variance_x + variance_y + K2**2)
+    return (alike / unlike).flatten(1).mean(dim=1)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+from pathlib import Path
 from typing import Callable
 
 from common import storage
@@ -60,12 +61,11 @@ def _refuse_another_history(place, theirs, ours, args):
     """The local folder may hold an earlier run that the bucket no longer has."""
     key = f"{place.below()}checkpoints/{theirs:012d}.json"
     content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
-    with open(os.path.join(args.checkpoint_dir, f"{ours:012d}.json"), "rb") as file:
-        if _run_id(content) != _run_id(file.read()):
-            raise UserError(
-                f"{args.output_dir} holds another run than {args.output_url}: delete that folder, "
-                "or start afresh with --resume never --overwrite true"
-            )
+    if _run_id(content) != _run_id(Path(args.checkpoint_dir, f"{ours:012d}.json").read_bytes()):
+        raise UserError(
+            f"{args.output_dir} holds another run than {args.output_url}: delete that folder, "
+            "or start afresh with --resume never --overwrite true"
+        )
 
 
 def _run_id(manifest):

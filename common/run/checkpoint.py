@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
@@ -135,13 +136,11 @@ def read(path: str) -> tuple[dict, dict]:
 def read_verified(path: str) -> tuple[dict, bytes]:
     """(manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
     try:
-        with open(re.sub(r"\.pt$", "", path) + ".json", "rb") as file:
-            encoded = file.read()
+        encoded = Path(re.sub(r"\.pt$", "", path) + ".json").read_bytes()
         manifest = json.loads(encoded)
         if encoded != _encode_manifest(manifest):
             raise ValueError("its manifest was changed")
-        with open(path, "rb") as file:
-            content = file.read()
+        content = Path(path).read_bytes()
         if len(content) != manifest["size"]:
             raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
         if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
