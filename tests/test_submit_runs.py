@@ -206,7 +206,7 @@ def test_a_sagemaker_container_becomes_the_job(tmp_path):
 
 
 def test_the_metrics_of_sagemaker_are_in_the_lines_that_a_job_prints(tmp_path, capsys):
-    shown = display.Display(str(tmp_path), str(tmp_path), active=True)
+    shown = display.Display(str(tmp_path), str(tmp_path), active=True, writes=True)
     shown.start_epoch(0, 2, 10, 0)
     shown.step(128, (0.1, 0.1, 0.8))
     shown.line("epoch=1/2 step=5/10", loss=1.25, lr=0.05, samples_left=640, total_steps=5)

@@ -208,18 +208,16 @@ class Supervisor:
             self.verdict = message["verdict"]
 
     def _lost(self, node):
+        seconds = time.monotonic() - (self.line or self.hub.lines[node]).heard
+        if self.hub:
+            self.hub.forget(node)
         if self.stop_signal or (node in self.finished and (self.line or self._own_finished())):
-            if self.hub:
-                self.hub.forget(node)
             self.line = None
             return
-        silent = self.line.heard if self.line else self.hub.lines[node].heard
-        seconds = time.monotonic() - silent
         how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
         text = f"{channel.describe_nodes([node], self.here.local_world_size)} {how}"
         report = {**cause(text), "restart": False}
         if self.hub:
-            self.hub.forget(node)
             self.suspects.append((time.monotonic(), report))
         else:
             self.verdict = report

@@ -23,9 +23,9 @@ from common.run.timing import Window
 class Display:
     """Does nothing on every rank but 0 (`active`), so that no caller has to look at its rank."""
 
-    def __init__(self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool = True):
+    def __init__(self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool):
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
-        self._writes = active and writes  # files; a trial leaves none
+        self._writes = writes  # files; a trial leaves none
         self._bar = None
         self._events: Any = None  # TensorBoard's writer, once there is something to write
         self._window = Window()

@@ -65,7 +65,8 @@ class Run:
         if not self.grouped:
             world.require_one_device(args)
         self.trial = bool(args.trial or prof)
-        self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0, writes=not self.trial)
+        self._writes = self.rank == 0 and not self.trial
+        self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0, writes=self._writes)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
         self._saver = Saver(args, self.say)
@@ -76,8 +77,7 @@ class Run:
         self._busy, self._evaluating = True, False
         self.seconds = (0.0,) * len(timing.PHASES)  # of this start, in each phase of its steps
         self._profile = timing.Profile(prof, lambda: devices.synchronize(self.device)) if prof else None
-        traced = args.profile and self.rank == 0 and not self.trial
-        self._trace = timing.Trace(args.output_dir, self.say) if traced else None
+        self._trace = timing.Trace(args.output_dir, self.say) if args.profile and self._writes else None
 
     def register(self, **parts: Any) -> None:
         """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
@@ -96,11 +96,9 @@ class Run:
         self._steps_before, self._saved_place = self.total_steps, self._place() if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
-        writes = self.rank == 0 and not self.trial
-        self._ledger = output.Ledger(
-            self.args.output_dir, self.rank, self.args.ledger and not self.trial, self.epoch, self.consumed
-        )
-        self._attempt = output.Attempt(self.args.checkpoint_dir, active=writes)
+        keeps_ledger = self.args.ledger and not self.trial
+        self._ledger = output.Ledger(self.args.output_dir, self.rank, keeps_ledger, self.epoch, self.consumed)
+        self._attempt = output.Attempt(self.args.checkpoint_dir, active=self._writes)
         if not self.trial:
             for line in restore.first_lines(self, found, self._attempt.died_twice_in):
                 self.say(line)
@@ -141,16 +139,10 @@ class Run:
 
     def epochs(self) -> Iterator[int]:
         self._require_resumed("run.epochs()")
-        if self._over():
+        if limit := self._limit():
             place = f"{self.epoch} epochs, {self.total_steps} steps"
-            limits = [
-                (self.epoch >= self.args.epochs, f"--epochs {self.args.epochs}"),
-                (self._steps_used_up(), f"--max_steps {self.args.max_steps}"),
-                (self._gave_up(), "the present --early_stopping_patience"),
-            ]
-            limit = next(text for reached, text in limits if reached)
             self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}. {self._where()}")
-        while not self._over():
+        while not self._limit():
             self.sampler.start_at(self.epoch, self.consumed)
             self._samples_per_epoch = self.sampler.samples_per_epoch
             self._epoch_began = time.monotonic()
@@ -239,7 +231,7 @@ class Run:
         self.say(f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{shown} seconds={seconds:.1f}")
         self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
         self.save(weights_of_epoch=self.epoch if whole else None)
-        if scores is not None and self._over():
+        if scores is not None and self._limit():
             self._display.report(scores.confusion, scores.classes)
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self._draw_curves()
@@ -294,7 +286,7 @@ class Run:
         self._check_losses()
         self._losses.share()
         self._agreement.saved()
-        if self.trial or self.rank != 0 or (self._place() == self._saved_place and not weights_of_epoch):
+        if not self._writes or (self._place() == self._saved_place and not weights_of_epoch):
             return  # a trial writes nothing, rank 0 writes for all, or there is nothing new since the last checkpoint
         self._saved_place = self._place()
         self._show("save")
@@ -357,12 +349,15 @@ class Run:
 
     # --- Ending ---
 
-    def _over(self):
-        return self.epoch >= self.args.epochs or self._steps_used_up() or self._gave_up()
-
-    def _gave_up(self):
-        """Whether no epoch of the last `patience` was better than the best."""
-        return self._patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self._patience
+    def _limit(self):
+        """The option that ends the run here, or None: it goes on."""
+        if self.epoch >= self.args.epochs:
+            return f"--epochs {self.args.epochs}"
+        if self._steps_used_up():
+            return f"--max_steps {self.args.max_steps}"
+        if self._patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self._patience:
+            return "the present --early_stopping_patience"
+        return None
 
     def _steps_used_up(self):
         return self.args.max_steps is not None and self.total_steps >= self.args.max_steps

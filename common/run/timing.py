@@ -115,7 +115,6 @@ class Trace:
             self._say(
                 f"profile: the run ended after {self._seen} steps, and a profile takes {WARM_UP + TRACED}; raise --max_steps"
             )
-        self._over = True
 
     def _begin(self):
         from torch.profiler import ProfilerActivity, profile

@@ -135,7 +135,7 @@ def checkpoint_stall(rounds):
 
 PLAIN = """
 import torch, torchvision
-from common.resnet import resnet18
+from common.models import resnet18
 images, labels = torch.rand(50000, 3, 32, 32), torch.randint(10, (50000,))
 model = resnet18(width=4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
