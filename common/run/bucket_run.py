@@ -81,14 +81,13 @@ def local_checkpoint(path: str, say: Callable) -> str:
         return path
     if not path.endswith(".pt"):
         return storage.fetch(path, say=say)
-    place, folder = bucket.Bucket(os.path.dirname(path), say), local_folder(os.path.dirname(path), "input_dir")
-    names = [os.path.basename(path), os.path.basename(path)[: -len("pt")] + "json"]
+    url, name = os.path.split(path)
+    place, folder = bucket.Bucket(url, say), local_folder(url, "input_dir")
+    names = [name, name.removesuffix("pt") + "json"]
     items = {place.relative(item.key): item for item in place.items(place.below())}
     for name in names:
         if name not in items:
-            raise UserError(
-                f"--resume {path}: there is no {name} in {os.path.dirname(path)}; give a .pt that has its .json there"
-            )
+            raise UserError(f"--resume {path}: there is no {name} in {url}; give a .pt that has its .json there")
     os.makedirs(folder, exist_ok=True)
     download.fetch_items(place, {name: items[name] for name in names}, folder)
     return os.path.join(folder, names[0])

@@ -172,9 +172,8 @@ def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str
         except UserError as error:
             say(f"warning: {error}; trying the one before it")
     if existing:
-        raise UserError(
-            f"all {len(existing)} checkpoints in {folder} are damaged; start afresh with --resume never --overwrite true"
-        )
+        afresh = "start afresh with --resume never --overwrite true"
+        raise UserError(f"all {len(existing)} checkpoints in {folder} are damaged; {afresh}")
     return None
 
 
