@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from datasets.dali.pairs import inputs, transformed
+from datasets.dali.batches import inputs, transformed
 from datasets.photos.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder
 
