@@ -165,7 +165,7 @@ def test_workers_and_threads_read_the_same(whole, monkeypatch, method):
     samples = packed.load(str(whole), "train")
     expected = [samples.read(number) for number in range(len(samples))]
     packed._opened.cache_clear()
-    monkeypatch.setattr(packed, "_opened", packed.functools.lru_cache(2)(packed._Open))
+    monkeypatch.setattr(packed, "_opened", packed.functools.lru_cache(2)(packed._opened.__wrapped__))
     found = [[] for _ in range(4)]
 
     def read(into):

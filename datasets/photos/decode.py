@@ -9,13 +9,13 @@ pixels is not decoded at all.
 import functools
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Callable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.errors import one_line
+from common.errors import TrainingFailed, one_line
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
+Decoded = TypeVar("Decoded")
 
 
 def short_side(size: int) -> int:
@@ -32,6 +33,36 @@ def short_side(size: int) -> int:
 
 class Undecodable(Exception):
     """The file has the header of a picture, but cannot be decoded."""
+
+
+class Substitutes:
+    """Which sample takes the place of one that cannot be decoded: the next that can, the same in every run and on every rank.
+
+    Each sample that cannot be decoded of a data set is named once in each process."""
+
+    def __init__(self, what: str, most: int) -> None:
+        """`what`: what the samples are called; `most`: how many are tried in a row until the data set is taken for damaged."""
+        self._what, self._most = what, most
+        self._named: set[int] = set()
+
+    def decode(
+        self, number: int, count: int, decode: Callable[[int], Decoded], name: Callable[[int], str]
+    ) -> tuple[int, Decoded]:
+        """(the sample that is used, `decode` of it): `number`, or the next of the `count` samples that can be decoded."""
+        for step in range(self._most):
+            used = (number + step) % count
+            try:
+                return used, decode(used)
+            except (Undecodable, OSError) as error:
+                self._warn(used, one_line(name(used)), error)
+        raise TrainingFailed(
+            f"{self._most} {self._what} in a row cannot be decoded, from {one_line(name(number))}: fetch the data set again"
+        )
+
+    def _warn(self, number, name, error):
+        if number not in self._named:
+            self._named.add(number)
+            print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place", flush=True)
 
 
 class Pixels:
@@ -101,20 +132,14 @@ def decode(content: Union[bytes, Pixels], special: bool, box: Optional[Box]) -> 
         if isinstance(content, Pixels):
             return content.cut(box)
         decoder = None if special or not content.startswith(b"\xff\xd8") else _codec()
-        if decoder is None:
-            return _cut(torch.from_numpy(np.array(with_pillow(content))).permute(2, 0, 1), box)
-        return decoder(content, box)
+        if decoder:
+            return decoder(content, box)
+        top, left, bottom, right = box or (0, 0, None, None)
+        return torch.from_numpy(np.array(with_pillow(content))).permute(2, 0, 1)[:, top:bottom, left:right]
     except Undecodable:
         raise
     except Exception as error:
         raise Undecodable(one_line(error)[:200]) from None
-
-
-def _cut(picture, box):
-    if box is None:
-        return picture
-    top, left, bottom, right = box
-    return picture[:, top:bottom, left:right]
 
 
 def with_pillow(content: bytes) -> "Image.Image":

@@ -10,7 +10,6 @@ import torch
 
 from datasets import crops
 from datasets.photos import decode, tree
-from datasets.photos.substitutes import Substitutes
 
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 
@@ -26,7 +25,7 @@ class Photos:
         self.tree, self.size, self.train, self.seed = files, size, train, seed
         self.area, self.short = area, short or decode.short_side(size)
         self.classes, self.special = files.classes, files.special
-        self._substitutes = Substitutes("images", SUBSTITUTES)
+        self._substitutes = decode.Substitutes("images", SUBSTITUTES)
 
     def __len__(self) -> int:
         return len(self.tree)

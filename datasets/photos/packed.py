@@ -89,11 +89,6 @@ class Packed(tree.Tree):
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
 
-    def pick(self, numbers: np.ndarray) -> "Packed":
-        """The same with these samples only, in this order."""
-        arrays = {name: getattr(self, name)[numbers] for name in (*PER_SAMPLE, *STORED)}
-        return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
-
     def damage(self, number: int) -> Optional[str]:
         """What is damaged in a shard of a folder, or None."""
         shard = self.shards[number]
@@ -139,21 +134,12 @@ def load(folder: str, split: str) -> Packed:
 def _from_file(path, begin, length):
     """pread leaves the file's position, which threads and forked workers share, as it is."""
     shard = _opened(path)  # keeps it open until it has been read, also where the cache drops it meanwhile
-    return os.pread(shard.descriptor, length, begin)
-
-
-class _Open:
-    def __init__(self, path):
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self):
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+    return os.pread(shard.fileno(), length, begin)
 
 
 @functools.lru_cache(OPEN_SHARDS)
 def _opened(path):
-    return _Open(path)
+    return open(path, "rb", buffering=0)
 
 
 def _from_store(url, begin, length):
@@ -242,11 +228,8 @@ def _check(about, names, arrays, split):
     for shard in about["shards"]:
         if not shard_name.fullmatch(shard["name"]):
             raise ValueError(f"{shard['name'][:80]!r} is not the name of a shard")
-        if (
-            type(shard["size"]) is not int
-            or not 0 < shard["size"] < 1 << 62
-            or not re.fullmatch(r"[0-9a-f]{64}", shard["sha256"])
-        ):
+        sized = type(shard["size"]) is int and 0 < shard["size"] < 1 << 62
+        if not sized or not re.fullmatch(r"[0-9a-f]{64}", shard["sha256"]):
             raise ValueError(f"it has no size or no SHA-256 of {shard['name']}")
     lists = [about["classes"], *about["left_out"].values()]
     if not all(isinstance(words, list) and words and all(isinstance(word, str) for word in words) for words in lists):

@@ -15,7 +15,6 @@ from common.errors import UserError, one_line
 from datasets import synthetic
 from datasets.crops import uniform
 from datasets.photos import decode, tree
-from datasets.photos.substitutes import Substitutes
 
 LAYOUT = "{train,test}/{blurry,sharp}/SUB/IMAGE, or img and gt in place of blurry and sharp"
 FOLDERS = [("blurry", "sharp"), ("img", "gt")]
@@ -44,7 +43,7 @@ class Pairs:
             raise UserError(f"{one_line(folder)} holds no pair that can be read: a data set of pairs has {LAYOUT}")
         special, self.widths, self.heights = (np.array(column) for column in zip(*rows))
         self.special = special.astype(bool)
-        self._substitutes = Substitutes("pairs", SUBSTITUTES)
+        self._substitutes = decode.Substitutes("pairs", SUBSTITUTES)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -113,7 +112,7 @@ class SyntheticPairs(Pairs):
         self.names = [f"shapes {number}" for number in range(count)]
         self.heights = self.widths = np.full(count, SYNTHETIC_SIZE)
         self.special = np.zeros(count, bool)
-        self._substitutes = Substitutes("pairs", SUBSTITUTES)
+        self._substitutes = decode.Substitutes("pairs", SUBSTITUTES)
 
     def read(self, number: int) -> list[bytes]:
         return self._files[number]

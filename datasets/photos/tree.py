@@ -79,7 +79,7 @@ class Tree:
 
     def pick(self, numbers: np.ndarray) -> "Tree":
         """The same with these samples only, in this order."""
-        arrays = {name: getattr(self, name)[numbers] for name in ("labels", "widths", "heights", "special")}
+        arrays = {name: value[numbers] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
     def describe(self) -> str:
