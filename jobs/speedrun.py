@@ -32,6 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from common import arguments, devices, storage, world
@@ -62,27 +63,28 @@ def main():
         raise UserError(f"there is no recipe for --net {args.net} --target {args.target}: give one of {sorted(RECIPES)}")
     print(f"{devices.describe(device)}, torch {torch.__version__}: {time.perf_counter() - BEGUN:.1f} s to import", flush=True)
 
-    clock = Clock(device)
+    begun = seconds(device)
     train, test = ((data.images.to(device), data.labels.to(device)) for data in cifar10.load(args))
     if args.held_out:
         if len(train[1]) <= HELD_OUT:
             raise UserError(f"--held_out true holds out {HELD_OUT} of the training images, and there are {len(train[1])}")
         train, test = [part[:-HELD_OUT] for part in train], [part[-HELD_OUT:] for part in train]
-    print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {clock.seconds():.1f} s to load", flush=True)
+    print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {seconds(device, begun):.1f} s to load", flush=True)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.suppress_errors = True  # where nothing can be compiled, go on without
-        clock = Clock(device)
+        begun = seconds(device)
         run(args, device, train, seed=0, steps_of_a_size=3)
-        print(f"{clock.seconds():.1f} s to compile", flush=True)
+        print(f"{seconds(device, begun):.1f} s to compile", flush=True)
 
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
-        clock = Clock(device)
+        begun = seconds(device)
         model = run(args, device, train, seed)
-        row, clock = {"seed": seed, "seconds": clock.seconds()}, Clock(device)
-        row["accuracy"] = accuracy(model, *test)
-        print(" ".join(f"{name}={value:.4g}" for name, value in row.items()), f"tested_in={clock.seconds():.1f}", flush=True)
+        trained = seconds(device)
+        row = {"seed": seed, "seconds": trained - begun, "accuracy": accuracy(model, *test)}
+        tested = seconds(device, trained)
+        print(" ".join(f"{name}={value:.4g}" for name, value in row.items()), f"tested_in={tested:.1f}", flush=True)
         keep(args, device, row)
         rows.append(row)
     for name, form in (("accuracy", "{:.2%}"), ("seconds", "{:.1f}")):
@@ -123,18 +125,10 @@ def keep(args, device, row):
         storage.publish(args.output_dir, args.output_url)
 
 
-class Clock:
-    """Seconds since it was made: CPU-seconds of all threads, or wall-clock seconds on a GPU."""
-
-    def __init__(self, device):
-        self.device, self.begun = device, 0.0
-        self.begun = self.seconds()
-
-    def seconds(self):
-        if self.device.type == "cpu":
-            return time.process_time() - self.begun
-        devices.synchronize(self.device)
-        return time.perf_counter() - self.begun
+def seconds(device, since=0.0):
+    """CPU-seconds of all threads, or wall-clock seconds on a GPU."""
+    devices.synchronize(device)
+    return (time.process_time() if device.type == "cpu" else time.perf_counter()) - since
 
 
 # --- One run -----------------------------------------------------------------------------------------------------------
@@ -202,16 +196,10 @@ def constants(device):
     return [255 * torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (cifar10.MEAN, cifar10.STD)]
 
 
-@torch.no_grad()
 def measure_norms(model, images, batches):
     """Set the running means and variances of the norms anew: for pictures of full size alone."""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the average of all batches
-    for ids in batches:
-        with torch.autocast(images.device.type, torch.bfloat16):
-            model(normalised(images[ids]))
+    with torch.autocast(images.device.type, torch.bfloat16):
+        update_bn((normalised(images[ids]) for ids in batches), model)
 
 
 @torch.no_grad()
