@@ -77,16 +77,17 @@ def test_a_changed_file_is_read_again(folder, server):
         data.getBIN(path)
 
 
-def test_nothing_is_kept_of_a_file_that_is_being_written(folder, server):
+def test_nothing_is_kept_of_a_file_that_is_being_written(folder, server, monkeypatch):
     cache, path = patient(server), str(folder / "train" / "cat" / "0.jpg")
 
-    def read():
+    def read(path):
         content = Path(path).read_bytes()
         Path(path).write_bytes(content + b"more")
         return content
 
     content = Path(path).read_bytes()
-    assert samples.read_through(cache, str(folder), path, read) == content
+    monkeypatch.setattr(samples, "read_file", read)
+    assert samples.read_through(cache, str(folder), path) == content
     assert cache.status()[cache.servers[0]]["curr_items"] == 0
 
 
@@ -115,7 +116,7 @@ def test_however_the_folder_is_written_the_key_is_the_same(folder, monkeypatch):
 
 def test_a_tree_gives_its_photographs_through_the_cache(folder, servers):
     plain = tree.load(str(folder / "train"))
-    cached = samples.CachedTree.of(plain, patient(*servers))
+    cached = samples.CachedTree(**vars(plain), cache=patient(*servers))
     assert (cached.folder, cached.names, len(cached), cached.describe()) == (
         plain.folder,
         plain.names,
@@ -142,7 +143,7 @@ def test_a_tree_gives_its_photographs_through_the_cache(folder, servers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_photo_jobs_batches_are_the_same(folder, servers, workers):
     plain = tree.load(str(folder / "train"))
-    cached = samples.CachedTree.of(plain, patient(*servers))
+    cached = samples.CachedTree(**vars(plain), cache=patient(*servers))
     ids = np.arange(10)
     for files in (plain, cached, cached):
         data = imagenet.Photos(files, 24, True, 3)

@@ -43,7 +43,7 @@ class KSpeedFolder:
 
     def getBIN(self, path: str) -> bytes:
         """The bytes of a file."""
-        return samples.read_through(self.cache, self.root, path, functools.partial(samples.read_file, path))
+        return samples.read_through(self.cache, self.root, path)
 
     def getPIL(self, path: str) -> "Image.Image":
         """The picture, in RGB, as ImageFolder gives it."""

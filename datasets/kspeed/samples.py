@@ -58,19 +58,13 @@ def _last_two_names(root):
     return os.sep.join(os.path.abspath(root).split(os.sep)[-2:])
 
 
-def read_through(
-    cache: SampleCache,
-    root: str,
-    path: str,
-    read: Callable[[], bytes],
-    prefetched: Optional[dict[str, Optional[bytes]]] = None,
-) -> bytes:
-    """The bytes of a file below root: from `prefetched`, else from the cache, else by `read`, and then they are cached."""
+def read_through(cache: SampleCache, root: str, path: str, prefetched: Optional[dict[str, Optional[bytes]]] = None) -> bytes:
+    """The bytes of a file below root: from `prefetched`, else from the cache, else from the file, and then they are cached."""
     info = os.stat(path)
     key = sample_key(root, path, info)
     content = prefetched.pop(key) if prefetched and key in prefetched else cache.get(key)
     if content is None or len(content) != info.st_size:
-        content = read()
+        content = read_file(path)
         if _is_unchanged(path, info, content):
             cache.set(key, content)
     return content
@@ -102,10 +96,6 @@ class CachedTree(tree.Tree):
     cache: SampleCache
     prefetched: dict[str, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, files: tree.Tree, cache: SampleCache) -> "CachedTree":
-        return cls(**vars(files), cache=cache)
-
     def expect(self, numbers: Iterable[int]) -> None:
         """One request for many samples costs the servers and the caller less than one for each."""
         paths, keys = [self.path(number) for number in numbers], []
@@ -115,8 +105,7 @@ class CachedTree(tree.Tree):
         self.prefetched = self.cache.get_many(keys)
 
     def read(self, number: int) -> bytes:
-        read = functools.partial(super().read, number)
-        return read_through(self.cache, self.folder, self.path(number), read, self.prefetched)
+        return read_through(self.cache, self.folder, self.path(number), self.prefetched)
 
 
 @dataclasses.dataclass
@@ -142,16 +131,11 @@ def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional
     """The Tree, read through the vendor's service where its package is installed, else through memcached."""
     client = vendors_folder()
     if client is None:
-        return CachedTree.of(files, open_cache(iplist, user))
+        return CachedTree(**vars(files), cache=open_cache(iplist, user))
     return VendorsTree(**vars(files), client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
 
 
 # --- Filling the cache -------------------------------------------------------------------------------------------------
-
-
-def image_paths(root: str) -> list[str]:
-    """Every file below root with the name of an image."""
-    return [os.path.join(root, name) for name in tree.images_below(root)]
 
 
 def for_each(

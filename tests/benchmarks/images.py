@@ -147,7 +147,7 @@ def write_ffcv():
 
 def cached():
     cache = SampleCache(",".join(server.address for server in SETTINGS["servers"]))
-    return samples.CachedTree.of(files(), cache)
+    return samples.CachedTree(**vars(files()), cache=cache)
 
 
 def through_cache():
