@@ -3,7 +3,7 @@
 import argparse
 import functools
 import os
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
@@ -92,9 +92,8 @@ def _find(args):
     """The folder with the batches; where there is only the archive, or nothing, it is unpacked and fetched once per node."""
     root = storage.fetch(args.data_url) if args.data_url else "input_dir"
     for folder in (os.path.join(root, FOLDER), root):
-        if os.path.exists(os.path.join(folder, "data_batch_1")) or (
-            os.path.basename(folder) == FOLDER and os.path.isdir(folder)
-        ):
+        has_its_name = os.path.basename(folder) == FOLDER and os.path.isdir(folder)
+        if has_its_name or os.path.exists(os.path.join(folder, "data_batch_1")):
             return folder
     archive = os.path.join(root, ARCHIVE)
     if args.data_url and not os.path.exists(root):
@@ -107,16 +106,16 @@ def _find(args):
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = os.path.join(args.output_dir, "input_dir")
     folder = os.path.join(root, FOLDER)
-    once_per_node(folder, lambda held: _prepare(archive, folder, held))
+
+    def prepare(held):
+        if os.path.isdir(folder):
+            return
+        if not os.path.exists(archive):
+            https.download(URL, archive, SHA256, held.tell)
+        untrusted.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
+
+    once_per_node(folder, prepare)
     return folder
-
-
-def _prepare(archive, folder, held):
-    if os.path.isdir(folder):
-        return
-    if not os.path.exists(archive):
-        https.download(URL, archive, SHA256, held.tell)
-    untrusted.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
 
 
 def _read(folder, names):
@@ -128,7 +127,8 @@ def _read(folder, names):
 
 
 def loader(
-    data_set: ImageArrays, sampler: Any, device: torch.device, augment: bool = False, seed: int = 0, workers: int = 0
-) -> DeviceLoader:
+    data_set: ImageArrays, sampler: Any, device: torch.device, augment: bool = False, seed: int = 0, workers: int = 0,
+    batches: Callable[..., Any] = torch_batches,
+) -> DeviceLoader:  # fmt: skip
     crop_and_flip = functools.partial(crops.crop_and_flip, seed=seed) if augment else None
-    return DeviceLoader(torch_batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)
+    return DeviceLoader(batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)

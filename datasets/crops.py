@@ -102,16 +102,11 @@ def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int
 
 def crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
-    bits = random_bits(ids, seed, epoch)
-    span = 2 * PADDING + 1
-    return bits % span, (bits >> 8) % span, (bits >> 16) & 1
-
-
-def random_bits(ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
-    """32 well mixed bits for each sample id, as int64."""
     bits = _mix32(torch.full_like(ids, seed & MASK, dtype=torch.int64))
     bits = _mix32(bits ^ (epoch & MASK))
-    return _mix32(bits ^ (ids.to(torch.int64) & MASK))
+    bits = _mix32(bits ^ (ids.to(torch.int64) & MASK))
+    span = 2 * PADDING + 1
+    return bits % span, (bits >> 8) % span, (bits >> 16) & 1
 
 
 def _mix32(bits):

@@ -20,16 +20,13 @@ import numpy as np
 from common.errors import UserError, one_line
 
 
-class _Bounded(io.RawIOBase):
+class _Bounded:
     """A stream of at most `limit` bytes, so that neither an archive bomb nor a giant header fills the memory."""
 
     def __init__(self, stream, limit):
         self._stream, self._left = stream, limit
 
-    def readable(self):
-        return True
-
-    def read(self, size=-1):
+    def read(self, size):
         if size < 0 or size > self._left:
             raise ValueError("it unpacks to more than the data set can hold")
         self._left -= size
@@ -54,7 +51,7 @@ def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_members(stream, folder, names):
+def _write_members(stream: Any, folder, names):
     written = set()
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
