@@ -21,7 +21,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.errors import UserError
 from datasets import imagenet
-from datasets.dpex import DpexDataLoader, client, iterator, own_cluster
+from datasets.dpex import DpexDataLoader, client, own_cluster
+from datasets.dpex import loader as loader_module
 from datasets.photos import tree
 from datasets.sampler import EpochSampler
 from tests.jobs import ROOT, assert_same_bits, environment
@@ -299,7 +300,7 @@ class Large(Squares):
 
 def test_large_batches_are_asked_for_by_their_bytes(warm, monkeypatch):
     """Ten times what may be on its way, kept by the reader or not: no more than the window is ever asked for."""
-    monkeypatch.setattr(iterator, "WINDOW_BYTES", 9_000_000)
+    monkeypatch.setattr(loader_module, "WINDOW_BYTES", 9_000_000)
     batches, most = iter(loader(warm, Large(), prefetch_factor=8)), 0
     kept = []
     for number, batch in enumerate(batches):

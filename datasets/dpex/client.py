@@ -46,6 +46,8 @@ class Bridge:
         leader = os.getppid() if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 else os.getpid()
         words = [bridge_process.__name__, head_address or "local", str(leader)]
         self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._stdin: Any = self.process.stdin
+        self._stdout: Any = self.process.stdout
         self._owner, self._users, self._lock = os.getpid(), 0, threading.RLock()  # garbage collection may run while it is held
         self.address, self._socket = "the Ray cluster", None
         self.lost: Optional[str] = None  # why
@@ -69,20 +71,15 @@ class Bridge:
             return
         self.ended = True
         atexit.unregister(self._stop)
-        stdin, stdout = self._pipes()
         with contextlib.suppress(OSError):
-            stdin.write("end\n")
-            stdin.close()
+            self._stdin.write("end\n")
+            self._stdin.close()
         try:
             self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        stdout.close()
-
-    def _pipes(self):
-        assert self.process.stdin and self.process.stdout
-        return self.process.stdin, self.process.stdout
+        self._stdout.close()
 
     def connect(self) -> Any:
         """A connection for one iterator."""
@@ -98,7 +95,7 @@ class Bridge:
     def _wait_until_ready(self):
         overdue = threading.Timer(2 * START_SECONDS, self.process.kill)
         overdue.start()
-        word, _, rest = self._pipes()[1].readline().rstrip("\n").partition(" ")
+        word, _, rest = self._stdout.readline().rstrip("\n").partition(" ")
         overdue.cancel()
         if word != "ready":
             self._stop()

@@ -35,10 +35,8 @@ def connect(head_address: str, leader: int) -> "Cluster":
 
 def _init(address, own):
     os.environ.update(own_cluster.QUIET)
-    try:
-        import ray
-    except ImportError:
-        raise UserError("Ray is missing: pip install .[ray], or choose a job or --data_backend without Ray") from None
+    import ray
+
     if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 52):
         raise UserError(f"Ray {ray.__version__} does not support tokens: pip install 'ray>=2.52'")
     try:

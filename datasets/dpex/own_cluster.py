@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -68,32 +67,18 @@ def _become_user(folder):
     return users
 
 
-@contextlib.contextmanager
-def _startup_lock(folder) -> Iterator[None]:
-    """Held by one rank at a time. An owner that ends deletes the folder, perhaps between opening and locking: try again."""
+def _startup_lock(folder):
+    """A lock file that one rank at a time holds open. An owner that ends deletes the folder, perhaps before it is locked."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-            raise UserError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
-        with _opened(folder / "startup") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_still(folder / "startup", file):
-                yield
-                return
-
-
-def _opened(path):
-    while True:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            return open(path, "a")
-
-
-def _is_still(path, file):
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
+            if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+                raise UserError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
+            file = open(folder / "startup", "a")  # noqa: SIM115 (whoever holds the lock closes it)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "startup")):
+                return file
+            file.close()
 
 
 def _start_owner(folder):

@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Callable
 
 ALIGNMENT = 64  # bytes; as torch allocates
-LARGEST_WRITE = 1 << 30  # bytes; the kernel writes at most 2 GiB in one call
 
 Buffers = Sequence[memoryview]
 
@@ -84,21 +83,12 @@ def send_buffers(connection: Connection, buffers: Buffers) -> None:
     """Send the bytes to the process at the other end. A message before has to tell it their sizes."""
     if not buffers:
         return
-    descriptor = os.memfd_create("batch")
-    try:
+    with open(os.memfd_create("batch"), "wb") as file:
         for buffer in buffers:
-            _write(descriptor, buffer)
-            os.lseek(descriptor, -os.lseek(descriptor, 0, os.SEEK_END) % ALIGNMENT, os.SEEK_END)
-        os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
-        reduction.send_handle(connection, descriptor, None)
-    finally:
-        os.close(descriptor)
-
-
-def _write(descriptor, buffer):
-    rest = memoryview(buffer).cast("B")
-    while len(rest):
-        rest = rest[os.write(descriptor, rest[:LARGEST_WRITE]) :]
+            file.write(buffer)
+            file.seek(-file.tell() % ALIGNMENT, os.SEEK_CUR)
+        file.truncate()
+        reduction.send_handle(connection, file.fileno(), None)
 
 
 def map_with_mmap(descriptor: int, length: int) -> memoryview:
