@@ -293,6 +293,21 @@ def test_out_of_order_where_that_was_asked(warm):
     assert sorted(number for _, numbers in made for number in numbers.tolist()) == list(range(23))
 
 
+def test_a_batch_that_is_about_to_be_given_is_not_left_out_where_the_cluster_is_lost(warm, monkeypatch):
+    made = loader(warm, Squares(), batch_size=2)
+    batches = iter(made)
+    found = [next(batches)]
+
+    def lost(*_):
+        raise client.ClusterLost
+
+    monkeypatch.setattr(client.Workers, "fetch", lost)
+    monkeypatch.setattr(client.bridge("local"), "lost", "the test cuts it off")
+    with pytest.warns(UserWarning, match="the test cuts it off"):
+        found += batches
+    assert torch.cat([numbers for _, numbers in found]).tolist() == list(range(23))
+
+
 class Large(Squares):
     def __getitem__(self, number):
         return torch.full((1000, 1000), float(number))

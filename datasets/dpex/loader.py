@@ -143,8 +143,8 @@ class RayIterator(_BaseDataLoaderIter):
             return self._num_workers  # one each, until their size is known
         return max(1, min(self._prefetch * self._num_workers, WINDOW_BYTES // max(self._largest, 1)))
 
-    def _request_ahead(self, workers):
-        while len(self._requested) + len(self._arrived) < self._window() and any(self._has_more) and not self._exhausted:
+    def _request_ahead(self, workers, more=0):
+        while len(self._requested) + len(self._arrived) < self._window() + more and any(self._has_more) and not self._exhausted:
             try:
                 index = self._next_index()
             except StopIteration:
@@ -173,9 +173,9 @@ class RayIterator(_BaseDataLoaderIter):
                 raise StopIteration
             ready = self._next if self._in_order else next(iter(self._arrived), None)
             if ready in self._arrived:
+                self._request_ahead(workers, more=1)  # first: where the cluster is lost here, the batch must still be there
                 data = self._arrived.pop(ready)
                 self._next += 1
-                self._request_ahead(workers)
                 if isinstance(data, ExceptionWrapper):
                     data.reraise()
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
