@@ -17,7 +17,7 @@ from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 from datasets.photos import packed, tree
 from datasets.photos.labelled import Photos
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import Sampler
 from datasets.synthetic import ColouredNoise
 
 BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
@@ -29,7 +29,6 @@ IMAGENET = {"train": 1_281_167, "val": 50_000}
 COLOURS = 10
 
 DataSet = Union[Photos, ColouredNoise]
-Sampler = Union[EpochSampler, InOrder]
 
 
 def add_options(parser: arguments.Parser) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import os
 from collections.abc import Iterator
-from typing import Union
 
 import torch
 
@@ -14,7 +13,7 @@ from common.world.folders import is_address
 from datasets.dali import PairBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 from datasets.photos.pairs import LAYOUT, SYNTHETIC_SIZE, Pairs, SyntheticPairs
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import Sampler
 
 DATA = f"folder or bucket (s3://, obs://, oss://) with {LAYOUT}"
 RESIZE, CROP, SYNTHETIC_CROP = 256, 224, 48
@@ -73,9 +72,7 @@ class PairLoader(DeviceLoader):
             yield blurry, sharp
 
 
-def loader(
-    pairs: Pairs, sampler: Union[EpochSampler, InOrder], device: torch.device, workers: int = 0, backend: str = "pytorch"
-) -> PairLoader:
+def loader(pairs: Pairs, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch") -> PairLoader:
     if backend == "pytorch":
         batches = torch_batches(pairs, sampler, workers)
     else:

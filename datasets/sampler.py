@@ -6,6 +6,7 @@ samples at every world size, and a run can stop after any sample and go on with 
 """
 
 from collections.abc import Iterator
+from typing import Union
 
 import numpy as np
 
@@ -88,3 +89,6 @@ class InOrder:
 
     def __len__(self) -> int:
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
+
+
+Sampler = Union[EpochSampler, InOrder]

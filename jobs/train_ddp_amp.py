@@ -95,12 +95,11 @@ def main():
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 
+    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.Adam(model.parameters(), **how)
     else:
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True
-        )
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
     # The logbook: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, optimizer=optimizer)
@@ -147,10 +146,8 @@ def main():
 
 def learning_rate(args, progress):
     """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
-    if args.schedule == "constant":
-        return args.lr
-
-    return args.lr * min(progress / 0.2, (1 - progress) / 0.8)
+    share = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
+    return args.lr * share
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Union
 
 import torch
 
@@ -11,16 +10,15 @@ from datasets import cifar10
 from datasets.crops import PADDING, crops_and_flips
 from datasets.dali.pipeline import as_tensor, build, cut, need_dali
 from datasets.loader import DeviceLoader
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import Sampler
 
 
 class ArrayBatches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
 
     def __init__(
-        self, data_set: cifar10.ImageArrays, sampler: Union[EpochSampler, InOrder], device: torch.device, augment: bool,
-        seed: int, workers: int,
-    ) -> None:  # fmt: skip
+        self, data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int
+    ) -> None:
         need_dali()
         self._data, self._sampler, self._device = data_set, sampler, device
         self._augment, self._seed, self._threads = augment, seed, max(1, workers)
@@ -65,9 +63,8 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def cifar_loader(
-    data_set: cifar10.ImageArrays, sampler: Union[EpochSampler, InOrder], device: torch.device, augment: bool, seed: int,
-    workers: int = 0,
-) -> DeviceLoader:  # fmt: skip
+    data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int = 0
+) -> DeviceLoader:
     """The loader of datasets.cifar10 with batches of DALI; on a GPU the pictures are cropped and flipped there."""
     batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
     return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

@@ -19,14 +19,14 @@ from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decoded, give_m
 from datasets.photos import decode
 from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import Sampler
 
 
 class Batches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order. What a pipeline makes is a subclass's."""
 
     def __init__(
-        self, data_set: Union[Photos, Pairs], sampler: Union[EpochSampler, InOrder], device: torch.device, workers: int = 0,
+        self, data_set: Union[Photos, Pairs], sampler: Sampler, device: torch.device, workers: int = 0,
         decode_on_gpu: bool = False,
     ) -> None:  # fmt: skip
         need_dali(device if decode_on_gpu else None)
