@@ -47,9 +47,10 @@ from datasets.sampler import EpochSampler, InOrder
 def main():
     parser = cifar10.parser(__doc__)
     ### DDP: how many processes on this node, and what to do when one of them dies ###
-    from common.processes import group
+    from common.processes import group, norms
 
     group.add_options(parser)
+    norms.add_options(parser)
     ### end DDP ###
     ### AMP: which half precision ###
     parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16, or float16 on a GPU without it")
@@ -88,9 +89,9 @@ def main():
     # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
     model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
-    if device.type == "cuda":
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = torch.nn.parallel.DistributedDataParallel(model)
+    if norms.over_all_ranks(args):
+        model = norms.synchronised(model)
+    model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     ### end DDP ###
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -154,7 +155,7 @@ def learning_rate(args, progress):
 def evaluate(model, loader, classes):
     """What the network says of the test samples, each counted once."""
     model.eval()
-    ### DDP: on a CPU each rank has running statistics of its own; the checkpoint has rank 0's ###
+    ### DDP: each rank has running statistics of its own; the checkpoint has rank 0's ###
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, 0)
     ### end DDP ###

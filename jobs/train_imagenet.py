@@ -28,7 +28,7 @@ from common.arguments import boolean, number
 from common.errors import UserError
 from common.files import write_atomically
 from common.job import run_job
-from common.processes import group
+from common.processes import group, norms
 from common.run import Run, Scores, checkpoint, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
@@ -61,9 +61,11 @@ def main():
     val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, args.data_backend)
 
     network = build(args, num_classes=len(train_set.classes)).to(device).to(memory_format=torch.channels_last)
+    if norms.over_all_ranks(args):
+        network = norms.synchronised(network)
     ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True) if args.ema else None
     # Averages the gradients over all ranks.
-    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
     compiled = torch.compile(model) if args.compile else model
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -124,6 +126,7 @@ def options():
     arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of 256; it grows with that")
     imagenet.add_options(parser)
     group.add_options(parser)
+    norms.add_options(parser)
 
     training = arguments.group(parser, "training")
     arguments.add_label_smoothing(training)

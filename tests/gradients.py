@@ -10,9 +10,10 @@ import torch
 from torch import distributed
 
 from common.models.resnet import resnet18
+from common.processes import norms
 from datasets import cifar10, synthetic
 
-MODES = ["eval", "train"]  # of BatchNorm
+MODES = ["eval", "train", "synchronised"]  # of BatchNorm
 
 
 def parts(mode, count):
@@ -20,24 +21,26 @@ def parts(mode, count):
     torch.manual_seed(0)
     data = cifar10.ImageArrays(*synthetic.cifar_like(32, "train"), classes=[])
     images, labels = data.images.double() / 255, data.labels
-    return resnet18(width=4).double().train(mode == "train"), list(zip(images.chunk(count), labels.chunk(count)))
+    return resnet18(width=4).double().train(mode != "eval"), list(zip(images.chunk(count), labels.chunk(count)))
 
 
 def alone(mode, world_size):
-    """Of one process: in eval mode from the whole batch at once, in train mode as the mean over the slices of each rank."""
+    """Of one process, and its statistics: in train mode as the mean over the slices of each rank, else from the whole batch."""
     count = world_size if mode == "train" else 1
     model, slices = parts(mode, count)
     for images, labels in slices:
         (torch.nn.functional.cross_entropy(model(images), labels) / count).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()], list(model.buffers())
 
 
 def of_this_rank(mode):
     model, slices = parts(mode, distributed.get_world_size())
     images, labels = slices[distributed.get_rank()]
-    inside = torch.nn.parallel.DistributedDataParallel(model)
+    if mode == "synchronised":
+        model = norms.synchronised(model)
+    inside = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     torch.nn.functional.cross_entropy(inside(images), labels).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()], list(model.buffers())
 
 
 def main():

@@ -1,5 +1,6 @@
 """The DDP job trains on the same samples at every size and after every stop, with the gradients of one process."""
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from common.processes import norms
 from tests import gradients
 from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
 from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
@@ -63,7 +65,7 @@ def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path):
-    """float64, to 1e-10: with BatchNorm in eval mode the whole batch at once, in train mode its W slices averaged."""
+    """float64, to 1e-10: with BatchNorm in eval mode or over all ranks the whole batch at once, in train mode its slices averaged."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), "--master_port", "29641"]
     done = subprocess.run(
         [*words, str(ROOT / "tests" / "gradients.py"), str(tmp_path / "ranks")],
@@ -75,6 +77,34 @@ def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = torch.load(tmp_path / "ranks", weights_only=True)
     for mode in gradients.MODES:
-        assert len(ranks[mode]) == 62
-        for one, other in zip(ranks[mode], gradients.alone(mode, world_size)):
+        (ours, statistics), (theirs, expected) = ranks[mode], gradients.alone(mode, world_size)
+        assert len(ours) == 62 and len(statistics) == 60
+        for one, other in zip(ours, theirs):
             assert one.dtype == torch.float64 and torch.allclose(one, other, rtol=0, atol=1e-10)
+        if mode == "synchronised":
+            assert all(torch.allclose(one, other, rtol=0, atol=1e-10) for one, other in zip(statistics, expected))
+
+
+def test_with_norms_over_all_ranks_two_train_the_network_of_one(tmp_path):
+    """--batch_size 32 on two ranks, and 64 on one: after a step the same statistics and weights, but for rounding."""
+
+    def weights(folder):
+        return torch.cat([value.flatten().double() for value in final_state(folder)["model"].values()])
+
+    (one := tmp_path / "one").mkdir()
+    run_job("train", one, *TINY, "--max_steps", 1)
+    distances = []
+    for asked in ("true", "false"):
+        (folder := tmp_path / asked).mkdir()
+        run_ranks(folder, *TWO, "--lr", "0.05", "--sync_bn", asked, "--max_steps", 1)  # 0.1 for both together
+        distances.append((weights(folder) - weights(one)).norm() / weights(one).norm())
+    assert distances[0] < 2e-4 < distances[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch_size", "ranks", "expected"),
+    [(None, 15, 2, True), (None, 16, 2, False), (None, 8, 1, False), (False, 8, 2, False), (True, 64, 2, True)],
+)
+def test_norms_over_all_ranks_where_they_are_asked_for_or_each_has_few_samples(monkeypatch, asked, batch_size, ranks, expected):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    assert norms.over_all_ranks(argparse.Namespace(sync_bn=asked, batch_size=batch_size)) is expected
