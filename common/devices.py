@@ -1,14 +1,15 @@
 """The device that this process computes on; where it is not available, an error with a remedy."""
 
 import argparse
-import glob
+import contextlib
 import os
-from pathlib import Path
+import re
+from collections.abc import Iterator
 from typing import Optional
 
 import torch
 
-from common import cores
+from common import cores, nvml
 from common.errors import UserError
 from common.world import World
 
@@ -27,11 +28,47 @@ def choose(args: argparse.Namespace) -> torch.device:
     number = 0 if shown_its_own(here) else here.local_rank
     if number >= torch.cuda.device_count():
         raise UserError(
-            f"local rank {here.local_rank} has no GPU: this process sees {torch.cuda.device_count()}; start fewer processes"
+            f"local rank {here.local_rank} has no GPU: this process sees {torch.cuda.device_count()}; start fewer processes, "
+            "or give --enable_gpu false to train on the CPU"
         )
     device = torch.device("cuda", number)
+    wrong = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
+    if wrong:
+        raise UserError(f"{torch.cuda.get_device_name(device)} is {wrong}; or give --enable_gpu false to train on the CPU")
     torch.cuda.set_device(device)
     return device
+
+
+def require_one_each(args: argparse.Namespace) -> None:
+    """In the parent of a node, before it starts workers that would find no GPU."""
+    gpus = torch.cuda.device_count()
+    if args.enable_gpu is not False and 0 < gpus < args.world.local_world_size:
+        raise UserError(
+            f"{args.world.local_world_size} processes on a node with {gpus} GPU{'s' * (gpus > 1)}: "
+            f"give --nproc_per_node {gpus}, or --enable_gpu false to train on the CPU"
+        )
+
+
+def identity(device: torch.device) -> str:
+    """A name that no other device on this machine has; empty for a CPU, which may be shared."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device)) if device.type == "cuda" else ""
+
+
+def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optional[str]:
+    """What to do where torch has no kernels for a GPU, or None.
+
+    `known`: sm_86 runs on 8.6 and 8.9, sm_90a on 9.0 alone; the driver compiles compute_90 for whatever is newer.
+    """
+    wanted = 10 * capability[0] + capability[1]
+    named = [(match[1], int(match[2]), match[3]) for name in known if (match := re.fullmatch(r"(sm|compute)_(\d+)(\w?)", name))]
+    fits = [
+        number == wanted or (number < wanted and (kind == "compute" or (number // 10 == capability[0] and not only_this)))
+        for kind, number, only_this in named
+    ]
+    if any(fits) or not named:
+        return None
+    remedy = "a torch built for an older CUDA" if wanted < min(number for _, number, _ in named) else "a newer torch"
+    return f"of architecture sm_{wanted}, and torch {torch.__version__} has kernels for {', '.join(known)}: install {remedy}"
 
 
 def shown_its_own(here: World) -> bool:
@@ -63,6 +100,24 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def moved(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
+    """On the device, without making the host wait for a GPU: from pinned memory, which the GPU reads by itself."""
+    if pin and device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Convolutions in float32; by itself torch lets a GPU compute them in TF32, with ten bits."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
@@ -71,7 +126,7 @@ def describe(device: torch.device) -> str:
 
 def diagnosis() -> str:
     """torch's build and the driver, and which of the two to change."""
-    loaded = driver()
+    loaded = nvml.driver()
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build; install one for CUDA"
     remedy = "choose a GPU flavor or start the container with its GPUs"
@@ -80,15 +135,7 @@ def diagnosis() -> str:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides every GPU; unset it, or ask the scheduler for a GPU"
-    if not glob.glob("/dev/nvidia[0-9]*"):
+    if not nvml.gpus():
         return f"this machine has an NVIDIA driver, {loaded}, but no GPU was given to this process; {remedy}"
     remedy = "update the driver, or install a torch built for an older CUDA"
     return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {loaded}; {remedy}"
-
-
-def driver() -> Optional[str]:
-    """The version of the NVIDIA driver that the kernel has loaded, or None."""
-    try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        return None

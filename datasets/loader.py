@@ -7,6 +7,7 @@ that on a second stream, during the training step.
 import argparse
 import atexit
 import contextlib
+import functools
 import queue
 import signal
 import threading
@@ -38,12 +39,13 @@ class DeviceLoader:
     ):
         self.sampler, self.device, self.dtype = sampler, device, dtype
         self._batches, self._augment = batches, augment
-        self._pin = pin_memory and device.type == "cuda"
+        self._move = functools.partial(devices.moved, device=device, pin=pin_memory)
         self.ids: Any = None
         self.beside = device.type == "cuda"  # whether the transfer happens during the training step
         self._clock = Clock(device)
-        mean, std = (torch.tensor(value, device=device).view(1, -1, 1, 1) for value in (mean, std))
-        self._scale, self._shift = 1 / (255 * std), -mean / std
+        mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
+        with self._clock.stream():  # on which they are used
+            self._scale, self._shift = (value.to(device) for value in (1 / (255 * std), -mean / std))
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -73,13 +75,11 @@ class DeviceLoader:
                 return
             images, labels, ids = batch
             with self._clock as clock:
-                if self._pin and images.device.type == "cpu":  # then the GPU copies it while it computes
-                    images = images.pin_memory()
-                images = images.to(self.device, non_blocking=True)
+                images = self._move(images)
                 if augment:
                     images = augment(images, ids, epoch=epoch)
                 images = images.to(torch.float32).mul_(self._scale).add_(self._shift).to(self.dtype)
-                labels = labels.to(self.device, non_blocking=True)
+                labels = self._move(labels)
             yield images, labels, ids, clock.end
 
 

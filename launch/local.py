@@ -17,9 +17,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from typing import IO, Callable
 
-from common import cores, malloc
+from common import cores, malloc, nvml
 from common.processes.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
@@ -81,6 +82,9 @@ def start(options: argparse.Namespace, node: int, port: int) -> "subprocess.Pope
     threads = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))
+    if options.nodes > 1 and options.gpus:
+        share = len(options.gpus) // options.nodes
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[node * share : (node + 1) * share])
     command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
         command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -149,7 +153,17 @@ def main(argv: list[str]) -> int:
     for node, _ in options.kill:
         if node >= options.nodes:
             parser.error(f"--kill names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
+    options.gpus = gpus(os.environ)
+    if 0 < len(options.gpus) < options.nodes:
+        print(f"{len(options.gpus)} GPUs for {options.nodes} nodes: all of them train on the CPU", flush=True)
     return play(options)
+
+
+def gpus(environ: Mapping[str, str]) -> list[str]:
+    """The names of this machine's GPUs that may be used; the nodes get as many each."""
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(nvml.gpus())) if shown is None else shown.split(",")
+    return [name.strip() for name in names if name.strip() not in ("", "-1")]
 
 
 def play(options: argparse.Namespace) -> int:

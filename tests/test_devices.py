@@ -1,11 +1,13 @@
 """What a process computes on: its GPU, the cores that are really its own, and what to do where there is no GPU."""
 
 import argparse
+import contextlib
+import re
 
 import pytest
 import torch
 
-from common import cores, devices, world
+from common import cores, devices, nvml, world
 from common.errors import UserError
 from datasets.dali.batches import DaliBatches
 from tests.test_world import MPI, SRUN, TORCHRUN
@@ -21,6 +23,8 @@ def chosen(env, gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
     return devices.choose(args)
 
 
@@ -34,8 +38,50 @@ def test_the_gpu_of_a_process(env, gpus, number, monkeypatch):
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="local rank 1 has no GPU: this process sees 1; start fewer processes"):
+    with pytest.raises(
+        UserError, match="local rank 1 has no GPU: this process sees 1; start fewer processes, or give --enable_gpu false"
+    ):
         chosen(TORCHRUN, 1, monkeypatch)
+
+
+@pytest.mark.parametrize("asked, gpus, refused", [(None, 1, True), (None, 2, False), (None, 0, False), (False, 1, False)])
+def test_the_parent_of_a_node_refuses_more_workers_than_gpus(asked, gpus, refused, monkeypatch):
+    args = argparse.Namespace(**{**dict.fromkeys(ARGS), "nproc_per_node": 2, "enable_gpu": asked})
+    args.world = world.resolve(args, {}, gpus, "host")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    said = pytest.raises(UserError, match="2 processes on a node with 1 GPU: give --nproc_per_node 1, or --enable_gpu false")
+    with said if refused else contextlib.nullcontext():
+        devices.require_one_each(args)
+
+
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    "capability, known, words",
+    [
+        ((9, 0), WHEEL, None),
+        ((8, 9), WHEEL, None),  # what is compiled for sm_86 runs on it
+        ((7, 0), WHEEL, "of architecture sm_70, .* has kernels for sm_75, .*: install a torch built for an older CUDA"),
+        ((6, 1), WHEEL, "older CUDA"),
+        ((10, 3), WHEEL, "of architecture sm_103, .*: install a newer torch"),
+        ((13, 0), WHEEL, "a newer torch"),
+        ((13, 0), [*WHEEL, "compute_120"], None),  # which the driver compiles
+        ((9, 0), ["gfx90a"], None),  # not of NVIDIA
+        ((9, 0), [], None),
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels(capability, known, words):
+    wrong = devices.unknown_architecture(capability, known)
+    assert wrong is None if words is None else re.search(words, wrong)
+
+
+def test_the_driver_is_known_where_its_library_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvml, "_library", lambda: None)
+    monkeypatch.setattr(nvml, "LOADED", tmp_path / "version")
+    assert (nvml.driver(), nvml.gpus()) == (None, 0)
+    nvml.LOADED.write_text("550.54\n")
+    assert (nvml.driver(), nvml.gpus()) == ("550.54", 0)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +117,8 @@ def test_a_container_may_have_fewer_cores_than_it_sees(files, allowed, tmp_path,
 )
 def test_why_torch_sees_no_gpu(driver, visible, words, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(devices, "driver", lambda: driver)
-    monkeypatch.setattr(devices.glob, "glob", lambda _: ["/dev/nvidia0"] if visible == "1" else [])
+    monkeypatch.setattr(nvml, "driver", lambda: driver)
+    monkeypatch.setattr(nvml, "gpus", lambda: int(visible == "1"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

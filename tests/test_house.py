@@ -13,9 +13,10 @@ from tests.jobs import ROOT, environment
 
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
-    ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.malloc", "common.moments", "common.version"],
-    ["common.world", "common.progress"],
-    ["common.arguments", "common.devices", "common.models", "common.storage"],
+    ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.nvml", "common.moments", "common.version"],
+    ["common.malloc", "common.world", "common.progress"],
+    ["common.devices"],
+    ["common.arguments", "common.models", "common.storage"],
     ["common.processes"],
     ["common.run"],
     ["common.doctor"],

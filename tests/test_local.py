@@ -27,3 +27,18 @@ def test_it_never_waits_for_torch(tmp_path, nodes):
     done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("['--a', 'b']") == (nodes or 0) and ("exit codes 0 0" in done.stdout) == bool(nodes)
+
+
+@pytest.mark.parametrize(
+    ("shown", "nodes", "expected"),
+    [("4,5,6,7", 2, ["4,5", "6,7"]), ("1", 1, ["1"]), ("0", 2, ["", ""]), ("", 2, ["", ""])],
+    ids=["shared out", "one node", "too few", "hidden"],
+)
+def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expected):
+    (tmp_path / "job.py").write_text("import os\nprint('gpus:', os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    script = [sys.executable, "-m", "launch", "local", "--nodes", str(nodes), str(tmp_path / "job.py")]
+    env = environment(CUDA_VISIBLE_DEVICES=shown)
+    printed = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    lines = sorted(line for line in printed.splitlines() if "gpus:" in line)
+    assert lines == [f"[node {node}] gpus: {gpus}" for node, gpus in enumerate(expected)]
+    assert ("1 GPUs for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")

@@ -1,13 +1,12 @@
 """The memory settings: glibc takes them, they spare the kernel work, whoever starts workers sets them, and the user's stand."""
 
-import glob
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from common import malloc
+from common import malloc, nvml
 from tests.jobs import ROOT, environment
 
 FAULTS = """
@@ -32,7 +31,7 @@ glibc = pytest.mark.skipif(
 
 @pytest.fixture
 def on_a_cpu():
-    if glob.glob("/dev/nvidia[0-9]*"):
+    if nvml.gpus():
         pytest.skip("this machine has a GPU, where nothing is set")
 
 
@@ -63,7 +62,7 @@ def test_what_the_user_has_set_stands():
 
 
 def test_not_where_a_gpu_computes(monkeypatch):
-    monkeypatch.setattr(malloc.glob, "glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setattr(malloc.nvml, "gpus", lambda: 1)
     assert malloc.tuned({}) == {}
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import glob
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from typing import Optional
 
 import torch
 
-from common import cores, devices
+from common import cores, devices, nvml
 from common.doctor.table import Finding, bad, count, doubtful, duration, good, size
 from common.files import MIB
 from common.processes import network
@@ -83,8 +82,8 @@ def parse_cards(text: str, visible: Optional[str]) -> list[tuple]:
 
 
 def check_driver(enable_gpu: Optional[bool]) -> Finding:
-    driver = devices.driver()
-    if driver is None or enable_gpu is False or not glob.glob("/dev/nvidia[0-9]*"):
+    driver = nvml.driver()
+    if driver is None or enable_gpu is False or not nvml.gpus():
         return good("driver", "no NVIDIA GPU is needed, or this node has none")
     if torch.cuda.is_available():
         return good("driver", f"{driver}, and torch {torch.__version__} was built for CUDA {torch.version.cuda}")

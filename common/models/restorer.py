@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common import devices
+
 WINDOW, SIGMA = 11, 1.5  # of SSIM, as its authors chose them
 K1, K2 = 0.01, 0.03
 
@@ -52,8 +54,9 @@ def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     weights = (weights / weights.sum()).expand(images.shape[1], 1, WINDOW)
 
     def blurred(pictures):
-        across = F.conv2d(pictures, weights[:, :, None, :], groups=len(weights))
-        return F.conv2d(across, weights[:, :, :, None], groups=len(weights))
+        with devices.full_precision():
+            across = F.conv2d(pictures, weights[:, :, None, :], groups=len(weights))
+            return F.conv2d(across, weights[:, :, :, None], groups=len(weights))
 
     mean_x, mean_y = blurred(images), blurred(targets)
     variance_x, variance_y = blurred(images.square()) - mean_x.square(), blurred(targets.square()) - mean_y.square()

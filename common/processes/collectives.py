@@ -93,3 +93,17 @@ def compare(facts: dict) -> None:
                 raise UserError(
                     f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {rank} (host {other['host']})"
                 )
+
+
+def one_device_each(identity: str) -> None:
+    """Stop every rank, naming two that compute on one GPU. `identity`: the same only for the same GPU of the same host."""
+    mine = json.dumps([socket.gethostname(), identity])
+    everyone = [tuple(json.loads(content)) for content in gather(mine.encode())]
+    first: dict[tuple, int] = {}
+    for rank, place in enumerate(everyone):
+        other = first.setdefault(place, rank)
+        if other != rank and place[1]:
+            raise UserError(
+                f"ranks {other} and {rank} compute on the same GPU of host {place[0]}: give each process its own "
+                "(srun --gpus-per-task=1, or as many processes as GPUs)"
+            )

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common import arguments, heartbeat, moments
+from common import arguments, devices, heartbeat, moments
 from common.errors import UserError
 from common.processes import network
-from common.processes.collectives import GROUP, TIMEOUT, compare
+from common.processes.collectives import GROUP, TIMEOUT, compare, one_device_each
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("common", "datasets")  # what a job imports
@@ -51,6 +51,7 @@ def start_workers(args: argparse.Namespace) -> None:
     here = args.world
     if here.level == "process" or (here.world_size == 1 and not args.max_restarts):
         return
+    devices.require_one_each(args)
     from common.processes.supervisor import Supervisor
 
     supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
@@ -82,6 +83,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         distributed.init_process_group(backend, store=GROUP.store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     atexit.register(_leave)
     compare(_alike(args))
+    one_device_each(devices.identity(device))
     moments.announce("joined", device)
 
 
