@@ -142,6 +142,7 @@ def test_every_job_runs_alone_in_an_empty_folder(empty, name):
     assert "done: " in done.stdout and any((empty / "out").glob(LEAVES.get(name[:-3], "checkpoints/*")))
 
 
+@pytest.mark.rehearsal
 def test_with_loader_workers_it_gives_the_bits_of_the_repositorys_job(empty):
     started(empty, write(empty, "train.py"), *TINY, "--workers", 2)
     (empty / "theirs").mkdir()
@@ -167,6 +168,7 @@ def test_a_spawned_process_finds_the_modules_too(empty):
     assert done.stdout.startswith("0.25\n"), done.stdout + done.stderr
 
 
+@pytest.mark.rehearsal
 def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
     """First the platform's own form of starting it, once per node."""
     path = write(empty, "train_ddp.py")

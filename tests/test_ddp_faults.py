@@ -34,6 +34,7 @@ def test_a_killed_or_stopped_rank_is_named_and_everyone_stops(tmp_path, number, 
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
 
 
+@pytest.mark.rehearsal
 def test_a_worker_that_dies_is_started_again_from_the_last_checkpoint(two_ranks, tmp_path):
     options = [*TWO, "--nproc_per_node", 2, "--save_steps", 1, "--max_restarts", 1]
     process = start(tmp_path, *options, "--resume", "never", "--overwrite", "true", job="train_ddp")
@@ -113,6 +114,7 @@ def test_a_port_that_another_program_has_stops_every_node(tmp_path):
     assert code1 == 2 and "answers but is not node 0 of this job" in line1
 
 
+@pytest.mark.rehearsal
 def test_a_second_job_on_the_same_port_is_sent_away_and_the_first_goes_on(tmp_path):
     first = node(tmp_path, 29654, 0, 2, env={"MA_VJ_NAME": "mine"})
     intruder = node(tmp_path, 29654, 1, 2, env={"MA_VJ_NAME": "yours"})

@@ -14,6 +14,7 @@ from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final
 from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
 
 
+@pytest.mark.rehearsal
 def test_resumed_at_another_size_no_sample_is_lost_or_repeated(tmp_path):
     """4 ranks, killed in mid-epoch; 1 rank, stopped; 2 ranks to the end. The global batch stays that of the first start."""
     four = [*TINY[:4], "--batch_size", "16", *TINY[6:], "--ledger", "true", "--save_steps", "1"]
@@ -51,6 +52,7 @@ def test_sigterm_saves_a_step_that_all_ranks_have_done(two_ranks, tmp_path):
     check_ledger(tmp_path / "out")
 
 
+@pytest.mark.rehearsal
 def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
     log = open(tmp_path / "log", "w")  # noqa: SIM115
     script = [*TORCHRUN, "29631", *command("train_ddp", *TWO, "--save_steps", 1, "--output_dir", tmp_path / "out")[1:]]

@@ -113,6 +113,7 @@ def test_who_reads_only_the_first_lines_sees_no_traceback():
     assert process.stderr.read() == "" and process.wait() != 0
 
 
+@pytest.mark.rehearsal
 @pytest.mark.parametrize("path", [blocks.job_of(tag) for tag in ("DP", "DDP", "AMP")], ids=lambda path: path.name)
 def test_the_commands_of_the_how_to_start_block_run(path, two_ranks, tmp_path):
     """Those of DDP, one of them torchrun's and one the old launcher's, all end with the bits of the same two ranks."""

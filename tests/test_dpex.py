@@ -365,6 +365,7 @@ assert len(list(again)) == 23 and client.bridge("local").process.pid != process.
 """
 
 
+@pytest.mark.rehearsal
 def test_of_20_loaders_nothing_is_left():
     """Their workers end with them, with the last of them the bridge process, and with that the cluster and its folder."""
     folder = tempfile.mkdtemp(prefix="dpex")  # a short name: Ray's sockets are in it

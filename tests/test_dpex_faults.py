@@ -16,6 +16,8 @@ from tests.ranks import TWO
 from tests.rayhosts import RayHosts
 from tests.test_dpex import Squares, Stream
 
+pytestmark = pytest.mark.rehearsal  # clusters that are lost and found
+
 COUNT, STALL = 60, 30
 STORE = 80 << 20  # bytes that each host has for batches
 

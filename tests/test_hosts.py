@@ -14,6 +14,8 @@ from tests.objectstore import ObjectStore
 from tests.ranks import LONG, TWO, check_ledger, run_ranks, workers_of
 from tests.test_data import write_folder
 
+pytestmark = pytest.mark.rehearsal  # several hosts, each with what the others do not have
+
 
 @pytest.fixture
 def hosts(tmp_path):

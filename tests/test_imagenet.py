@@ -142,6 +142,7 @@ def test_a_profile_measures_and_saves_nothing(tmp_path):
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".pt", ".pth", ".json", ".jsonl")]
 
 
+@pytest.mark.rehearsal
 def test_float16_survives_that_its_first_steps_overflow(tmp_path):
     """torch's fused SGD would go on from memory that nobody has written; and a float32 run may go on in float16."""
     options = [*SYNTHETIC, "--max_samples", 16]

@@ -50,6 +50,7 @@ def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch,
     assert remote_names(store, "runs/one/") == sorted(name for name in files if not os.path.basename(name).startswith("."))
 
 
+@pytest.mark.rehearsal
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_on_an_empty_disk_the_run_goes_on_from_the_bucket_to_the_same_bits(store, untouched, tmp_path, how):
     first, second, url = tmp_path / "first", tmp_path / "second", f"s3://data/runs/{how.name}"

@@ -152,6 +152,7 @@ def main(monkeypatch, *options):
     speedrun.main()
 
 
+@pytest.mark.rehearsal
 def test_it_learns_synthetic_images_and_keeps_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (25, 0.0, {16: 2, 32: 1}))
     main(monkeypatch, f"--output_dir={tmp_path}", "--runs=2", "--max_samples=500")

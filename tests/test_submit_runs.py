@@ -88,6 +88,7 @@ def run_batch(folder, request, restarts=0, cancel=False):
     return done.returncode, done.stdout + done.stderr, *read
 
 
+@pytest.mark.rehearsal
 def test_the_slurm_script_trains(tmp_path):
     options = (*TINY[:-1], "1", "--enable_gpu", "false")
     request = Request(

@@ -41,6 +41,8 @@ sys.path.insert(0, {root!r})
 from common.processes import worker
 from common.run import checkpoint
 from datasets import loader, sampler
+
+pytestmark = pytest.mark.rehearsal  # a minute of waiting for an alarm that must not come
 worker.STALL_SECONDS = 3
 batches, write, in_order = loader.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
 
