@@ -10,6 +10,8 @@ from launch import blocks
 from tests.jobs import ROOT, TINY, assert_same_bits, final_state, forked
 from tests.ranks import CHECK, TWO, fork_ranks, run_variant
 
+pytestmark = pytest.mark.rehearsal  # each block left out in turn
+
 
 def without_block(path, number, folder):
     """The job with its number-th code block taken out (the base's own lines restored), as a file that runs."""
@@ -136,8 +138,6 @@ AMP_FAILS = [
 # The variant runs with a linear layer that says in which precision it computes.
 WATCH_PRECISION = """
 import runpy, sys, torch
-
-pytestmark = pytest.mark.rehearsal  # each block left out in turn
 linear = torch.nn.Linear.forward
 def forward(self, x):
     out = linear(self, x)

@@ -41,8 +41,6 @@ sys.path.insert(0, {root!r})
 from common.processes import worker
 from common.run import checkpoint
 from datasets import loader, sampler
-
-pytestmark = pytest.mark.rehearsal  # a minute of waiting for an alarm that must not come
 worker.STALL_SECONDS = 3
 batches, write, in_order = loader.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
 
@@ -76,6 +74,7 @@ def run_patched(folder, what, *options):
     return run_variant(job, folder, *TWO, "--nproc_per_node", 2, *options)
 
 
+@pytest.mark.rehearsal
 def test_an_endless_transform_is_found_with_its_stack(tmp_path):
     done = run_patched(tmp_path, "endless transform")
     assert done.returncode == 1
@@ -85,6 +84,7 @@ def test_an_endless_transform_is_found_with_its_stack(tmp_path):
     assert "in endless_transform" in done.stderr
 
 
+@pytest.mark.rehearsal
 def test_a_long_save_or_evaluation_is_no_alarm(tmp_path):
     done = run_patched(tmp_path, "slow save and evaluation", "--epochs", 1, "--save_steps", 2)
     assert "a save took five seconds" in done.stdout and "an evaluation took five seconds" in done.stdout
