@@ -42,8 +42,10 @@ def main():
 
     device = devices.choose(args)
     ### AMP: float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling ###
+    from common.run import Scaler
+
     amp_dtype = devices.half_precision(args, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
+    scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
     ### end AMP ###
 
     torch.manual_seed(args.seed)

@@ -66,8 +66,10 @@ def main():
     group.join(args, device)
     ### end DDP ###
     ### AMP: float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling ###
+    from common.run import Scaler
+
     amp_dtype = devices.half_precision(args, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
+    scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
     ### end AMP ###
 
     torch.manual_seed(args.seed)
@@ -91,7 +93,7 @@ def main():
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if norms.over_all_ranks(args):
         model = norms.synchronised(model)
-    model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    model = torch.nn.parallel.DistributedDataParallel(model, **norms.OWN_STATISTICS)
     ### end DDP ###
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)

@@ -21,15 +21,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 
 import torch
 from torch import distributed
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from common import arguments, devices
 from common.arguments import boolean, number
 from common.errors import UserError
 from common.files import write_atomically
 from common.job import run_job
+from common.models import Average
 from common.processes import group, norms
-from common.run import Run, Scores, checkpoint, restore
+from common.run import Run, Scaler, Scores, checkpoint, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
 
@@ -48,7 +48,7 @@ def main():
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; the others need no scaling.
     amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type == "cuda" else torch.float32
     autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
+    scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
     # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
     train_set, val_set = imagenet.load(args)
@@ -63,9 +63,9 @@ def main():
     network = build(args, num_classes=len(train_set.classes)).to(device).to(memory_format=torch.channels_last)
     if norms.over_all_ranks(args):
         network = norms.synchronised(network)
-    ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True) if args.ema else None
+    ema = Average(network, args.ema) if args.ema else None
     # Averages the gradients over all ranks.
-    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
+    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     compiled = torch.compile(model) if args.compile else model
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -109,7 +109,7 @@ def main():
             scaler.update()
 
             if ema:
-                ema.update_parameters(network)
+                ema.update(network)
 
             run.step(total)
 
@@ -214,7 +214,7 @@ def mix(images, labels, strength):
     if not strength:
         return images, labels, labels, 1.0
     share = float(torch.distributions.Beta(strength, strength).sample())
-    order = torch.randperm(len(images)).to(images.device)
+    order = devices.moved(torch.randperm(len(images)), images.device)
     return images.lerp(images[order], 1 - share), labels, labels[order], share
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from common import devices
+from common.run import Scaler
+from tests.gpu import judge
 from tests.jobs import TINY, assert_same_bits, final_state, run_job
 
 
@@ -38,3 +40,27 @@ def test_bfloat16_where_the_hardware_has_it(monkeypatch, gpu, capability, expect
     assert devices.half_precision(args, torch.device("cuda")) == expected
     assert devices.half_precision(types.SimpleNamespace(amp_dtype="float16"), torch.device("cuda")) == torch.float16
     assert devices.half_precision(args, torch.device("cpu")) == torch.bfloat16
+
+
+def test_steps_that_are_left_out_are_counted_and_a_restart_knows_them():
+    """float16's gradients overflow until the scale has fallen far enough; on the CPU, as on a GPU."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = Scaler("cpu", init_scale=2.0**20)
+    scales, moved = [scaler.get_scale()], [False]
+    for _ in range(10):
+        before = model.weight.detach().clone()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.full((4, 8), 30.0)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(not torch.equal(before, model.weight))
+    assert judge.scale_fell_and_steps_were_skipped(scales, moved, scaler.skipped()) is None
+    again = Scaler("cpu")
+    again.load_state_dict(scaler.state_dict())
+    assert again.skipped() == scaler.skipped() > 0
+    assert Scaler("cpu", enabled=False).state_dict() == {}

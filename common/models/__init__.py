@@ -1,6 +1,7 @@
-"""The networks, and how good their pictures are. Nothing here knows of devices, ranks or files."""
+"""The networks, their average over time, and how good their pictures are. Nothing here knows of ranks or files."""
 
+from common.models.average import Average
 from common.models.resnet import resnet18
 from common.models.restorer import Restorer, psnr, ssim
 
-__all__ = ["Restorer", "psnr", "resnet18", "ssim"]
+__all__ = ["Average", "Restorer", "psnr", "resnet18", "ssim"]

@@ -5,12 +5,17 @@ rank has as many samples as the others, and nothing waits.
 """
 
 import argparse
+import inspect
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
 from common import arguments
+
+# For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15
+OWN_STATISTICS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 FEW = 16  # samples of a rank: statistics of fewer are too rough
 

@@ -2,7 +2,8 @@
 
 from common.run import bucket_run, checkpoint, restore
 from common.run.logbook import Run
+from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.timing import STARVED, Stopwatch
 
-__all__ = ["STARVED", "Run", "Scores", "Stopwatch", "bucket_run", "checkpoint", "restore"]
+__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "restore"]

@@ -34,6 +34,7 @@ from common.run.agreement import Agreement
 from common.run.display import Display
 from common.run.losses import Losses
 from common.run.saver import Saver
+from common.run.scaler import Scaler
 from common.run.scores import Scores
 
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
@@ -228,7 +229,9 @@ class Run:
             self._close_epoch(metrics)
         shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
         seconds = time.monotonic() - self._epoch_began
-        self.say(f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{shown} seconds={seconds:.1f}")
+        self.say(
+            f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{self._skipped()}{shown} seconds={seconds:.1f}"
+        )
         self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
         self.save(weights_of_epoch=self.epoch if whole else None)
         if scores is not None and self._limit():
@@ -257,13 +260,19 @@ class Run:
     def _line(self, loss):
         self._check_losses()
         step, steps = (samples // self.sampler.global_batch for samples in (self.consumed, self._samples_per_epoch))
-        place = f"epoch={self.epoch + 1}/{self.args.epochs} step={step}/{steps}"
+        place = f"epoch={self.epoch + 1}/{self.args.epochs} step={step}/{steps}{self._skipped()}"
         lr = self._parts["optimizer"].param_groups[0]["lr"] if "optimizer" in self._parts else 0.0
         waiting = self._display.line(place, loss.item(), lr, self._samples_left(), self.total_steps)
         if not self._advised and self.total_steps - self._steps_before > timing.WARM_UP:
             self._advised = timing.advice(self.args.input.remedies, waiting)
             if self._advised:
                 self.say(self._advised)
+
+    def _skipped(self):
+        """Of the steps, those whose gradients overflowed."""
+        scaler = self._parts.get("scaler")
+        number = scaler.skipped() if isinstance(scaler, Scaler) else 0
+        return f" skipped_steps={number}" if number else ""
 
     def _samples_left(self):
         left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed

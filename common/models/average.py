@@ -1,0 +1,35 @@
+"""The moving average of a network, which often generalises better than the network itself."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+class Average(nn.Module):
+    """Of weights and statistics. Its state is that of torch's AveragedModel, which waits for the GPU twice in every update."""
+
+    n_averaged: torch.Tensor
+
+    def __init__(self, network: nn.Module, decay: float):
+        super().__init__()
+        self.module, self._decay, self._begun = copy.deepcopy(network), decay, False
+        self.register_buffer("n_averaged", torch.tensor(0))
+        self.register_load_state_dict_post_hook(lambda average, _: average._look())
+
+    def _look(self):
+        self._begun = bool(self.n_averaged)  # once, after a restart
+
+    @torch.no_grad()
+    def update(self, network: nn.Module) -> None:
+        """Of the first network it is a copy."""
+        pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
+        for averaged in (True, False):  # numbers with a fraction, and counters
+            chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]
+            ours, theirs = [one for one, _ in chosen], [other for _, other in chosen]
+            if averaged and self._begun:
+                torch._foreach_lerp_(ours, theirs, 1 - self._decay)
+            elif chosen:
+                torch._foreach_copy_(ours, theirs)
+        self.n_averaged += 1
+        self._begun = True

@@ -1,0 +1,1 @@
+"""`make gpu`: what a minute on a GPU can prove. rehearsal/ is the same without a GPU."""
