@@ -32,7 +32,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from common import arguments, devices, storage, world
@@ -198,8 +197,12 @@ def constants(device):
 
 def measure_norms(model, images, batches):
     """Set the running means and variances of the norms anew: for pictures of full size alone."""
-    with torch.autocast(images.device.type, torch.bfloat16):
-        update_bn((normalised(images[ids]) for ids in batches), model)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for number, ids in enumerate(batches, 1):
+        for norm in norms:
+            norm.momentum = 1 / number  # the mean of all batches so far; torch's update_bn waits for the GPU at each norm
+        with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16):
+            model(normalised(images[ids]))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from common import arguments, devices
 from common.job import run_job
 from common.models import Restorer, psnr, ssim
 from common.processes import group
-from common.run import Run, Stopwatch
+from common.run import Run, Scaler, Stopwatch
 from datasets import pairs
 from datasets.sampler import EpochSampler, InOrder
 
@@ -55,12 +55,16 @@ def main():
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
     amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type == "cuda" else torch.float32
     autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16)
+    scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
     run = Run(args, train_sampler, model, best_by="psnr", optimizer=optimizer, scaler=scaler)
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:
-        run.say("the blurry pictures themselves: psnr={psnr:.4f} ssim={ssim:.4f}".format(**evaluate(run.model, test_loader)[0]))
+        run.say(
+            "the blurry pictures themselves: psnr={psnr:.4f} ssim={ssim:.4f}".format(
+                **evaluate(run.model, test_loader, len(test_set))[0]
+            )
+        )
     watch.lap("model")
 
     for epoch in run.epochs():
@@ -79,7 +83,7 @@ def main():
 
             run.step(loss)
 
-        metrics, strip = evaluate(run.model, test_loader)
+        metrics, strip = evaluate(run.model, test_loader, len(test_set))
         if strip is not None:
             run.picture(f"epoch_{epoch + 1}", strip)
         run.end_epoch(**metrics)
@@ -102,21 +106,20 @@ def options():
 
 
 @torch.no_grad()
-def evaluate(model, loader):
-    """PSNR and SSIM over the test pairs of all ranks, each counted once, and the first examples side by side."""
+def evaluate(model, loader, number):
+    """PSNR and SSIM over the `number` test pairs of all ranks, each counted once, and the first examples side by side."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=loader.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
     rows = []
     for blurry, sharp in loader:
         restored = model(blurry).clamp(-1, 1)
         blurry, restored, sharp = ((images + 1) / 2 for images in (blurry, restored, sharp))
-        sums += torch.stack([torch.ones(len(sharp), device=sharp.device), psnr(restored, sharp), ssim(restored, sharp)]).sum(1)
+        sums += torch.stack([psnr(restored, sharp), ssim(restored, sharp)]).sum(1)
         if len(rows) < EXAMPLES:
             strips = torch.cat([blurry, restored, sharp], dim=3)
             rows += list((strips * 255).round().to("cpu", torch.uint8))
     distributed.all_reduce(sums)
-    count, *totals = sums.tolist()
-    metrics = dict(zip(("psnr", "ssim"), (total / count for total in totals)))
+    metrics = dict(zip(("psnr", "ssim"), (sums / number).tolist()))
     return metrics, torch.cat(rows[:EXAMPLES], dim=1) if rows else None
 
 
