@@ -48,7 +48,7 @@ def main():
     watch.lap("data")
 
     network = Restorer(args.width).to(device).to(memory_format=torch.channels_last)
-    model = torch.nn.parallel.DistributedDataParallel(network)
+    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     loss_fn = torch.nn.L1Loss()
 

@@ -38,7 +38,7 @@ def of_this_rank(mode):
     images, labels = slices[distributed.get_rank()]
     if mode == "synchronised":
         model = norms.synchronised(model)
-    inside = torch.nn.parallel.DistributedDataParallel(model, **norms.OWN_STATISTICS)
+    inside = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     torch.nn.functional.cross_entropy(inside(images), labels).backward()
     return [parameter.grad for parameter in model.parameters()], list(model.buffers())
 

@@ -1,0 +1,141 @@
+"""The machine, and the numbers that a GPU computes, beside those of the CPU."""
+
+import copy
+import subprocess
+
+import numpy as np
+import torch
+
+from common.models import psnr, resnet18, ssim
+from datasets import cifar10
+from datasets.sampler import EpochSampler
+from tests.gpu import judge
+from tests.gpu.rows import SMALL, Missing, need
+
+GPU = torch.device("cuda")
+CPU = torch.device("cpu")
+
+
+def the_doctor_sees_what_the_driver_says(row):
+    """Names, numbers and versions."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Missing(f"nvidia-smi: {error}") from error
+    cards = [[word.strip() for word in line.split(",")] for line in driver.splitlines()]
+    row.judge("torch and the driver count", judge.equal(torch.cuda.device_count(), len(cards)))
+    total = torch.cuda.get_device_properties(0).total_memory / 2**20
+    row.judge("the memory, in MiB", judge.close(total, float(cards[0][2]), 0.05 * float(cards[0][2])))
+    examined = row.job("train_ddp", *SMALL, "--doctor", "true", "--nproc_per_node", 1)
+    row.judge("the doctor", judge.says(examined, f"torch sees {len(cards)}", cards[0][1], "0 bad"), number=False)
+    row.figures["machine"] = ", ".join(cards[0])
+
+
+def batches_are_those_of_the_cpu(row):
+    """train.py's loader, augmented, over two epochs."""
+    for number, (ours, theirs) in enumerate(zip(batches(GPU), batches(CPU))):
+        for what, one, other in zip(("images", "labels"), ours, theirs):
+            wrong = judge.same_bits(one, other)
+            if wrong or number == 0:
+                row.judge(f"{what} of batch {number}", wrong)
+            if wrong:
+                return
+    row.judge("batches", judge.equal(number, 79))
+
+
+def batches(device, samples=5120, batch=128, workers=0, epochs=2):
+    data = pictures(samples)
+    sampler = EpochSampler(len(data), batch, seed=3)
+    loader = cifar10.loader(data, sampler, device, augment=True, seed=3, workers=workers)
+    for epoch in range(epochs):
+        sampler.start_at(epoch, 0)
+        yield from loader
+
+
+def pictures(samples):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (samples, 3, 32, 32), dtype=np.uint8)
+    return cifar10.ImageArrays(images, random.integers(0, 10, samples), [str(name) for name in range(10)])
+
+
+def a_step_is_that_of_the_cpu(row):
+    """Loss and weights after one step, beside the same in float64; the gradient's error is shown, not judged."""
+    (images, labels), *_ = batches(CPU, samples=128)
+    torch.manual_seed(0)
+    model = resnet18().to(memory_format=torch.channels_last)
+    exact = one_step(model.double(), images.double(), labels, CPU)
+    model = model.float()
+    tensor_cores = torch.backends.cudnn.allow_tf32
+    for name, dtype, limit, tf32 in (
+        ("float32", None, 1e-3, False),
+        ("float32 as the jobs have it", None, 2e-2, tensor_cores),
+        ("bfloat16", torch.bfloat16, 2e-2, tensor_cores),
+    ):
+        torch.backends.cudnn.allow_tf32 = tf32
+        loss, gradient, weights = one_step(model, images, labels, GPU, dtype)
+        row.judge(f"{name}: the loss", judge.below(abs(loss - exact[0]) / exact[0], limit))
+        row.judge(f"{name}: the weights", judge.below(distance(weights, exact[2]), limit))
+        row.figures[f"{name}: error of the gradient"] = f"{distance(gradient, exact[1]):.2g}"
+    torch.backends.cudnn.allow_tf32 = tensor_cores
+
+
+def one_step(model, images, labels, device, dtype=None):
+    """(loss, gradient, weights after a step)"""
+    model = copy.deepcopy(model).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = torch.nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+    loss.backward()
+    gradient = torch.cat([parameter.grad.flatten().double().cpu() for parameter in model.parameters()])
+    optimizer.step()
+    weights = torch.cat([parameter.detach().flatten().double().cpu() for parameter in model.parameters()])
+    return loss.item(), gradient, weights
+
+
+def distance(one, other):
+    return ((one - other).norm() / other.norm()).item()
+
+
+def buffers_are_not_read_after_they_were_given_back(row):
+    """2,000 batches by 16 processes; each is overwritten as soon as its sum was asked for, beside the loader's own stream."""
+    sums = []
+    for images, labels in batches(GPU, samples=12800, batch=64, workers=16, epochs=10):
+        sums.append(torch.stack([images.view(torch.int32).sum(), labels.sum()]))
+        images.fill_(torch.nan)
+        labels.fill_(-1)
+        del images, labels
+    expected = [
+        torch.stack([images.view(torch.int32).sum(), labels.sum()]) for images, labels in batches(CPU, 12800, 64, epochs=10)
+    ]
+    row.judge("batches", judge.equal(len(sums), 2000))
+    row.judge("their bits", judge.same_bits(torch.stack(sums), torch.stack(expected)))
+
+
+def quality_is_that_of_the_cpu(row):
+    """PSNR and SSIM, in whatever precision the GPU prefers for convolutions."""
+    random = torch.Generator().manual_seed(0)
+    one = torch.rand(8, 3, 128, 128, generator=random)
+    other = (one + 0.1 * torch.randn(one.shape, generator=random)).clamp(0, 1)
+    for name, measure in (("PSNR", psnr), ("SSIM", ssim)):
+        there, here = measure(one.to(GPU), other.to(GPU)).cpu(), measure(one, other)
+        row.judge(name, judge.below((there - here).abs().max().item(), 1e-4))
+
+
+def dali_gives_the_same_batches(row):
+    need("nvidia.dali")
+    from datasets.dali import cifar_loader
+
+    data = pictures(5120)
+    for epoch in range(2):
+        loaders = []
+        for make in (cifar_loader, cifar10.loader):
+            sampler = EpochSampler(len(data), 128, seed=3)
+            sampler.start_at(epoch, 0)
+            loaders.append(make(data, sampler, GPU, augment=True, seed=3))
+        for number, (ours, theirs) in enumerate(zip(*loaders)):
+            wrong = judge.same_bits(ours[0], theirs[0]) or judge.same_bits(ours[1], theirs[1])
+            if wrong or number == 0:
+                row.judge(f"epoch {epoch}, batch {number}", wrong)
+            if wrong:
+                return

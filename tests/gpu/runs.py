@@ -1,0 +1,210 @@
+"""Whole runs of the jobs on a GPU: that they wait for nothing, survive kills, and hand their checkpoints to a CPU and back."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+
+from tests.docs_commands import NOT_RUN
+from tests.gpu import judge
+from tests.gpu.rows import SMALL, Row, last_json
+from tests.jobs import ROOT, command, final_state
+
+PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--epochs", 1]
+
+# Every job, small: (its name, its options).
+JOBS = {
+    "train": ("train", SMALL),
+    "train_dp": ("train_dp", SMALL),
+    "train_ddp": ("train_ddp", [*SMALL, "--nproc_per_node", 1]),
+    "train_amp": ("train_amp", SMALL),
+    "train_amp, float16": ("train_amp", [*SMALL, "--amp_dtype", "float16"]),
+    "train_ddp_amp": ("train_ddp_amp", [*SMALL, "--nproc_per_node", 1]),
+    "train_imagenet": ("train_imagenet", [*PHOTOS, "--max_steps", 40, "--batch_size", 32]),
+    "train_imagenet, mixup, EMA": (
+        "train_imagenet",
+        [*PHOTOS, "--max_steps", 40, "--batch_size", 32, "--mixup", 0.2, "--ema", 0.99],
+    ),
+    "train_restore": ("train_restore", ["--custom_data", "true", "--epochs", 1, "--max_steps", 40]),
+}
+
+# Around a step of a job, from when its batch was given until run.step: what makes the host wait there is an error.
+NO_WAITING = """
+import os, runpy, sys
+import torch
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.getcwd())
+from common.run import Run
+steps, step = Run.steps, Run.step
+
+def strict_steps(self, loader):
+    for batch in steps(self, loader):
+        torch.cuda.set_sync_debug_mode("error" if self.total_steps >= 5 else "default")
+        yield batch
+        torch.cuda.set_sync_debug_mode("default")
+
+def relaxed_step(self, loss):
+    torch.cuda.set_sync_debug_mode("default")
+    step(self, loss)
+
+Run.steps, Run.step = strict_steps, relaxed_step
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def no_step_waits_for_the_gpu(row):
+    for name, (job, options) in JOBS.items():
+        row.python(NO_WAITING, *command(job, *options, "--output_dir", row.folder / name)[1:])
+        row.judge(name, None, number=False)  # it would have ended with an error
+
+
+def every_job_runs(row):
+    """And says on which device."""
+    for name, (job, options) in JOBS.items():
+        printed = row.job(job, *options, "--resume", "never", "--overwrite", "true")
+        row.judge(name, judge.says(printed, "cuda:0", "done"), number=False)
+
+
+def killed_runs_end_with_the_same_bits(row, kills=10):
+    options = [*SMALL, "--max_samples", 4096, "--epochs", 3, "--save_steps", 5, "--deterministic", "true"]
+    row.job("train", *options)
+    undisturbed = row.folder / "undisturbed"
+    shutil.rmtree(undisturbed, ignore_errors=True)
+    (row.folder / "train").rename(undisturbed)
+    chance, done = random.Random(1), 0
+    words = command("train", *options, "--output_dir", row.folder / "train")
+    for _ in range(kills):
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        first = next((line for line in process.stdout if line.startswith("epoch=")), "")
+        time.sleep(chance.uniform(0, 1.5))  # a moment of the training drawn at random
+        process.kill()
+        done += process.wait() == -signal.SIGKILL
+        process.stdout.close()
+        if not first:
+            break
+    row.job("train", *options)
+    row.figures["kills during the training"] = done
+    row.judge("kills", judge.at_least(done, 1), number=False)
+    ours, theirs = (weights(final_state(row.folder, name)) for name in ("train", "undisturbed"))
+    row.judge("weights", judge.same_bits(ours, theirs))
+
+
+def weights(state):
+    return torch.cat([tensor.detach().cpu().double().flatten() for tensor in state["model"].values()])
+
+
+def a_checkpoint_goes_on_on_the_other_device(row):
+    for first, then in (("true", "false"), ("false", "true")):
+        small = [*SMALL, "--max_samples", 256, "--batch_size", 64, "--width", 4]
+        shutil.rmtree(row.folder / "train", ignore_errors=True)
+        row.job("train", *small, "--enable_gpu", first)
+        printed = row.job("train", *small, "--epochs", 2, "--enable_gpu", then)
+        row.judge(f"--enable_gpu {first}, then {then}", judge.says(printed, "going on from", "epoch=2/2", "done"), number=False)
+
+
+def a_trace_of_the_gpu(row):
+    printed = row.job("train", *SMALL, "--epochs", 2, "--profile", "true", "--resume", "never", "--overwrite", "true")
+    row.judge("the summary", judge.says(printed, "trace"), number=False)
+    row.judge("a kernel's name", judge.says(printed.lower(), "kernel"))
+
+
+OVERFLOW = """
+import json, sys
+import torch
+from common.run.scaler import Scaler
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+scaler = Scaler("cuda", init_scale=2.0**24)
+scales, moved = [scaler.get_scale()], [False]
+for number in range(12):
+    before = model.weight.detach().clone()
+    with torch.autocast("cuda", torch.float16):
+        loss = model(torch.full((8, 64), 30.0, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scales.append(scaler.get_scale())
+    moved.append(not torch.equal(before, model.weight))
+print(json.dumps({"scales": scales, "moved": moved, "skipped": scaler.skipped()}))
+"""
+
+
+def overflowing_gradients_skip_steps(row):
+    found = last_json(row.python(OVERFLOW, environment={"PYTHONPATH": paths()}))
+    row.judge("scale and steps", judge.scale_fell_and_steps_were_skipped(found["scales"], found["moved"], found["skipped"]))
+    row.figures["steps skipped"] = found["skipped"]
+    printed = row.job("train_amp", *SMALL, "--amp_dtype", "float16")
+    row.judge("train_amp", judge.says(printed, "done"), number=False)
+
+
+def paths():
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+# Two ranks compute on the one GPU, and talk through Gloo: NCCL refuses two ranks on one GPU.
+TWO_ON_ONE = """
+import os, runpy, sys
+sys.path.insert(0, os.getcwd())
+import torch
+from common import devices
+from common.processes import group
+join = group.join
+devices.choose = lambda args: torch.device("cuda", 0)
+devices.require_one_each = lambda args: None
+group.join = lambda args, device: join(args, torch.device("cpu"))
+runpy.run_path("jobs/train_ddp.py", run_name="__main__")
+"""
+
+
+def two_ranks_of_which_one_is_lost(row):
+    """Killed, then stopped: the others are down within ten seconds."""
+    script = row.folder / "two_on_one.py"
+    script.write_text(TWO_ON_ONE)
+    for name, what in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        log, options = row.folder / f"{name}.log", [*SMALL, "--epochs", 50, "--nproc_per_node", 2]
+        words = [
+            sys.executable,
+            script,
+            *options,
+            "--output_dir",
+            row.folder / name,
+            "--resume",
+            "never",
+            "--overwrite",
+            "true",
+        ]
+        with open(log, "w") as output:
+            process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=output, stderr=output)
+        wait_for(lambda log=log: "step=1/" in log.read_text(), process, 120)
+        os.kill(children(process.pid)[-1], what)
+        began = time.monotonic()
+        code = process.wait(60)
+        row.figures[f"down after one was {name}"] = f"{time.monotonic() - began:.1f} s"
+        row.judge(f"{name}: seconds until all are down", judge.below(time.monotonic() - began, 10), number=False)
+        row.judge(f"{name}: the exit code", judge.equal(code != 0, True), number=False)
+
+
+def children(pid):
+    path = f"/proc/{pid}/task/{pid}/children"
+    return [int(word) for word in open(path).read().split()] if os.path.exists(path) else []
+
+
+def wait_for(condition, process, seconds):
+    until = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"it ended with {process.poll()} or did not begin within {seconds} s")
+        time.sleep(0.1)  # two programs that know nothing of each other
+
+
+def commands_of_the_pages(row: Row):
+    """Those that are not run elsewhere because they need GPUs."""
+    for words in NOT_RUN["needs GPUs"]:
+        row.figures[words] = "needs more GPUs or data than are here"

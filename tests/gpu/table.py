@@ -1,0 +1,29 @@
+"""The rows of `make gpu`, the most important first, and the seconds that each may take."""
+
+from dataclasses import dataclass
+
+from tests.gpu import machine, runs
+from tests.gpu.rows import Measure
+
+
+@dataclass(frozen=True)
+class Entry:
+    measure: Measure
+    seconds: int
+
+
+ROWS = {
+    "machine": Entry(machine.the_doctor_sees_what_the_driver_says, 120),
+    "jobs": Entry(runs.every_job_runs, 400),
+    "waiting": Entry(runs.no_step_waits_for_the_gpu, 400),
+    "batches": Entry(machine.batches_are_those_of_the_cpu, 60),
+    "step": Entry(machine.a_step_is_that_of_the_cpu, 90),
+    "buffers": Entry(machine.buffers_are_not_read_after_they_were_given_back, 120),
+    "kills": Entry(runs.killed_runs_end_with_the_same_bits, 300),
+    "overflow": Entry(runs.overflowing_gradients_skip_steps, 90),
+    "two ranks": Entry(runs.two_ranks_of_which_one_is_lost, 180),
+    "devices": Entry(runs.a_checkpoint_goes_on_on_the_other_device, 150),
+    "trace": Entry(runs.a_trace_of_the_gpu, 90),
+    "quality": Entry(machine.quality_is_that_of_the_cpu, 60),
+    "dali": Entry(machine.dali_gives_the_same_batches, 90),
+}

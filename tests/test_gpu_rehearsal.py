@@ -1,0 +1,134 @@
+"""What is for GPUs, on a stand-in for the CUDA runtime: that it runs, on which device, and what it asks of the GPU in a step."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import packages
+from tests.gpu import rehearsal
+from tests.gpu.rehearsal import costs
+from tests.jobs import ROOT, command, environment, saved, wait_for
+
+pytestmark = pytest.mark.rehearsal  # minutes
+
+SMALL = ["--custom_data", "true", "--max_samples", "1024", "--batch_size", "64", "--epochs", "1"]
+PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--arch", "resnet18", "--image_size", "64", "--batch_size", "16",
+          "--epochs", "1", "--max_steps", "6"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stand_in():
+    for compiler in ("g++", "gcc"):
+        packages.program(compiler)
+    wanted = rehearsal.missing()
+    if wanted and os.environ.get("CI"):
+        pytest.fail(wanted)
+    if wanted:
+        pytest.skip(wanted)
+
+
+def rehearse(folder, *words, gpus=1, check=0, **env):
+    """What a command printed on so many GPUs."""
+    env = environment(**rehearsal.environment(gpus, **env))
+    words = [str(word) for word in words]
+    done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", costs.ROWS)
+def test_a_step_costs_no_more_than_the_table_says(name):
+    row, waits = costs.measure(name)
+    assert costs.too_much(name, row) == [], f"{row}\nthe host waits here: {waits}"
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_port", "29671"]
+LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "says"),
+    [
+        ([*TORCHRUN, "--nproc_per_node", "2", ROOT / "jobs" / "train_ddp.py", *SMALL], 2, "rank 0 of 2"),
+        ([*LOCAL, ROOT / "jobs" / "train_ddp.py", "--", *SMALL], 2, "rank 0 of 2"),
+        ([*LOCAL, ROOT / "jobs" / "train_ddp_amp.py", "--", *SMALL], 4, "rank 0 of 4"),
+        (command("train_ddp", *SMALL), 2, "rank 0 of 2"),
+        (command("train_restore", "--custom_data", "true", "--epochs", "1", "--max_steps", "4"), 2, "rank 0 of 2"),
+        (command("train_imagenet", *PHOTOS, "--max_steps", "20", "--prof", "4"), 1, "Training speed was"),
+        (command("train_imagenet", *PHOTOS, "--amp_dtype", "float16", "--mixup", "0.2", "--ema", "0.9"), 2, "rank 0 of 2"),
+        (command("train_ddp", *SMALL, "--doctor", "true"), 2, "torch sees 2"),
+        (command("train", *SMALL), 2, "1 of 2 GPUs are idle"),
+        (command("train_ddp", *SMALL, "--width", "4", "--nproc_per_node", "2", "--enable_gpu", "false"), 1, "cpu (1 threads)"),
+    ],
+    ids=lambda value: str(value[-1]) if isinstance(value, list) else None,
+)
+def test_a_job_runs_on_the_gpus_that_there_are(tmp_path, words, gpus, says):
+    local = ["--output_dir", tmp_path / "out"]
+    printed = rehearse(ROOT, *words, *local, gpus=gpus)
+    assert says in printed and ("cuda:0 (Rehearsal GPU)" in printed) == (
+        says not in ("torch sees 2", "cpu (1 threads)", "Training speed was")
+    )
+
+
+def test_more_workers_than_gpus_are_refused_in_a_sentence(tmp_path):
+    printed = rehearse(tmp_path, *command("train_ddp", *SMALL, "--nproc_per_node", "2"), check=2)
+    assert "2 processes on a node with 1 GPU: give --nproc_per_node 1, or --enable_gpu false to train on the CPU" in printed
+
+
+def test_two_ranks_on_one_gpu_are_named(tmp_path):
+    """As in a SLURM step whose processes see one GPU for all of them."""
+    env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
+           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": "29672", **rehearsal.environment(1)}  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            command("train_ddp", *SMALL, "--output_dir", tmp_path),
+            env=environment(**env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for task in tasks:
+        assert "ranks 0 and 1 compute on the same GPU of host" in task.communicate(timeout=200)[1] and task.returncode == 2
+
+
+def test_a_stop_saves_and_the_next_start_goes_on(tmp_path):
+    words = [*command("train", *SMALL, "--epochs", 50, "--save_steps", 4), "--output_dir", str(tmp_path / "out")]
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(**rehearsal.environment()), stdout=subprocess.DEVNULL)
+    wait_for(saved(tmp_path, 256), process, "the first checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert "going on from" in rehearse(tmp_path, *words, "--max_steps", 1)
+
+
+CAPTURE = """
+import json, torch
+place, other = torch.ones(4, device="cuda"), torch.cuda.Stream()
+found, graph = {}, torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    place.add_(1)
+graph.replay()
+for name, act in {"item": lambda: place.sum().item(), "wait": torch.cuda.synchronize, "pageable": lambda: torch.ones(4).to("cuda")}.items():
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            act()
+        found[name] = "allowed"
+    except RuntimeError as error:
+        found[name] = str(error).splitlines()[0]
+print(json.dumps(found))
+"""
+
+
+def test_what_waits_cannot_be_captured(tmp_path):
+    found = json.loads(rehearse(tmp_path, sys.executable, "-c", CAPTURE).splitlines()[-1])
+    assert all("captur" in found[name] for name in ("item", "wait")), found
+
+
+def test_the_driver_is_asked_through_its_library(tmp_path):
+    code = "from common import nvml; print(nvml.driver(), nvml.gpus())"
+    printed = rehearse(tmp_path, sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", gpus=3)
+    assert printed.split() == ["580.0", "3"]
