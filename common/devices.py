@@ -1,23 +1,27 @@
-"""The device that this process computes on; where it is not available, an error with a remedy."""
+"""The device that this process computes on; where it is not available, an error with a remedy.
+
+What torch calls differently for each kind of device is called here, and nowhere else.
+"""
 
 import argparse
 import contextlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from common import cores, nvml
 from common.errors import UserError
-from common.world import World
 
 
 def choose(args: argparse.Namespace) -> torch.device:
     """The GPU of this process's local rank, or the CPU. --enable_gpu decides; unset, the GPU if there is one."""
-    here = args.world
-    usable = args.enable_gpu is not False and torch.cuda.is_available() and torch.cuda.device_count() > 0
+    here, cut = args.world, slices()
+    if here.local_rank < len(cut):
+        os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
+    usable = args.enable_gpu is not False and available()
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
         given = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
         raise UserError(f"{given}, but torch sees no GPU: {diagnosis()}; or give --enable_gpu false to train on the CPU")
@@ -25,10 +29,10 @@ def choose(args: argparse.Namespace) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
     if args.enable_gpu is False or not usable:
         return torch.device("cpu")
-    number = 0 if shown_its_own(here) else here.local_rank
-    if number >= torch.cuda.device_count():
+    number = 0 if here.local_rank < len(cut) or here.owns_the_only(count()) else here.local_rank
+    if number >= count():
         raise UserError(
-            f"local rank {here.local_rank} has no GPU: this process sees {torch.cuda.device_count()}; start fewer processes, "
+            f"local rank {here.local_rank} has no GPU: this process sees {count()}; start fewer processes, "
             "or give --enable_gpu false to train on the CPU"
         )
     device = torch.device("cuda", number)
@@ -39,9 +43,28 @@ def choose(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def slices() -> list[str]:
+    """Of GPUs that are cut into slices (MIG), those that CUDA_VISIBLE_DEVICES names. CUDA shows a process only the first."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return [name for name in names if name.startswith("MIG-")]
+
+
+def count() -> int:
+    """The GPUs that this process may use; a slice of one is one."""
+    return len(slices()) or torch.cuda.device_count()
+
+
+def available() -> bool:
+    return torch.cuda.is_available() and count() > 0
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def require_one_each(args: argparse.Namespace) -> None:
     """In the parent of a node, before it starts workers that would find no GPU."""
-    gpus = torch.cuda.device_count()
+    gpus = count()
     if args.enable_gpu is not False and 0 < gpus < args.world.local_world_size:
         raise UserError(
             f"{args.world.local_world_size} processes on a node with {gpus} GPU{'s' * (gpus > 1)}: "
@@ -51,7 +74,9 @@ def require_one_each(args: argparse.Namespace) -> None:
 
 def identity(device: torch.device) -> str:
     """A name that no other device on this machine has; empty for a CPU, which may be shared."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device)) if device.type == "cuda" else ""
+    if not is_gpu(device):
+        return ""
+    return next(iter(slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
 
 
 def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optional[str]:
@@ -71,16 +96,11 @@ def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optio
     return f"of architecture sm_{wanted}, and torch {torch.__version__} has kernels for {', '.join(known)}: install {remedy}"
 
 
-def shown_its_own(here: World) -> bool:
-    """Whether each process sees only one GPU, its own: srun --gpus-per-task=1, or a wrapper around mpirun."""
-    return torch.cuda.device_count() == 1 and here.level == "process" and here.platform in ("slurm", "openmpi")
-
-
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
     """--amp_dtype, or bfloat16 where the hardware computes in it and float16 elsewhere (V100, T4, P100)."""
     if args.amp_dtype:
         return getattr(torch, args.amp_dtype)
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if is_gpu(device) and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16
 
@@ -96,13 +116,70 @@ def cores_of_a_rank(args: argparse.Namespace) -> int:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize(device)
+
+
+def collectives_of(device: torch.device) -> str:
+    """The backend of torch.distributed for tensors on it."""
+    return "nccl" if is_gpu(device) else "gloo"
+
+
+def current() -> torch.device:
+    """The GPU that this process uses."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def use(device: torch.device) -> None:
+    """In a new thread, which would use the first GPU, and allocate memory there."""
+    if is_gpu(device):
+        torch.cuda.set_device(device)
+
+
+def side_stream(device: torch.device) -> Any:
+    """A queue of a GPU for work beside the training; None for a CPU."""
+    return torch.cuda.Stream(device) if is_gpu(device) else None
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager:
+    """What is asked of the GPU inside `with` goes to this queue, if there is one."""
+    return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
+
+
+def current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device)
+
+
+def mark(stream: Any) -> Any:
+    """An event at this place of a queue, with the time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def seed_in_use(number: int) -> None:
+    """Seed the generator of the GPU that this process uses, if it uses one. torch.manual_seed would take longer, for all."""
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
+
+
+def give_memory_back(device: torch.device) -> None:
+    """What torch holds for tensors to come."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def profiled() -> list:
+    """What torch's profiler records."""
+    from torch.profiler import ProfilerActivity
+
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
 
 def moved(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
     """On the device, without making the host wait for a GPU: from pinned memory, which the GPU reads by itself."""
-    if pin and device.type == "cuda" and tensor.device.type == "cpu":
+    if pin and is_gpu(device) and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -119,9 +196,13 @@ def full_precision() -> Iterator[None]:
 
 
 def describe(device: torch.device) -> str:
-    if device.type == "cuda":
+    if is_gpu(device):
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def build() -> str:
+    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
 
 
 def diagnosis() -> str:
@@ -131,11 +212,11 @@ def diagnosis() -> str:
         return f"torch {torch.__version__} is a CPU build; install one for CUDA"
     remedy = "choose a GPU flavor or start the container with its GPUs"
     if loaded is None:
-        return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} but no NVIDIA driver is loaded; {remedy}"
+        return f"{build()} but no NVIDIA driver is loaded; {remedy}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides every GPU; unset it, or ask the scheduler for a GPU"
     if not nvml.gpus():
         return f"this machine has an NVIDIA driver, {loaded}, but no GPU was given to this process; {remedy}"
     remedy = "update the driver, or install a torch built for an older CUDA"
-    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and the driver is {loaded}; {remedy}"
+    return f"{build()} and the driver is {loaded}; {remedy}"

@@ -18,6 +18,7 @@ from typing import Optional, Union
 
 import torch
 
+from common import devices
 from datasets import imagenet
 from datasets.dali import give_memory_back
 from datasets.loader import DeviceLoader
@@ -39,7 +40,7 @@ class Dataset:
     ) -> None:  # fmt: skip
         """`mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs torch.distributed running."""
         rank = torch.distributed.get_rank() if world_size > 1 else 0
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = devices.current() if cuda else torch.device("cpu")
         self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
         self._rank, self._world_size, self._workers, self._seed = rank, world_size, workers, seed
         self._how = {
@@ -83,9 +84,7 @@ class Dataset:
     def clear_memory(self, verbose: bool = False) -> None:
         before = resident_bytes()
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        devices.give_memory_back(self.device)
         if self.backend != "pytorch":
             from nvidia.dali import backend
 

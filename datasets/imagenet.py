@@ -166,7 +166,8 @@ def loader(
     if backend in NO_INPUT:
         return Resident(data_set, sampler, device)
     if backend.startswith("dali") and isinstance(data_set, Photos):
-        batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=backend == "dali-gpu")
+        on_gpu = backend == "dali-gpu" or (backend == "dali-kspeed" and devices.is_gpu(device))
+        batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=on_gpu)
     elif backend == "dpex":
         batches = dpex.batches(data_set, sampler, workers)
     else:

@@ -6,7 +6,6 @@ that on a second stream, during the training step.
 
 import argparse
 import atexit
-import contextlib
 import functools
 import queue
 import signal
@@ -41,7 +40,7 @@ class DeviceLoader:
         self._batches, self._augment = batches, augment
         self._move = functools.partial(devices.moved, device=device, pin=pin_memory)
         self.ids: Any = None
-        self.beside = device.type == "cuda"  # whether the transfer happens during the training step
+        self.beside = devices.is_gpu(device)  # whether the transfer happens during the training step
         self._clock = Clock(device)
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
         with self._clock.stream():  # on which they are used
@@ -53,7 +52,7 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels, ids, ready in ahead(self._moved(), AHEAD) if self.beside else self._moved():
             if ready:
-                stream = torch.cuda.current_stream(self.device)
+                stream = devices.current_stream(self.device)
                 stream.wait_event(ready)
                 for tensor in (images, labels):
                     tensor.record_stream(stream)
@@ -65,8 +64,7 @@ class DeviceLoader:
         return self._clock.read()
 
     def _moved(self):
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread uses the first GPU, and would allocate memory there
+        devices.use(self.device)
         epoch, batches, augment = self.sampler.epoch, iter(self._batches), self._augment
         while True:
             with self._clock.stream():
@@ -87,13 +85,13 @@ class Clock:
     """Seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed by its events."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = devices.side_stream(device)
         self._seconds, self._events = 0.0, []
         self.end: Any = None  # an event after the work, for other streams to wait for
         self._reading = threading.Lock()  # the thread that loads and the one that trains both look at the events
 
     def stream(self) -> Any:
-        return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        return devices.on_stream(self._stream)
 
     def __enter__(self) -> "Clock":
         self._began, self._inside = self._mark(), self.stream()
@@ -112,9 +110,7 @@ class Clock:
     def _mark(self) -> Any:
         if not self._stream:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+        return devices.mark(self._stream)
 
     def _fold(self):
         with self._reading:

@@ -57,7 +57,7 @@ HELD_OUT = 5000
 def main():
     args = asked()
     device = devices.choose(args)
-    args.target = args.target or (0.94 if device.type == "cuda" and args.net == "resnet18" else 0.80)
+    args.target = args.target or (0.94 if device.type != "cpu" and args.net == "resnet18" else 0.80)
     if (args.net, args.target) not in RECIPES:
         raise UserError(f"there is no recipe for --net {args.net} --target {args.target}: give one of {sorted(RECIPES)}")
     print(f"{devices.describe(device)}, torch {torch.__version__}: {time.perf_counter() - BEGUN:.1f} s to import", flush=True)
@@ -69,7 +69,7 @@ def main():
             raise UserError(f"--held_out true holds out {HELD_OUT} of the training images, and there are {len(train[1])}")
         train, test = [part[:-HELD_OUT] for part in train], [part[-HELD_OUT:] for part in train]
     print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {seconds(device, begun):.1f} s to load", flush=True)
-    if device.type == "cuda":
+    if device.type != "cpu":
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.suppress_errors = True  # where nothing can be compiled, go on without
         begun = seconds(device)
@@ -150,7 +150,7 @@ def run(args, device, train, seed, steps_of_a_size=None):
         for dimensions, decay in ((1, 0), (2, 5e-4))
     ]
     sgd = torch.optim.SGD(norms_and_last_layer, lr=OTHER_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=True)
-    compiled = torch.compile(model, dynamic=False) if device.type == "cuda" else model
+    compiled = torch.compile(model, dynamic=False) if device.type != "cpu" else model
 
     model.train()
     for number, size in enumerate(tqdm(sizes, desc=f"seed {seed}", unit="step", disable=None, leave=False)):

@@ -46,7 +46,7 @@ def main():
     torch.manual_seed(args.seed)
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; the others need no scaling.
-    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type == "cuda" else torch.float32
+    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
     autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 

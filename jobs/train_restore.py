@@ -53,7 +53,7 @@ def main():
     loss_fn = torch.nn.L1Loss()
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
-    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type == "cuda" else torch.float32
+    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
     autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 

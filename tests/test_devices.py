@@ -37,6 +37,14 @@ def test_the_gpu_of_a_process(env, gpus, number, monkeypatch):
     assert chosen(env, gpus, monkeypatch) == torch.device("cuda", number)
 
 
+def test_one_slice_of_a_gpu_is_a_gpu(monkeypatch):
+    """CUDA shows a process the first MIG slice that is named, and no other."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a, MIG-b")
+    assert devices.count() == 2
+    assert chosen(TORCHRUN, 1, monkeypatch) == torch.device("cuda", 0)
+    assert devices.slices() == ["MIG-b"] and devices.identity(torch.device("cuda", 0)) == "MIG-b"
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     with pytest.raises(
         UserError, match="local rank 1 has no GPU: this process sees 1; start fewer processes, or give --enable_gpu false"

@@ -14,8 +14,8 @@ from tests.jobs import ROOT, environment
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
     ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.nvml", "common.moments", "common.version"],
-    ["common.malloc", "common.world", "common.progress"],
-    ["common.devices"],
+    ["common.malloc", "common.devices", "common.progress"],
+    ["common.world"],
     ["common.arguments", "common.models", "common.storage"],
     ["common.processes"],
     ["common.run"],
@@ -54,6 +54,7 @@ LONG_FUNCTIONS = {
     "datasets/kspeed/memcached.py:_fleet_class": "subclasses of a library that few jobs need, made when one does",
 }
 MOST_LINES, MOST_OF_A_FUNCTION = 300, 60
+HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 def room(module):
@@ -181,6 +182,29 @@ def test_importing_does_nothing():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Where CUDA is named outside the room of devices, and why.
+CUDA_ALONE = {
+    "common/devices.py": "the room",
+    "common/doctor/checks.py": "a sentence for the user names NVIDIA's variable",
+    "datasets/dali/batches.py": "DALI's own error messages",
+    "datasets/dali/pipeline.py": "DALI knows CUDA alone: its package and an argument are named after it",
+    "datasets/facade.py": "an argument that the documents promise",
+    "launch/local.py": "the variable by which nodes share NVIDIA's GPUs, in a program that never imports torch",
+}
+
+
+def test_what_a_kind_of_device_needs_stands_in_the_room_of_devices():
+    named = set()
+    for path in FILES:
+        tree = ast.parse((ROOT / path).read_text())
+        docs = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, HAVE_DOCSTRINGS)}
+        for node in ast.walk(tree):
+            words = {field for _, field in ast.iter_fields(node) if isinstance(field, str)} - docs
+            if any("cuda" in word.lower() or word == "nccl" for word in words):
+                named.add(str(path))
+    assert named == set(CUDA_ALONE)
 
 
 def test_nobody_asks_which_kind_of_job_it_is_in():

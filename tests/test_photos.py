@@ -1,7 +1,9 @@
 """Photographs: the index of a tree and what is judged in it, the crop as a pure function, the pixels beside torchvision's."""
 
+import contextlib
 import io
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -15,6 +17,8 @@ from PIL import Image
 
 from common.errors import TrainingFailed, UserError
 from datasets import crops, imagenet, synthetic
+from datasets.dali import batches, pipeline
+from datasets.dali.batches import DaliBatches
 from datasets.photos import decode, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
@@ -401,6 +405,39 @@ def test_dali_goes_on_after_a_picture_that_it_cannot_decode(many, capfd):
     assert their_order == order and torch.equal(theirs[number][0], ours[number + 1][0])
     assert_close(theirs, ours)
     assert capfd.readouterr().out.count("warning: DALI cannot make a batch of epoch 1") == 1
+
+
+class Fails:
+    def __init__(self, message):
+        self.run = lambda: (_ for _ in ()).throw(RuntimeError(message))
+
+
+@pytest.mark.parametrize(
+    ("message", "of_the_machine"),
+    [
+        ("CUDA runtime API error cudaErrorMemoryAllocation (2): out of memory", True),
+        ("nvJPEG error (5) : NVJPEG_STATUS_ALLOCATOR_FAILURE", True),
+        ("std::bad_alloc", True),
+        ("Unrecognized image format. Supported formats are: JPEG, PNG", False),
+    ],
+)
+def test_dali_without_memory_ends_the_run_and_does_not_train_on_from_torch(many, message, of_the_machine, monkeypatch, capfd):
+    monkeypatch.setattr(DaliBatches, "_pipeline", lambda *_: Fails(f"Critical error: encountered:\n\n{message}"))
+    with pytest.raises(RuntimeError, match=re.escape(message)) if of_the_machine else contextlib.nullcontext():
+        images_of(many, lambda count: InOrder(count, 4), train=False, workers=1, backend="dali-cpu")
+    assert ("so torch makes it" in capfd.readouterr().out) != of_the_machine
+
+
+def test_dalis_decoder_for_gpus_interpolates_colours_as_the_others_do(monkeypatch):
+    from nvidia.dali import fn
+
+    asked = []
+    monkeypatch.setattr(fn.decoders, "image", lambda *_, **how: asked.append(how))
+    monkeypatch.setattr(fn.decoders, "image_slice", lambda *_, **how: asked.append(how) or 1 / 0)
+    pipeline.decoded(None, "mixed")
+    with pytest.raises(ZeroDivisionError):
+        batches._train_graph(None, None, None, None, 8, "mixed")
+    assert [how["jpeg_fancy_upsampling"] for how in asked] == [True, True] and asked[0]["device"] == "mixed"
 
 
 def test_fewer_samples_come_from_all_over_the_classes(folder):

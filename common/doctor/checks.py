@@ -11,8 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-import torch
-
 from common import cores, devices, nvml
 from common.doctor.table import Finding, bad, count, doubtful, duration, good, size
 from common.files import MIB
@@ -40,7 +38,7 @@ def check_place(here: World) -> Finding:
 
 def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> Finding:
     """`in_use`: the result of cards()."""
-    gpus = torch.cuda.device_count()
+    gpus = devices.count()
     if enable_gpu is False:
         return good("gpus", f"--enable_gpu false: the CPU computes, with {count(cores.count(), 'core')}")
     if not gpus and (enable_gpu or here.gpus_promised):
@@ -48,10 +46,10 @@ def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> 
         return bad("gpus", f"torch sees none: {why}", f"{do}; or --enable_gpu false trains on the CPU")
     if not gpus:
         return good("gpus", f"this node has none: the CPU computes, with {count(cores.count(), 'core')}")
-    if gpus < here.gpus_promised and not devices.shown_its_own(here):
+    if gpus < here.gpus_promised and not here.owns_the_only(gpus):
         found = f"torch sees {gpus}, {here.platform} says that this node has {here.gpus_promised}"
         return bad("gpus", found, "look at CUDA_VISIBLE_DEVICES and nvidia-smi; a GPU may be broken: ask for another node")
-    if here.local_world_size > gpus and not devices.shown_its_own(here):
+    if here.local_world_size > gpus and not here.owns_the_only(gpus):
         return bad("gpus", f"{here.local_world_size} ranks on a node with {count(gpus, 'GPU')}", "lower --nproc_per_node")
     busy = [f"GPU {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
             if used > GPU_IDLE_MIB]  # fmt: skip
@@ -85,8 +83,8 @@ def check_driver(enable_gpu: Optional[bool]) -> Finding:
     driver = nvml.driver()
     if driver is None or enable_gpu is False or not nvml.gpus():
         return good("driver", "no NVIDIA GPU is needed, or this node has none")
-    if torch.cuda.is_available():
-        return good("driver", f"{driver}, and torch {torch.__version__} was built for CUDA {torch.version.cuda}")
+    if devices.available():
+        return good("driver", f"{driver}, and {devices.build()}")
     why, _, do = devices.diagnosis().partition("; ")
     return bad("driver", f"there is a GPU that torch cannot use: {why}", f"{do}; or --enable_gpu false trains on the CPU")
 
@@ -98,7 +96,7 @@ def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
         setting = environ.get(variable)
         if setting and not any(_means(setting, name, variable) for name in names):
             return bad("interface", f"{variable} is {setting}, this node has {', '.join(names)}", f"unset {variable}")
-        if setting and variable.startswith("NCCL" if torch.cuda.is_available() else "GLOO"):
+        if setting and variable.startswith("NCCL" if devices.available() else "GLOO"):
             return good("interface", f"{setting}, by {variable}")
     if here.num_nodes == 1 or re.match(r"(127\.|::1$|localhost$)", here.master_addr):
         return good("interface", "lo: all ranks are on this machine")
@@ -134,7 +132,7 @@ def check_clock(ahead: float, other: str) -> Finding:
 
 def shared_memory(args: argparse.Namespace) -> tuple[int, str, int]:
     """What the ranks of this node need in /dev/shm: (bytes for batches, their users, bytes that NCCL may need in addition)"""
-    ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and torch.cuda.is_available()
+    ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
     nccl = ranks * NCCL_SHM if gpus and ranks > 1 else 0
     if not args.input.shared_bytes:
         return 0, "", nccl

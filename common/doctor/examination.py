@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import torch
 
-from common import heartbeat
+from common import devices, heartbeat
 from common.doctor import checks, measure, stores
 from common.doctor.meeting import Meeting, not_met
 from common.doctor.table import BAD, Finding, bad, count, doubtful, good, refusal, table
@@ -168,7 +168,7 @@ class Examination:
         if self._rate:
             gradients = checkpoint.size_of([parameter for parameter in run.model.parameters() if parameter.requires_grad])
             self.add(checks.check_network(self._rate, gradients, seconds, run.world_size))
-        gpus = torch.cuda.device_count() if loader.device.type == "cuda" else 1
+        gpus = devices.count() if devices.is_gpu(loader.device) else 1
         if gpus > 1 == run.world_size and not run.uses_all_gpus:
             self.add(doubtful("gpus", f"{gpus - 1} of {gpus} would stay idle", "start train_ddp.py, which uses all of them"))
         step_seconds = max(seconds, load_seconds) if overlap else seconds + load_seconds

@@ -72,7 +72,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     # Imported after that, as DistributedDataParallel does, its functions keep the group as a default argument: then
     # destroy_process_group cannot end Gloo's threads, and one that lets go of its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=args.collective_seconds)
+    backend, timeout = devices.collectives_of(device), datetime.timedelta(seconds=args.collective_seconds)
     if here.level == "node":
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from common import arguments
+from common import arguments, devices
 
 # For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15
@@ -64,7 +64,7 @@ class _OverAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         images, weight, bias, running_mean, running_var, eps, momentum = inputs
-        kernels = GpuKernels if images.is_cuda else CpuKernels
+        kernels = GpuKernels if devices.is_gpu(images.device) else CpuKernels
         mine = torch.cat(kernels.statistics(images, eps))
         ranks = torch.empty(distributed.get_world_size(), len(mine), dtype=mine.dtype, device=mine.device)
         distributed.all_gather_into_tensor(ranks.view(-1), mine)
@@ -77,7 +77,7 @@ class _OverAllRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         images, weight, mean, scale = ctx.saved_tensors
-        gradient = gradients[0].contiguous(memory_format=torch.channels_last) if images.is_cuda else gradients[0]
+        gradient = gradients[0].contiguous(memory_format=torch.channels_last) if devices.is_gpu(images.device) else gradients[0]
         total, product, of_weight, of_bias = ctx.kernels.reduced(gradient, images, mean, scale, weight)
         sums = torch.cat([total, product])
         distributed.all_reduce(sums)

@@ -78,7 +78,7 @@ class Run:
         self._busy, self._evaluating = True, False
         self.seconds = (0.0,) * len(timing.PHASES)  # of this start, in each phase of its steps
         self._profile = timing.Profile(prof, lambda: devices.synchronize(self.device)) if prof else None
-        self._trace = timing.Trace(args.output_dir, self.say) if args.profile and self._writes else None
+        self._trace = timing.Trace(args.output_dir, self.device, self.say) if args.profile and self._writes else None
 
     def register(self, **parts: Any) -> None:
         """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
@@ -429,5 +429,4 @@ def seed_step(seed: int, samples_seen: int, rank: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mixed)
+    devices.seed_in_use(mixed)

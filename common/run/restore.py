@@ -198,7 +198,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[t
         factor = global_batch / args.batch_size
         if not run.grouped and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
-    gpus = torch.cuda.device_count() if run.device.type == "cuda" else 0
+    gpus = devices.count() if devices.is_gpu(run.device) else 0
     if run.world_size == 1 and gpus > 1 and not run.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them"
     if args.custom_data:

@@ -12,6 +12,8 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from common import devices
+
 LINE_SECONDS = 5
 PHASES = ("waiting_for_data", "transfer", "compute")
 STARVED = 0.25  # share of the time spent waiting from which the loader is called the bottleneck
@@ -93,8 +95,8 @@ class Trace:
     The trace opens in ui.perfetto.dev, in chrome://tracing and in TensorBoard.
     """
 
-    def __init__(self, folder: str, say: Callable[[str], None]):
-        self._path, self._say = os.path.join(folder, "trace.json.gz"), say
+    def __init__(self, folder: str, device: torch.device, say: Callable[[str], None]):
+        self._path, self._device, self._say = os.path.join(folder, "trace.json.gz"), device, say
         self._seen, self._waited, self._over = 0, 0.0, False
         self._recorder: Any = None
 
@@ -117,16 +119,14 @@ class Trace:
             )
 
     def _begin(self):
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile
 
-        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._recorder, self._began = profile(activities=[ProfilerActivity.CPU, *on_gpu]), time.monotonic()
+        self._recorder, self._began = profile(activities=devices.profiled()), time.monotonic()
         self._recorder.start()
         atexit.register(self._stop)  # a recorder that is not stopped crashes the process at its end
 
     def _end(self):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        devices.synchronize(self._device)
         wall, recorder = time.monotonic() - self._began, self._recorder
         self._stop()
         recorder.export_chrome_trace(self._path)

@@ -24,9 +24,9 @@ RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "MA_SCHED
 
 def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> World:
     """The place of this process, with the GPUs that torch sees; jobs read it as args.world."""
-    import torch
+    from common import devices  # imports torch, which the launcher has no need of
 
-    gpus = 0 if args.enable_gpu is False else torch.cuda.device_count()
+    gpus = 0 if args.enable_gpu is False else devices.count()
     return resolve(args, environ, gpus, socket.gethostname())
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from common import arguments
+from common import arguments, devices
 from datasets import cifar10
 from datasets.crops import PADDING, crops_and_flips
 from datasets.dali.pipeline import as_tensor, build, cut, need_dali
@@ -37,7 +37,7 @@ class ArrayBatches:
         from nvidia.dali import fn
 
         height, width = self._data.images.shape[2:]
-        gpu = self._device if self._device.type == "cuda" else None
+        gpu = self._device if devices.is_gpu(self._device) else None
 
         def source(numbers):
             images, _, ids = self._data[epoch, numbers]

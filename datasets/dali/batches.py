@@ -6,6 +6,7 @@ in its middle; between two epochs it holds no memory. Making one takes time and 
 comes from Pillow and torch instead, and DALI goes on with the next.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Union
@@ -15,7 +16,7 @@ import torch
 
 from common import cores
 from common.errors import one_line
-from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decoded, give_memory_back, need_dali, resized
+from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decoded, give_memory_back, like_the_others, need_dali, resized
 from datasets.photos import decode
 from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
@@ -53,6 +54,8 @@ class Batches:
                     yield *self._batch(pipeline.run(), ids), ids
                     continue
                 except (RuntimeError, OSError) as error:  # the second is of a file that is read here
+                    if not of_a_picture(error):
+                        raise
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
                     print(f"warning: DALI cannot make a batch of epoch {epoch + 1}, so torch makes it: {reason}", flush=True)
                     pipeline = None
@@ -65,6 +68,18 @@ class Batches:
     def _batch(self, outputs: Any, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(images, labels) from what the pipeline gave."""
         raise NotImplementedError
+
+
+# What is wrong with the machine, and would be with the next batch too.
+OF_THE_MACHINE = re.compile(
+    r"out of memory|bad_alloc|memory allocation|cannot allocate|CUDA|NVJPEG_STATUS_ALLOCATOR|No space", re.I
+)
+
+
+def of_a_picture(error: Exception) -> bool:
+    """Whether DALI could not make a batch because of a file in it. Where memory or the GPU is at fault, a run must not go on at
+    a tenth of its speed."""
+    return not OF_THE_MACHINE.search(str(error))
 
 
 class DaliBatches(Batches):
@@ -136,11 +151,11 @@ def _train_plan(data, ids, epoch):
 
 
 def _train_graph(contents, window, extent, flip, size, decoder):
-    from nvidia.dali import fn, types
+    from nvidia.dali import fn
 
     images = fn.decoders.image_slice(
-        contents, window, extent, device=decoder, axis_names="HW", output_type=types.DALIImageType.RGB,
-        normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
+        contents, window, extent, device=decoder, axis_names="HW", normalized_anchor=False, normalized_shape=False,
+        **like_the_others(),
     )  # fmt: skip
     if decoder == "cpu":
         return images, flip

@@ -7,6 +7,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 import torch
 
+from common import devices
 from common.errors import UserError
 
 AHEAD = 2  # batches that DALI prepares while the network computes
@@ -14,7 +15,7 @@ AHEAD = 2  # batches that DALI prepares while the network computes
 
 def need_dali(gpu: Optional[torch.device] = None) -> None:
     """`gpu`: the device that has to decode, where one has to."""
-    if gpu is not None and gpu.type != "cuda":
+    if gpu is not None and not devices.is_gpu(gpu):
         raise UserError("--data_backend dali-gpu decodes on a GPU, and this process has none: take dali-cpu")
     try:
         import nvidia.dali  # noqa: F401
@@ -47,10 +48,17 @@ def build(
 
 
 def decoded(files: Any, decoder: str) -> Any:
-    """Whole pictures. `decoder`: cpu, or mixed for the GPU. torchvision ignores EXIF orientation, and so does this."""
-    from nvidia.dali import fn, types
+    """Whole pictures. `decoder`: cpu, or mixed for the GPU."""
+    from nvidia.dali import fn
 
-    return fn.decoders.image(files, device=decoder, output_type=types.DALIImageType.RGB, adjust_orientation=False)
+    return fn.decoders.image(files, device=decoder, **like_the_others())
+
+
+def like_the_others() -> dict[str, Any]:
+    """What makes DALI's decoders give torchvision's pixels: no EXIF orientation; colours interpolated on a GPU too."""
+    from nvidia.dali import types
+
+    return {"output_type": types.DALIImageType.RGB, "adjust_orientation": False, "jpeg_fancy_upsampling": True}
 
 
 def resized(images: Any, size: Any) -> Any:
@@ -76,7 +84,7 @@ def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
     import nvidia.dali.plugin.pytorch as plugin
 
     images = torch.empty(dense.shape(), dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device)
+    stream = devices.current_stream(device)
     plugin.feed_ndarray(dense, images, cuda_stream=stream)  # pyright: ignore[reportPrivateImportUsage] - DALI documents it
     return images
 
