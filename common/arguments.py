@@ -102,7 +102,8 @@ def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
 def bare_parser(doc: Optional[str], data: str) -> Parser:
     """The options of a program with a training loop of its own: device and seed, data and output, what platforms append."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
-    parser.set_defaults(doctor=False, evaluate=False, nproc_per_node=None, trial=False)  # only some jobs have options for these
+    absent = {"doctor": False, "evaluate": False, "deterministic": False, "nproc_per_node": None, "trial": False}
+    parser.set_defaults(**absent)  # only some jobs have options for these
     rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument
@@ -139,6 +140,8 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--batch_size", type=COUNT, default=128, help="samples per step and device")
     add("--lr", type=POSITIVE, default=0.1, help="highest learning rate of the schedule")
     add("--weight_decay", type=number(float, at_least=0), default=5e-4, help="decay of the weights towards zero")
+    same = "take the algorithms of a GPU that give the same bits in every run, which are slower; a CPU's always do"
+    add("--deterministic", type=boolean, default=False, help=same)
 
     add = group(parser, "data").add_argument
     unset = "; unset: this node's cores, divided among its ranks" if workers is None else ""

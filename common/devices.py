@@ -40,7 +40,18 @@ def choose(args: argparse.Namespace) -> torch.device:
     if wrong:
         raise UserError(f"{torch.cuda.get_device_name(device)} is {wrong}; or give --enable_gpu false to train on the CPU")
     torch.cuda.set_device(device)
+    _choose_algorithms(args.deterministic)
     return device
+
+
+def _choose_algorithms(deterministic):
+    """Those that always give the same bits, or an error where there is none; else the fastest, found in the first steps."""
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS wants for it, before its first use
+        torch.use_deterministic_algorithms(True)
+        # Slow, and for finding mistakes; pyright does not see that the module has it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def slices() -> list[str]:
@@ -132,7 +143,7 @@ def current() -> torch.device:
 
 def use(device: torch.device) -> None:
     """In a new thread, which would use the first GPU, and allocate memory there."""
-    if is_gpu(device):
+    if is_gpu(device) and device.index is not None:
         torch.cuda.set_device(device)
 
 

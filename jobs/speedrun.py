@@ -70,7 +70,6 @@ def main():
         train, test = [part[:-HELD_OUT] for part in train], [part[-HELD_OUT:] for part in train]
     print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {seconds(device, begun):.1f} s to load", flush=True)
     if device.type != "cpu":
-        torch.backends.cudnn.benchmark = True
         torch._dynamo.config.suppress_errors = True  # where nothing can be compiled, go on without
         begun = seconds(device)
         run(args, device, train, seed=0, steps_of_a_size=3)

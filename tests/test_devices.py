@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import re
 
 import pytest
@@ -14,11 +15,11 @@ from tests.test_world import MPI, SRUN, TORCHRUN
 
 MPIRUN = {**MPI, "MASTER_ADDR": "n0"}
 
-ARGS = ("enable_gpu", "init_method", "rank", "world_size", "local_rank", "nproc_per_node")
+ARGS = ("enable_gpu", "deterministic", "init_method", "rank", "world_size", "local_rank", "nproc_per_node")
 
 
-def chosen(env, gpus, monkeypatch):
-    args = argparse.Namespace(**dict.fromkeys(ARGS))
+def chosen(env, gpus, monkeypatch, deterministic=False):
+    args = argparse.Namespace(**{**dict.fromkeys(ARGS), "deterministic": deterministic})
     args.world = world.resolve(args, env, gpus, "host")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -35,6 +36,20 @@ def chosen(env, gpus, monkeypatch):
 )
 def test_the_gpu_of_a_process(env, gpus, number, monkeypatch):
     assert chosen(env, gpus, monkeypatch) == torch.device("cuda", number)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_gpu_takes_its_fastest_algorithms_or_those_with_the_same_bits(asked, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", asked)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        chosen(TORCHRUN, 2, monkeypatch, deterministic=asked)
+        assert torch.are_deterministic_algorithms_enabled() == asked and torch.backends.cudnn.benchmark == (not asked)
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if asked else None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def test_one_slice_of_a_gpu_is_a_gpu(monkeypatch):

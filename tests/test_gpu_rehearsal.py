@@ -57,11 +57,26 @@ LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
         ([*LOCAL, ROOT / "jobs" / "train_ddp.py", "--", *SMALL], 2, "rank 0 of 2"),
         ([*LOCAL, ROOT / "jobs" / "train_ddp_amp.py", "--", *SMALL], 4, "rank 0 of 4"),
         (command("train_ddp", *SMALL), 2, "rank 0 of 2"),
-        (command("train_restore", "--custom_data", "true", "--epochs", "1", "--max_steps", "4"), 2, "rank 0 of 2"),
+        (
+            command("train_restore", "--custom_data", "true", "--epochs", "1", "--max_steps", "4", "--deterministic", "true"),
+            2,
+            "rank 0 of 2",
+        ),
         (command("train_imagenet", *PHOTOS, "--max_steps", "20", "--prof", "4"), 1, "Training speed was"),
-        (command("train_imagenet", *PHOTOS, "--amp_dtype", "float16", "--mixup", "0.2", "--ema", "0.9"), 2, "rank 0 of 2"),
+        (
+            command(
+                "train_imagenet", *PHOTOS, "--amp_dtype", "float16", "--mixup", "0.2", "--ema", "0.9", "--deterministic", "true"
+            ),
+            2,
+            "rank 0 of 2",
+        ),
         (command("train_ddp", *SMALL, "--doctor", "true"), 2, "torch sees 2"),
         (command("train", *SMALL), 2, "1 of 2 GPUs are idle"),
+        (
+            command("train", *SMALL, "--max_samples", "2048", "--profile", "true", "--deterministic", "true"),
+            1,
+            "profile: 10 steps",
+        ),
         (command("train_ddp", *SMALL, "--width", "4", "--nproc_per_node", "2", "--enable_gpu", "false"), 1, "cpu (1 threads)"),
     ],
     ids=lambda value: str(value[-1]) if isinstance(value, list) else None,
@@ -72,6 +87,12 @@ def test_a_job_runs_on_the_gpus_that_there_are(tmp_path, words, gpus, says):
     assert says in printed and ("cuda:0 (Rehearsal GPU)" in printed) == (
         says not in ("torch sees 2", "cpu (1 threads)", "Training speed was")
     )
+
+
+def test_two_slices_of_a_gpu_are_two_gpus(tmp_path):
+    out = ["--output_dir", tmp_path / "out"]
+    printed = rehearse(tmp_path, *command("train_ddp", *SMALL), *out, CUDA_VISIBLE_DEVICES="MIG-a,MIG-b")
+    assert "starting ranks 0 to 1 of 2" in printed and "cuda:0 (Rehearsal GPU), rank 0 of 2" in printed
 
 
 def test_more_workers_than_gpus_are_refused_in_a_sentence(tmp_path):

@@ -1,6 +1,6 @@
 """A stand-in for the CUDA runtime, so that every line for GPUs runs where there is none: python -m tests.gpu.rehearsal
 
-runtime.cpp, nccl.cpp and driver.c are built once per machine, by the C++ compiler that is there, and laid in front of the real
+runtime.cpp, nccl.cpp, profiler.cpp and driver.c are built once per machine, by the C++ compiler that is there, and laid in front of the real
 libraries; site/ is in each Python process of a run. Not stood in for: cuDNN (convolutions are replaced by launches), DALI's
 own kernels (its pipelines are built for the CPU), Triton, and every number.
 """
@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["runtime.cpp", "nccl.cpp", "driver.c", "counts.h"]
+SOURCES = ["runtime.cpp", "nccl.cpp", "profiler.cpp", "driver.c", "counts.h"]
 
 
 def missing():
@@ -43,7 +43,7 @@ def built():
             made.mkdir()
             shared = ["-shared", "-fPIC", "-O1"]
             headers = [f"-I{path}" for path in _headers()]
-            runtime = [HERE / "runtime.cpp", HERE / "nccl.cpp", "-o", made / "librehearsal.so"]
+            runtime = [*(HERE / name for name in SOURCES if name.endswith(".cpp")), "-o", made / "librehearsal.so"]
             subprocess.run(["g++", "-std=c++17", *shared, *headers, *runtime], check=True)
             subprocess.run(["gcc", *shared, HERE / "driver.c", "-o", made / "libcuda.so.1"], check=True)
             (made / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
@@ -64,5 +64,6 @@ def environment(gpus=1, **extra):
         "PYTHONPATH": str(HERE / "site"),
         "REHEARSAL_GPUS": str(gpus),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+        "PATH": os.pathsep.join([str(HERE), os.environ["PATH"]]),  # nvidia-smi
         **extra,
     }

@@ -317,6 +317,7 @@ static std::vector<int> look_for_devices() {
     const char *text = getenv("REHEARSAL_GPUS"), *names = getenv("CUDA_VISIBLE_DEVICES");
     int number = text ? atoi(text) : 1;
     std::vector<int> shown;
+    if (names && !strncmp(names, "MIG-", 4)) return {0};  // of slices the first alone is shown
     if (!names)
         for (int one = 0; one < number; one++) shown.push_back(one);
     std::stringstream all(names ? names : "");
