@@ -99,6 +99,12 @@ def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--label_smoothing", type=share, default=0.1, help="share of the target spread over all classes")
 
 
+def add_compile(group: argparse._ArgumentGroup) -> None:
+    """For jobs that call devices.compile_network."""
+    does = "torch.compile the network: faster steps, after first ones that take a minute"
+    group.add_argument("--compile", type=boolean, default=False, help=does)
+
+
 def bare_parser(doc: Optional[str], data: str) -> Parser:
     """The options of a program with a training loop of its own: device and seed, data and output, what platforms append."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)

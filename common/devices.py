@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -105,6 +106,19 @@ def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optio
         return None
     remedy = "a torch built for an older CUDA" if wanted < min(number for _, number, _ in named) else "a newer torch"
     return f"of architecture sm_{wanted}, and torch {torch.__version__} has kernels for {', '.join(known)}: install {remedy}"
+
+
+def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
+    """With --compile true, in place: kernels of several operations each, which a GPU replays as one graph."""
+    if not args.compile:
+        return
+    if isinstance(model, torch.nn.DataParallel):
+        raise UserError("--compile does not go with DataParallel, which copies the network in every step: take train_ddp.py")
+    on_gpu = any(is_gpu(parameter.device) for parameter in model.parameters())
+    variable, programs = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++", "clang++", "c++"))
+    if not os.environ.get(variable) and not any(map(shutil.which, programs)):
+        raise UserError(f"--compile true needs a compiler: install {programs[0]}, or leave the option out")
+    model.compile(mode="reduce-overhead" if on_gpu else None)
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:

@@ -39,6 +39,7 @@ def parser(doc: Optional[str]) -> arguments.Parser:
     training.add_argument("--schedule", choices=["one_cycle", "constant"], default="one_cycle", help="learning rate; "
                           "one_cycle: up to --lr in the first fifth of the run, then down to zero")  # fmt: skip
     arguments.add_label_smoothing(training)
+    arguments.add_compile(training)
     training.add_argument("--augment", type=arguments.boolean, default=True, help="random crop and flip of the training images")
     width = arguments.number(int, at_least=1, below=1025)
     arguments.group(made, "short runs").add_argument("--width", type=width, default=64, help="channels of the network's first "

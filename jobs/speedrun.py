@@ -20,6 +20,7 @@ GPU, without those of compiling, which are printed beside them. A run that is st
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -149,7 +150,8 @@ def run(args, device, train, seed, steps_of_a_size=None):
         for dimensions, decay in ((1, 0), (2, 5e-4))
     ]
     sgd = torch.optim.SGD(norms_and_last_layer, lr=OTHER_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=True)
-    compiled = torch.compile(model, dynamic=False) if device.type != "cpu" else model
+    if device.type != "cpu":
+        model.compile(mode="reduce-overhead", dynamic=False)
 
     model.train()
     for number, size in enumerate(tqdm(sizes, desc=f"seed {seed}", unit="step", disable=None, leave=False)):
@@ -157,7 +159,7 @@ def run(args, device, train, seed, steps_of_a_size=None):
         ids = order[positions]
         mirrored = flipped[ids] ^ (positions // len(images) % 2 == 1)  # in every second pass the other way round
         with torch.autocast(device.type, torch.bfloat16):
-            logits = compiled(pictures(images, ids, mirrored, size))
+            logits = model(pictures(images, ids, mirrored, size))
             loss = functional.cross_entropy(logits, labels[ids], label_smoothing=smoothing)
         model.zero_grad()
         loss.backward()
@@ -227,28 +229,41 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate):
-        for number, group in enumerate(self.groups):
-            gradients = torch.stack([parameter.grad.permute(0, 2, 3, 1).flatten(1) for parameter in group])
-            self.velocities[number] = gradients.add(self.velocities[number], alpha=self.momentum)
-            updates = orthogonal(gradients.add_(self.velocities[number], alpha=self.momentum))
-            for filters, update in zip(group, updates):
-                filters.mul_(len(filters) ** 0.5 / filters.norm())  # a norm follows, so only the direction matters
-                filters.permute(0, 2, 3, 1).sub_(update.view(len(filters), *filters.shape[2:], -1), alpha=rate)
+        updates = orthogonal([self.direction(number) for number in range(len(self.groups))])
+        for group, update in zip(self.groups, updates):
+            banks = [parameter.detach().permute(0, 2, 3, 1) for parameter in group]
+            stacked = torch.stack(banks).flatten(2)
+            stacked *= stacked.shape[1] ** 0.5 / stacked.norm(
+                dim=(1, 2), keepdim=True
+            )  # a norm follows: only directions matter
+            torch._foreach_copy_(banks, stacked.sub_(update, alpha=rate).view(-1, *banks[0].shape).unbind())
+
+    def direction(self, number):
+        """With momentum, of all banks of a shape."""
+        gradients = torch.stack([parameter.grad.permute(0, 2, 3, 1).flatten(1) for parameter in self.groups[number]])
+        self.velocities[number] = gradients.add(self.velocities[number], alpha=self.momentum)
+        return gradients.add_(self.velocities[number], alpha=self.momentum)
 
 
-def orthogonal(matrices):
+def orthogonal(groups):
     """The same matrices with singular values near 1: three Newton-Schulz steps X -> P X, where P is a polynomial of G = X X'.
 
-    The three factors P are multiplied first, as they are smaller than X; the next G is P G P.
+    The three factors P are multiplied first, as they are smaller than X; the next G is P G P. Groups, one after another, whose
+    matrices have as many rows do that together.
     """
-    scaled = matrices.bfloat16() / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16()
-    gram = scaled @ scaled.mT
-    step = all_steps = polynomial(gram)
-    for _ in range(2):
-        gram = step @ gram @ step
-        step = polynomial(gram)
-        all_steps = step @ all_steps
-    return all_steps @ scaled
+    scaled = [one.bfloat16() / one.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16() for one in groups]
+    updates = []
+    for _, alike in itertools.groupby(scaled, key=lambda matrices: matrices.shape[1]):
+        alike = list(alike)
+        gram = torch.cat([one @ one.mT for one in alike])
+        step = all_steps = polynomial(gram)
+        for _ in range(2):
+            gram = step @ gram @ step
+            step = polynomial(gram)
+            all_steps = step @ all_steps
+        factors = all_steps.split([len(one) for one in alike])
+        updates += [factor @ one for factor, one in zip(factors, alike)]
+    return updates
 
 
 def polynomial(gram):

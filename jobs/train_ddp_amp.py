@@ -113,6 +113,9 @@ def main():
     # Goes on from the newest checkpoint in the output folder, if there is one.
     run.resume()
 
+    # With --compile true: faster steps after slow first ones.
+    devices.compile_network(args, model)
+
     ### DDP: a step sees more samples, so it may be larger ###
     args.lr *= run.global_batch / args.batch_size
     run.say(f"learning rate {args.lr:g} for a global batch of {run.global_batch}")

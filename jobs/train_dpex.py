@@ -77,6 +77,9 @@ def main():
     # Goes on from the newest checkpoint in the output folder, if there is one.
     run.resume()
 
+    # With --compile true: faster steps after slow first ones.
+    devices.compile_network(args, model)
+
     for epoch in run.epochs():
         model.train()
 

@@ -66,7 +66,7 @@ def main():
     ema = Average(network, args.ema) if args.ema else None
     # Averages the gradients over all ranks.
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
-    compiled = torch.compile(model) if args.compile else model
+    devices.compile_network(args, model)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
@@ -100,7 +100,7 @@ def main():
             for place, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
                 model.require_backward_grad_sync = place == count  # the ranks exchange their gradients once
                 with autocast:
-                    output = compiled(micro_images)
+                    output = model(micro_images)
                     loss = share * loss_fn(output, targets) + (1 - share) * loss_fn(output, other_targets)
                 loss = loss * (len(micro_images) / len(images))
                 scaler.scale(loss).backward()
@@ -148,7 +148,7 @@ def options():
                           "are evaluated and given away instead; unset: none")  # fmt: skip
     training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
                           help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
-    training.add_argument("--compile", type=boolean, default=False, help="torch.compile the network; its first steps are slow")
+    arguments.add_compile(training)
     training.add_argument("--early_stopping_patience", type=number(int, at_least=1), help="end after so many epochs without a "
                           "better accuracy")  # fmt: skip
 

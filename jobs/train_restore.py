@@ -49,6 +49,7 @@ def main():
 
     network = Restorer(args.width).to(device).to(memory_format=torch.channels_last)
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    devices.compile_network(args, model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     loss_fn = torch.nn.L1Loss()
 
@@ -99,6 +100,7 @@ def options():
     pairs.add_options(parser)
     group.add_options(parser)
     training = arguments.group(parser, "training")
+    arguments.add_compile(training)
     training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
                           help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
     training.add_argument("--width", type=arguments.number(int, at_least=1, below=1025), default=48, help="channels inside")

@@ -77,7 +77,7 @@ def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(mon
 def test_the_singular_values_of_what_is_made_orthogonal_are_about_one(shape):
     torch.manual_seed(0)
     matrices = torch.randn(shape)
-    found = speedrun.orthogonal(matrices).float()
+    (found,) = (matrices.float() for matrices in speedrun.orthogonal([matrices]))
     assert found.shape == matrices.shape
     values = torch.linalg.svdvals(found)
     assert values.max() < 1.3
@@ -85,6 +85,13 @@ def test_the_singular_values_of_what_is_made_orthogonal_are_about_one(shape):
         assert values.min() > 0.5
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     assert torch.nn.functional.cosine_similarity(found.flatten(), (left @ right).flatten(), dim=0) > 0.9
+
+
+def test_what_is_made_orthogonal_together_is_what_each_would_be_alone():
+    torch.manual_seed(0)
+    groups = [torch.randn(2, 16, 27), torch.randn(1, 16, 40), torch.randn(3, 32, 64)]
+    for together, matrices in zip(speedrun.orthogonal(groups), groups, strict=True):
+        assert torch.allclose(together, speedrun.orthogonal([matrices])[0], atol=0.01)
 
 
 def test_muon_keeps_the_length_of_the_filters_and_lowers_the_loss():

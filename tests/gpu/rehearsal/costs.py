@@ -13,7 +13,8 @@ from tests.gpu import rehearsal
 from tests.jobs import command, environment
 
 KEPT = Path(__file__).with_name("costs.json")
-FIRST, LAST = 16, 28  # the steps that are counted: DDP takes the times of the first ten
+STEPS = (16, 28)  # those that are counted: DDP takes the times of the first ten
+STEPS_OF = {"speedrun": (45, 57)}  # pictures of full size, in the second run
 JUDGED = ("synchronisations", "copies in", "copies out", "copies on the device", "collectives")
 SHOWN = ("launches", "memsets", "graphs", *JUDGED, "allocations")
 
@@ -22,16 +23,19 @@ PHOTOS = ["--arch", "resnet50", "--batch_size", "16", "--epochs", "1", "--max_st
 SYNTHETIC = [*PHOTOS, "--data_backend", "synthetic"]
 ROWS = {  # name: (GPUs, job, its options)
     "train": (1, "train", CIFAR),
+    "train --compile": (1, "train", [*CIFAR, "--compile", "true"]),
     "train_dp": (2, "train_dp", CIFAR),
     "train_ddp": (2, "train_ddp", CIFAR),
     "train_ddp, one GPU": (1, "train_ddp", CIFAR),
     "train_amp": (1, "train_amp", CIFAR),
     "train_amp, float16": (1, "train_amp", [*CIFAR, "--amp_dtype", "float16"]),
+    "train_amp --compile": (1, "train_amp", [*CIFAR, "--compile", "true"]),
     "train_ddp_amp": (2, "train_ddp_amp", CIFAR),
     "train_dali": (1, "train_dali", CIFAR),
     "train_dpex": (1, "train_dpex", [*CIFAR, "--workers", "1"]),
     "train_imagenet": (1, "train_imagenet", SYNTHETIC),
     "train_imagenet, two GPUs": (2, "train_imagenet", SYNTHETIC),
+    "train_imagenet --compile": (1, "train_imagenet", [*SYNTHETIC, "--compile", "true"]),
     "train_imagenet, all options": (
         1,
         "train_imagenet",
@@ -46,7 +50,7 @@ def measure(name):
     """{thread: {what: number a step}}, "milliseconds" of the main thread, and "waits", of the rank with most of them."""
     gpus, job, options = ROWS[name]
     with tempfile.TemporaryDirectory() as folder:
-        counting = {"REHEARSAL_COSTS": f"{folder}/costs", "REHEARSAL_STEPS": f"{FIRST}:{LAST}"}
+        counting = {"REHEARSAL_COSTS": f"{folder}/costs", "REHEARSAL_STEPS": "{}:{}".format(*STEPS_OF.get(name, STEPS))}
         script = command(job, "--custom_data", "true", *options, "--output_dir", f"{folder}/out")
         env = environment(**rehearsal.environment(gpus, **counting))
         done = subprocess.run(script, env=env, cwd=folder, capture_output=True, text=True, timeout=300)

@@ -60,6 +60,36 @@ def replace_convolutions(torch):
         count_steps_of_optimizers()
 
 
+def capture_without_triton(module):
+    """--compile: the graphs as on a GPU, of kernels that are not fused, for which Triton would be needed."""
+    compile_in_place = module.Module.compile
+
+    def compile(self, mode, dynamic=None):
+        import torch._dynamo
+
+        # The statistics of norms are written inside the graphs, as Inductor does it.
+        torch._dynamo.config.cudagraph_backend_keep_input_mutation = True
+        torch._dynamo.config.cudagraph_backend_support_input_mutation = True
+        compile_in_place(self, backend="cudagraphs", dynamic=dynamic)
+
+    module.Module.compile = compile
+
+
+def leave_weights_where_they_are(trees):
+    """As Inductor does; torch's backend without it copies all of them in every step."""
+    capture = trees.cudagraphify_impl
+
+    def captured(model, inputs, fixed, *more, is_backward, **how):
+        from torch._guards import TracingContext
+
+        context = TracingContext.try_get()
+        if not is_backward and context and context.fw_metadata:
+            fixed = context.fw_metadata.static_input_indices
+        return capture(model, inputs, fixed, *more, is_backward=is_backward, **how)
+
+    trees.cudagraphify_impl = captured
+
+
 def believe_every_loss(losses):
     look = losses.Losses.first_bad
     losses.Losses.first_bad = lambda self: look(self) and None
@@ -96,6 +126,7 @@ def count_steps(logbook):
         COSTS.step(self.rank)
 
     logbook.Run.__init__, logbook.Run.step = made, counted
+    logbook.Run._line = lambda self, loss: None  # comes every five seconds, whatever a step costs
 
 
 class Costs:
@@ -163,6 +194,8 @@ def count_steps_of_optimizers():
 
 ACTIONS = {
     "torch": replace_convolutions,
+    "torch.nn.modules.module": capture_without_triton,
+    "torch._inductor.cudagraph_trees": leave_weights_where_they_are,
     # Memory holds what it held before, so no result means anything: it is read, as on a GPU, and not looked at.
     "common.run.losses": believe_every_loss,
     "common.run.scores": count_everything_as_right,
