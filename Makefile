@@ -10,7 +10,7 @@ $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 
-.PHONY: run quick test rehearsal lint format chaos bench
+.PHONY: run quick test rehearsal lint format chaos bench gpu
 run: $(VENV)/ready
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run --resume never --overwrite true
 
@@ -44,3 +44,7 @@ endif
 # DATA=FOLDER with imagenet/{train,val}/CLASS/*.JPEG and cifar-10-batches-py adds what needs real images; ONLY="base ddp" measures those.
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks $(if $(DATA),--data $(DATA)) $(if $(ONLY),--only $(ONLY))
+
+# On a machine with a GPU, where it goes on from the rows that are done: make gpu MINUTES=9 ONLY="step kills"
+gpu: $(VENV)/ready
+	$(BIN)/python -m tests.gpu --out output_dir/gpu --budget $(or $(MINUTES),40) $(if $(ONLY),--only $(ONLY))

@@ -26,6 +26,8 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     results, began = args.out / "rows.jsonl", time.monotonic()
     environment = with_wheels(args) if args.wheels else dict(os.environ)
+    if args.data:
+        environment["GPU_DATA"] = str(args.data.resolve())
     done = {row["row"] for row in read(results)}
     for name in args.only or ROWS:
         left = 60 * args.budget - (time.monotonic() - began)
@@ -53,6 +55,9 @@ def asked():
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--budget", type=float, default=40, metavar="MINUTES", help="of this call (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="with cifar-10-batches-py and imagenet/{train,val}; unset: noise"
+    )
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="*.whl, in pieces *.whl.00, *.whl.01 ... too")
     args = parser.parse_args()
     args.out = args.out.resolve()

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from common.models import psnr, resnet18, ssim
-from datasets import cifar10
+from datasets import cifar10, imagenet
+from datasets.photos import tree
+from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler
-from tests.gpu import judge
+from tests.gpu import judge, speed
 from tests.gpu.rows import SMALL, Missing, need
 
 GPU = torch.device("cuda")
@@ -123,7 +125,25 @@ def quality_is_that_of_the_cpu(row):
 
 
 def dali_gives_the_same_batches(row):
+    """CIFAR's to the bit; photographs nearly, with the difference; and jobs that train and validate on what it decodes."""
     need("nvidia.dali")
+    row.figures["pixels of photographs"] = photographs_by_dali(row)
+    for job, options in (("train_imagenet", ["--arch", "resnet18"]), ("train_restore", [])):
+        words = [
+            "--custom_data",
+            "true",
+            "--epochs",
+            1,
+            "--max_steps",
+            8,
+            "--batch_size",
+            16,
+            "--data_backend",
+            "dali-gpu",
+            *options,
+        ]
+        printed = row.job(job, *words, "--resume", "never", "--overwrite", "true")
+        row.judge(job, judge.says(printed, "epoch=1/1", "done"), number=False)
     from datasets.dali import cifar_loader
 
     data = pictures(5120)
@@ -139,3 +159,17 @@ def dali_gives_the_same_batches(row):
                 row.judge(f"epoch {epoch}, batch {number}", wrong)
             if wrong:
                 return
+
+
+def photographs_by_dali(row):
+    """How far its pixels are from nvImageCodec's, after the same crops and resizes."""
+    data = Photos(tree.load(str(speed.photographs(row, number=256) / "train")), 224, True, 0)
+    pixels = []
+    for backend in ("pytorch", "dali-gpu"):
+        sampler = EpochSampler(len(data), 64, seed=0)
+        sampler.start_at(0, 0)
+        loader = imagenet.loader(data, sampler, torch.device("cuda", 0), 2, backend, mean=[0, 0, 0], std=[1 / 255] * 3)
+        pixels.append(torch.cat([images.cpu() for images, _ in loader]))
+    away = (pixels[0] - pixels[1]).abs()
+    row.judge("the mean distance, of 255", judge.below(away.mean().item(), 2.0))
+    return f"{away.mean():.3f} of 255 away in the mean, {away.max():.0f} at most"

@@ -1,18 +1,19 @@
 """Whole runs of the jobs on a GPU: that they wait for nothing, survive kills, and hand their checkpoints to a CPU and back."""
 
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import torch
 
-from tests.docs_commands import NOT_RUN
 from tests.gpu import judge
-from tests.gpu.rows import SMALL, Row, last_json
+from tests.gpu.rows import SMALL, last_json
 from tests.jobs import ROOT, command, final_state
 
 PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--epochs", 1]
@@ -204,7 +205,64 @@ def wait_for(condition, process, seconds):
         time.sleep(0.1)  # two programs that know nothing of each other
 
 
-def commands_of_the_pages(row: Row):
-    """Those that are not run elsewhere because they need GPUs."""
-    for words in NOT_RUN["needs GPUs"]:
-        row.figures[words] = "needs more GPUs or data than are here"
+# Runs a job, and says how many graphs torch.compile had made after the first epoch, and at the end.
+COUNT_GRAPHS = """
+import atexit, json, os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.getcwd())
+import torch._dynamo
+from common.run import Run
+graphs, end_epoch = [], Run.end_epoch
+
+def count(self, *scores, **metrics):
+    end_epoch(self, *scores, **metrics)
+    graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+Run.end_epoch = count
+atexit.register(lambda: print(json.dumps(graphs), flush=True))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+COMPILED = {
+    "train": [*SMALL, "--epochs", 2, "--lr", 0.01, "--augment", "false"],
+    "train_imagenet": [*PHOTOS, "--epochs", 2, "--max_samples", 640, "--batch_size", 32, "--warmup", 0],
+}
+
+
+def compiled_jobs_learn_the_same_and_are_compiled_once(row):
+    """The mean loss of the last epoch, with --compile true and without."""
+    for job, options in COMPILED.items():
+        losses = {}
+        for compile in ("false", "true"):
+            folder = row.folder / f"{job} {compile}"
+            shutil.rmtree(folder, ignore_errors=True)
+            words = command(job, *options, "--compile", compile, "--output_dir", folder)[1:]
+            graphs = last_json(row.python(COUNT_GRAPHS, *words))
+            losses[compile] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["train_loss"]
+        row.judge(f"{job}: graphs after each epoch", judge.equal(graphs[-1], graphs[0]), number=False)
+        row.judge(f"{job}: it was compiled", judge.at_least(graphs[0], 1), number=False)
+        row.judge(f"{job}: the loss", judge.close(losses["true"], losses["false"], 1e-2 * abs(losses["false"])))
+
+
+# Commands of the pages that do something else where there is a GPU, and what one of them prints; {} is a folder of its own.
+COMMANDS = {
+    "python jobs/train_dp.py --custom_data true": "accuracy",
+    "python jobs/train_imagenet.py --data_backend synthetic --prof 100": "Training speed was",
+    "python jobs/train_imagenet.py --custom_data true --arch resnet18 --image_size 64 --batch_size 32 --epochs 2": "accuracy",
+    "python jobs/train_restore.py --custom_data true --epochs 12": "psnr",
+    "python jobs/train.py --custom_data true --epochs 4 --max_samples 256 --batch_size 32 --width 4 --profile true": "profile: 10 steps",
+    "python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true --max_samples 256 --batch_size 32 --width 4"
+    " --epochs 2": "all of them train on the CPU",
+}
+
+
+def commands_of_the_pages(row):
+    """As they stand there."""
+    for text, says in COMMANDS.items():
+        words = [sys.executable if word == "python" else word for word in text.split()]
+        printed = row.run(*words, *([] if "--prof" in words else ["--output_dir", tempfile.mkdtemp(dir=row.folder)]))
+        row.judge(text, judge.says(printed, says), number=False)
+    refused = row.run(
+        *command("train_ddp", "--custom_data", "true", "--nproc_per_node", torch.cuda.device_count() + 1), expect=2
+    )
+    row.judge("more processes than GPUs", judge.says(refused, "give --nproc_per_node", "--enable_gpu false"), number=False)

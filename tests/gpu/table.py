@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.gpu import machine, runs
+from tests.gpu import machine, runs, speed
 from tests.gpu.rows import Measure
 
 
@@ -25,5 +25,15 @@ ROWS = {
     "devices": Entry(runs.a_checkpoint_goes_on_on_the_other_device, 150),
     "trace": Entry(runs.a_trace_of_the_gpu, 90),
     "quality": Entry(machine.quality_is_that_of_the_cpu, 60),
+    "compile": Entry(runs.compiled_jobs_learn_the_same_and_are_compiled_once, 240),
+    "cifar speed": Entry(speed.training_on_cifar, 300),
+    "resnet50 speed": Entry(speed.resnet50_on_noise, 240),
     "dali": Entry(machine.dali_gives_the_same_batches, 90),
+    "photographs speed": Entry(speed.resnet50_on_photographs, 300),
+    "loaders": Entry(speed.loaders, 300),
+    "start": Entry(speed.from_the_start_to_the_first_step, 90),
+    "checkpoint stall": Entry(speed.a_checkpoint_is_saved_meanwhile, 60),
+    "thirty epochs": Entry(speed.thirty_epochs_of_cifar, 120),
+    "speedrun": Entry(speed.speedrun_beside_airbench, 240),
+    "pages": Entry(runs.commands_of_the_pages, 240),
 }

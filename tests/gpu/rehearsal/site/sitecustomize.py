@@ -113,6 +113,15 @@ def keep_arrays_on_the_cpu(arrays):
     arrays.ArrayBatches.__init__ = on_the_cpu
 
 
+def decode_on_the_cpu(batches):
+    make = batches.Batches.__init__
+
+    def on_the_cpu(self, data_set, sampler, device, workers=0, decode_on_gpu=False):
+        make(self, data_set, sampler, device, workers)
+
+    batches.Batches.__init__ = on_the_cpu
+
+
 def count_steps(logbook):
     """A step of a job ends with run.step(loss)."""
     make, step = logbook.Run.__init__, logbook.Run.step
@@ -201,6 +210,7 @@ ACTIONS = {
     "common.run.scores": count_everything_as_right,
     # DALI brings a runtime of its own.
     "datasets.dali.arrays": keep_arrays_on_the_cpu,
+    "datasets.dali.batches": decode_on_the_cpu,
 }
 if "REHEARSAL_COSTS" in os.environ:
     COSTS = Costs()
