@@ -11,6 +11,7 @@ import pytest
 from tests import packages
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs
+from tests.gpu.table import ROWS
 from tests.jobs import ROOT, command, environment, saved, wait_for
 
 pytestmark = pytest.mark.rehearsal  # minutes
@@ -31,11 +32,13 @@ def stand_in():
         pytest.skip(wanted)
 
 
-def rehearse(folder, *words, gpus=1, check=0, **env):
+def rehearse(folder, *words, gpus=1, check=0, seconds=300, **env):
     """What a command printed on so many GPUs."""
     env = environment(**rehearsal.environment(gpus, **env))
     words = [str(word) for word in words]
-    done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+    )
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}"
     return done.stdout
 
@@ -142,6 +145,15 @@ for name, act in {"item": lambda: place.sum().item(), "wait": torch.cuda.synchro
         found[name] = str(error).splitlines()[0]
 print(json.dumps(found))
 """
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_of_make_gpu_comes_to_its_end(tmp_path, row):
+    """Numbers mean nothing here, so they are not judged; how the programs behave is."""
+    words = [sys.executable, "-m", "tests.gpu", "--out", tmp_path, "--rounds", "1", "--only", row]
+    printed = rehearse(ROOT, *words, seconds=900, OMP_NUM_THREADS="2")
+    (found,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert found["verdict"] in ("passed", "not judged"), printed
 
 
 def test_what_waits_cannot_be_captured(tmp_path):

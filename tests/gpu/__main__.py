@@ -26,6 +26,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     results, began = args.out / "rows.jsonl", time.monotonic()
     environment = with_wheels(args) if args.wheels else dict(os.environ)
+    environment["GPU_ROUNDS"] = str(args.rounds)
     if args.data:
         environment["GPU_DATA"] = str(args.data.resolve())
     done = {row["row"] for row in read(results)}
@@ -58,6 +59,7 @@ def asked():
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", help="with cifar-10-batches-py and imagenet/{train,val}; unset: noise"
     )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each benchmark (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="*.whl, in pieces *.whl.00, *.whl.01 ... too")
     args = parser.parse_args()
     args.out = args.out.resolve()

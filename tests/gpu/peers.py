@@ -13,9 +13,9 @@ GPU = torch.device("cuda")
 WARM_UP = 20
 
 
-def rate(step, images, steps):
+def rate(step, images, steps, warm_up=WARM_UP):
     """`step()` over and over, timed after some that warm up."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         step()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -62,7 +62,7 @@ def captured_cifar(batch=128, half=False, steps=200):
     return rate(graph.replay, batch, steps)
 
 
-def reference(batches, steps, classes=1000):
+def reference(batches, steps, classes=1000, warm_up=WARM_UP):
     """torchvision's reference loop with float16 and a scaler, on these (images, labels)."""
     import torchvision
 
@@ -85,7 +85,7 @@ def reference(batches, steps, classes=1000):
         scaler.update()
 
     step()
-    return rate(step, seen, steps)
+    return rate(step, seen, steps, warm_up)
 
 
 def noise(batch, size=224):

@@ -31,21 +31,14 @@ class Row:
         """`wrong`: a verdict of judge.py. `number`: it is about what the GPU has computed, not about how a program behaves."""
         self.judged.append({"what": what, "wrong": wrong, "number": number})
 
-    def job(
-        self, name: str, *options: object, expect: int = 0, seconds: float = 300, environment: Optional[dict] = None
-    ) -> str:
+    def job(self, name: str, *options: object, **how: Any) -> str:
         """Run jobs/NAME.py, its output in folder/NAME; returns what it printed."""
-        return self.run(
-            *command(name, *options, "--output_dir", self.folder / name),
-            expect=expect,
-            seconds=seconds,
-            environment=environment,
-        )
+        return self.run(*command(name, *options, "--output_dir", self.folder / name), **how)
 
-    def run(self, *words: object, expect: int = 0, seconds: float = 300, environment: Optional[dict] = None) -> str:
+    def run(self, *words: object, expect: int = 0, seconds: float = 300) -> str:
         """What a command printed, which also stands in the row's log; it fails unless its exit code is `expect`."""
         began, words = time.monotonic(), tuple(map(str, words))
-        env = {**os.environ, **(environment or {})}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         done = subprocess.run(
             words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
         )

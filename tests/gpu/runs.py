@@ -138,20 +138,16 @@ print(json.dumps({"scales": scales, "moved": moved, "skipped": scaler.skipped()}
 
 
 def overflowing_gradients_skip_steps(row):
-    found = last_json(row.python(OVERFLOW, environment={"PYTHONPATH": paths()}))
+    found = last_json(row.python(OVERFLOW))
     row.judge("scale and steps", judge.scale_fell_and_steps_were_skipped(found["scales"], found["moved"], found["skipped"]))
     row.figures["steps skipped"] = found["skipped"]
     printed = row.job("train_amp", *SMALL, "--amp_dtype", "float16")
     row.judge("train_amp", judge.says(printed, "done"), number=False)
 
 
-def paths():
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
 # Two ranks compute on the one GPU, and talk through Gloo: NCCL refuses two ranks on one GPU.
 TWO_ON_ONE = """
-import os, runpy, sys
+import os, sys
 sys.path.insert(0, os.getcwd())
 import torch
 from common import devices
@@ -160,7 +156,7 @@ join = group.join
 devices.choose = lambda args: torch.device("cuda", 0)
 devices.require_one_each = lambda args: None
 group.join = lambda args, device: join(args, torch.device("cpu"))
-runpy.run_path("jobs/train_ddp.py", run_name="__main__")
+exec(open("jobs/train_ddp.py").read())  # in this file, which the workers run too
 """
 
 
