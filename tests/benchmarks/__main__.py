@@ -1,4 +1,4 @@
-"""make bench: every benchmark after the other, one table of all ratios that this project claims, and a picture of it.
+"""make bench: every benchmark of a CPU after the other (those of a GPU are rows of `make gpu`), one table of all ratios that this project claims, and a picture of it.
 
     python -m tests.benchmarks [--data FOLDER] [--only base ddp ...] [--rows FILE] [--rounds N]
 
