@@ -92,6 +92,14 @@ def test_a_job_runs_on_the_gpus_that_there_are(tmp_path, words, gpus, says):
     )
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_network_is_evaluated_alone(tmp_path, gpus):
+    words = [*command("train_imagenet", *PHOTOS), "--output_dir", tmp_path / "out"]
+    rehearse(tmp_path, *words, gpus=gpus)
+    printed = rehearse(tmp_path, *words, "--evaluate", "true", gpus=gpus)
+    assert "accuracy" in printed and (tmp_path / "out" / "evaluation.json").exists()
+
+
 def test_two_slices_of_a_gpu_are_two_gpus(tmp_path):
     out = ["--output_dir", tmp_path / "out"]
     printed = rehearse(tmp_path, *command("train_ddp", *SMALL), *out, CUDA_VISIBLE_DEVICES="MIG-a,MIG-b")
