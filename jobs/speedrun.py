@@ -203,7 +203,7 @@ def measure_norms(model, images, batches):
         for norm in norms:
             norm.momentum = 1 / number  # the mean of all batches so far; torch's update_bn waits for the GPU at each norm
         with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16):
-            model(normalised(images[ids]))
+            model.forward(normalised(images[ids]))  # what was compiled would be compiled again for each momentum
 
 
 @torch.no_grad()
@@ -212,7 +212,7 @@ def accuracy(model, images, labels):
     right = torch.zeros((), dtype=torch.int64, device=images.device)
     for batch, targets in zip(images.split(500), labels.split(500)):
         with torch.autocast(images.device.type, torch.bfloat16):
-            right += (model(normalised(batch)).argmax(dim=1) == targets).sum()
+            right += (model.forward(normalised(batch)).argmax(dim=1) == targets).sum()
     return right.item() / len(labels)
 
 

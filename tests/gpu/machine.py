@@ -11,8 +11,9 @@ from datasets import cifar10, imagenet
 from datasets.photos import tree
 from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler
-from tests.gpu import judge, speed
+from tests.gpu import judge, runs, speed
 from tests.gpu.rows import SMALL, Missing, need
+from tests.jobs import command
 
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")
@@ -128,6 +129,8 @@ def dali_gives_the_same_batches(row):
     """CIFAR's to the bit; photographs nearly, with the difference; and jobs that train and validate on what it decodes."""
     need("nvidia.dali")
     row.figures["pixels of photographs"] = photographs_by_dali(row)
+    row.python(runs.NO_WAITING, *command("train_dali", *SMALL, "--output_dir", row.folder / "train_dali")[1:])
+    row.judge("no step of train_dali.py waits", None, number=False)  # it would have ended with an error
     for job, options in (("train_imagenet", ["--arch", "resnet18"]), ("train_restore", [])):
         words = [
             "--custom_data",
