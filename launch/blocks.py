@@ -208,7 +208,7 @@ def show(path: Union[str, Path]) -> str:
     parts = []
     for block in blocks:
         above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.at], 1) if line.strip()]
-        parts.append("\n".join([f"# after line {above[-1] if above else 'the top'}", *block.text]))
+        parts.append("\n".join([f"# after line {above[-1]}" if above else "# at the top", *block.text]))
     return "\n\n".join(parts)
 
 

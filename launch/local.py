@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import IO, Callable
 
 from common import cores, malloc, nvml
+from common.arguments import COUNT, number
 from common.processes.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
@@ -129,7 +130,7 @@ def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]]) -> li
 
 
 def kill_spec(text: str) -> tuple[int, float]:
-    match = re.fullmatch(r"(\d+)@(\d+(?:\.\d+)?)", text)
+    match = re.fullmatch(r"(\d{1,6})@(\d{1,6}(?:\.\d{1,6})?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} does not have the form NODE@SECONDS, such as 1@8")
     return int(match[1]), float(match[2])
@@ -138,13 +139,13 @@ def kill_spec(text: str) -> tuple[int, float]:
 def main(argv: list[str]) -> int:
     parser = new_parser("local", __doc__)
     parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    parser.add_argument("--nodes", type=int, default=1, help="how many nodes to start (default: 1)")
-    parser.add_argument("--procs", type=int, help="workers of each node; unset: one per GPU, or one on a CPU")
+    parser.add_argument("--nodes", type=COUNT, default=1, help="how many nodes to start (default: 1)")
+    parser.add_argument("--procs", type=COUNT, help="workers of each node; unset: one per GPU, or one on a CPU")
     whose = "whose arguments or environment the nodes get (default: modelarts)"
     parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=whose)
     when = "kill a node so many seconds after the first start; may be given again"
     parser.add_argument("--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
-    parser.add_argument("--restarts", type=int, default=0, help="how often a failed job is started again (default: 0)")
+    parser.add_argument("--restarts", type=number(int, at_least=0), default=0, help="how often a failed job is started again (default: 0)")
     own, arguments = split_words(argv)
     options = parser.parse_args(own)
     options.arguments = arguments

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from launch import local
 from tests.jobs import ROOT, environment
 
 # Runs the verb as `python -m launch` does, and fails when it has loaded one of the heavy packages.
@@ -42,3 +43,20 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
     lines = sorted(line for line in printed.splitlines() if "gpus:" in line)
     assert lines == [f"[node {node}] gpus: {gpus}" for node, gpus in enumerate(expected)]
     assert ("1 GPUs for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "0"], "argument --nodes: '0' is not a whole number at least 1"),
+        (["--nodes", "-1"], "argument --nodes: '-1' is not a whole number at least 1"),
+        (["--procs", "0"], "argument --procs: '0' is not a whole number at least 1"),
+        (["--restarts", "-2"], "argument --restarts: '-2' is not a whole number at least 0"),
+        (["--kill", "0@99999999999999999"], "--kill: '0@99999999999999999' does not have the form NODE@SECONDS"),
+        (["--kill", "-1@3"], "NODE@SECONDS"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        local.main([*words, str(ROOT / "jobs" / "train.py")])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
