@@ -24,7 +24,8 @@ def choose(args: argparse.Namespace) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
     usable = args.enable_gpu is not False and available()
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
-        given = "--enable_gpu true" if args.enable_gpu else f"the platform reports {here.gpus_promised} GPUs ({here.platform})"
+        promised = f"{here.gpus_promised} GPU{'s' * (here.gpus_promised > 1)} ({here.platform})"
+        given = "--enable_gpu true" if args.enable_gpu else f"the platform reports {promised}"
         raise UserError(f"{given}, but torch sees no GPU: {diagnosis()}; or give --enable_gpu false to train on the CPU")
     if args.enable_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one

@@ -9,6 +9,7 @@
 
 import re
 import signal
+from typing import Optional
 
 # The signals that ask a job to stop, and the exit code of each; SLURM warns with USR1 before its time limit.
 STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
@@ -29,6 +30,11 @@ class TrainingFailed(RuntimeError):
 def one_line(text: object) -> str:
     """`text` with line ends and control characters escaped: a file name must not be able to forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
+
+
+def count(number: int, one: str, several: Optional[str] = None) -> str:
+    """1 node, 2 nodes"""
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def is_victim(error: BaseException) -> bool:

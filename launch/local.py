@@ -20,8 +20,8 @@ import threading
 from collections.abc import Mapping
 from typing import IO, Callable
 
-from common import cores, malloc, nvml
-from common.arguments import COUNT, number
+from common import arguments, cores, malloc, nvml
+from common.errors import count
 from common.processes.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
@@ -139,16 +139,17 @@ def kill_spec(text: str) -> tuple[int, float]:
 def main(argv: list[str]) -> int:
     parser = new_parser("local", __doc__)
     parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    parser.add_argument("--nodes", type=COUNT, default=1, help="how many nodes to start (default: 1)")
-    parser.add_argument("--procs", type=COUNT, help="workers of each node; unset: one per GPU, or one on a CPU")
+    parser.add_argument("--nodes", type=arguments.COUNT, default=1, help="how many nodes to start (default: 1)")
+    parser.add_argument("--procs", type=arguments.COUNT, help="workers of each node; unset: one per GPU, or one on a CPU")
     whose = "whose arguments or environment the nodes get (default: modelarts)"
     parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=whose)
     when = "kill a node so many seconds after the first start; may be given again"
     parser.add_argument("--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
-    parser.add_argument("--restarts", type=number(int, at_least=0), default=0, help="how often a failed job is started again (default: 0)")
-    own, arguments = split_words(argv)
+    again = "how often a failed job is started again (default: 0)"
+    parser.add_argument("--restarts", type=arguments.number(int, at_least=0), default=0, help=again)
+    own, given = split_words(argv)
     options = parser.parse_args(own)
-    options.arguments = arguments
+    options.arguments = given
     if wrong := missing_job(options.job):
         parser.error(wrong)
     for node, _ in options.kill:
@@ -156,7 +157,7 @@ def main(argv: list[str]) -> int:
             parser.error(f"--kill names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
     options.gpus = gpus(os.environ)
     if 0 < len(options.gpus) < options.nodes:
-        print(f"{len(options.gpus)} GPUs for {options.nodes} nodes: all of them train on the CPU", flush=True)
+        print(f"{count(len(options.gpus), 'GPU')} for {options.nodes} nodes: all of them train on the CPU", flush=True)
     return play(options)
 
 

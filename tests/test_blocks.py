@@ -209,7 +209,10 @@ def test_a_block_is_shown_with_the_line_that_it_comes_after(tmp_path, capsys):
     job = tmp_path / "job.py"
     job.write_text("### DP: one ###\na = 1\n### end DP ###\nb = 2\n### DP: two ###\nc = 3\n### end DP ###\n")
     assert blocks.main(["show", str(job)]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if line[:2] == "# "] == ["# at the top", "# after line 1: b = 2"]
+    assert [line for line in capsys.readouterr().out.splitlines() if line[:2] == "# "] == [
+        "# at the top",
+        "# after line 1: b = 2",
+    ]
 
 
 def test_the_page_on_blocks_shows_the_tools_real_output():

@@ -42,7 +42,7 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
     printed = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
     lines = sorted(line for line in printed.splitlines() if "gpus:" in line)
     assert lines == [f"[node {node}] gpus: {gpus}" for node, gpus in enumerate(expected)]
-    assert ("1 GPUs for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")
+    assert ("1 GPU for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ OWN = {
     "pai-dlc": {"region": "cn-hangzhou", "flavor": "ecs.gn7i", "image": "registry/torch:2", "workspace": "42", "code_url": "oss://bkt/code", "data_url": "oss://bkt/cifar/", "output_url": "oss://bkt/runs/7"},
     "sagemaker": {"region": "eu-west-1", "flavor": "ml.p4d.24xlarge", "image": "registry/torch:2", "role": "arn:aws:iam::123456789012:role/train", "code_url": "s3://bkt/code", "data_url": "s3://bkt/cifar/", "output_url": "s3://bkt/runs/7"},
     "kubeflow": {"image": "registry/torch:2", "code_url": "s3://bkt/code", "data_url": "/mnt/cifar", "output_url": "/mnt/runs/7", "volumes": ("shared:/mnt",), "secret": "keys"},
-    "volcano": {"image": "registry/torch:2", "code_url": "/mnt/code", "data_url": "/mnt/cifar", "output_url": "/mnt/runs/7", "volumes": ("shared:/mnt",), "pool": "gold"},
+    "volcano": {"hours": None, "image": "registry/torch:2", "code_url": "/mnt/code", "data_url": "/mnt/cifar", "output_url": "/mnt/runs/7", "volumes": ("shared:/mnt",), "pool": "gold"},
     "slurm": {"pool": "gpu", "data_url": "/data/cifar", "output_url": "/data/runs/7"},
     "local": {},
 }  # fmt: skip
@@ -131,7 +131,7 @@ GOOD = [
     ("volcano", {}, "spec.policies", [{"event": "PodFailed", "action": "RestartJob"}, {"event": "PodEvicted", "action": "RestartJob"}]),
     ("volcano", {}, "spec.tasks.0.policies", [{"event": "TaskCompleted", "action": "CompleteJob"}]),
     ("volcano", {}, "spec.tasks.1.template.spec.restartPolicy", "Never"),
-    ("volcano", {}, "spec.tasks.1.template.spec.activeDeadlineSeconds", 43200),
+    ("volcano", {"retries": 0, "hours": 12.0}, "spec.tasks.1.template.spec.activeDeadlineSeconds", 43200),
 ]  # fmt: skip
 
 
@@ -175,6 +175,10 @@ BAD = [
     ("kubeflow", {"code_url": "code"}, "--code_url is code: give a folder of the pods that begins with /"),
     ("kubeflow", {"code_url": "obs://bkt/c"}, "--code_url is obs://bkt/c: give --region"),
     ("kubeflow", {"runtime": "torch-distributed"}, "a TrainJob takes neither code from a bucket nor --secret"),
+    ("volcano", {"hours": 12.0}, "--hours is 12 and --retries is 3: volcano counts them anew in each start, 4 times: give --retries 0, or no --hours"),
+    ("kubeflow", {"code_url": "s3://b/code"}, "--code_url is s3://b/code: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and underscores"),
+    ("slurm", {"data_url": "s3:///x"}, "--data_url is s3:///x: the name of a bucket has"),
+    ("local", {"output_url": "obs://-a-/x"}, "--output_url is obs://-a-/x: the name of a bucket has"),
     ("volcano", {"volumes": ("shared",)}, "--volumes shared: give CLAIM:/FOLDER"),
     ("volcano", {"runtime": "x"}, "--runtime is for kubeflow, not for volcano"),
     ("slurm", {"output_url": "ftp://host/x"}, "--output_url is ftp://host/x: give a folder or s3://, obs://, oss://"),
@@ -200,6 +204,12 @@ def test_each_mistake_is_one_line_of_its_own(platform, changes, words):
     lines = wrong(ask(platform, **changes))
     assert len(lines) == 1, lines
     assert words in lines[0]
+
+
+def test_the_help_says_what_is_allowed():
+    told = " ".join(submit.parser().format_help().split())
+    for words in ("after so many hours, 0.1 to 672", "how many machines, 1 to 1000", "0 to 16", "is started again, 0 to 30"):
+        assert words in told
 
 
 def test_several_mistakes_are_all_said():

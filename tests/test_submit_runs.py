@@ -171,6 +171,13 @@ def test_the_slurm_header_says_what_was_asked_for():
     assert lines[0] == "#!/bin/bash" and "export NCCL_DEBUG=INFO" in lines
 
 
+@pytest.mark.parametrize(
+    "hours, shown", [(0.1, "0:06:00"), (1.5, "1:30:00"), (1.999, "2:00:00"), (12.0, "12:00:00"), (23.9999, "24:00:00")]
+)
+def test_a_time_limit_of_slurm_has_60_minutes_in_an_hour(hours, shown):
+    assert f"#SBATCH --time={shown}" in slurm.build(ask("slurm", hours=hours)).splitlines()
+
+
 def test_a_sagemaker_container_becomes_the_job(tmp_path):
     """With the files that SageMaker writes; the job says where it is, and takes the same process as the program before it."""
     base, code = tmp_path / "ml", tmp_path / "ml" / "input" / "data" / "code"

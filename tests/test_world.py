@@ -57,9 +57,9 @@ PAI = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8", "MASTER_ADDR": "dl
 ARGS = {"init_method": "tcp://10.0.0.1:6666", "rank": 1, "world_size": 2}
 
 
-def resolve(args, env, gpus=0, hostname="host"):
+def resolve(args, env, gpus=0, hostname="host", launcher=""):
     given = {"init_method": None, "rank": None, "world_size": None, "local_rank": None, "nproc_per_node": None, **args}
-    return world.resolve(types.SimpleNamespace(**given), env, gpus, hostname)
+    return world.resolve(types.SimpleNamespace(**given), env, gpus, hostname, launcher)
 
 
 # what | arguments | environment | GPUs | platform, level, node_rank/num_nodes, local_rank/local_world_size, rank/world_size, master
@@ -106,6 +106,8 @@ GOOD = [
     ("SLURM batch script: one process", {}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, 0, "slurm node 0/1 0/1 0/1 127.0.0.1:29500"),
     ("Open MPI: NODE_RANK is not the node", {}, {**MPI, "MASTER_ADDR": "h0"}, 2, "openmpi process 1/2 1/2 3/4 h0:29500"),
     ("Open MPI on one node", {}, {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 4, "openmpi process 0/1 3/4 3/4 127.0.0.1:29500"),
+    ("Open MPI with one process", {}, {**MPI, **dict.fromkeys(["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"], "0"), **dict.fromkeys(["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"], "1")}, 4,
+     "openmpi process 0/1 0/1 0/1 127.0.0.1:29500"),
     ("torchrun", {}, TORCHRUN, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
     ("torchrun under a console that appends its arguments", ARGS, TORCHRUN, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
     ("torch.distributed.launch", {"local_rank": 1}, TORCHRUN, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
@@ -120,6 +122,32 @@ def test_where_the_process_is(what, args, env, gpus, expected):
     found = f"{w.platform} {w.level} {w.node_rank}/{w.num_nodes} {w.local_rank}/{w.local_world_size} {w.rank}/{w.world_size} {w.master_addr}:{w.master_port}"
     assert found == expected
     assert w.rule
+
+
+ELASTIC = "to take in a node later, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+
+
+@pytest.mark.parametrize(
+    "launcher, env, said",
+    [
+        ("torchrun --nnodes=1:4 --nproc_per_node 2 jobs/train_ddp.py", {}, True),
+        ("python -m torch.distributed.run --nnodes 2:3 jobs/train_ddp.py", {}, True),
+        ("python -m torch.distributed.run jobs/train_ddp.py", {"PET_NNODES": "1:4"}, True),
+        ("torchrun --nnodes=1:4 jobs/train_ddp.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False),
+        ("torchrun --nnodes=2 jobs/train_ddp.py", {}, False),
+        ("torchrun --nnodes=2:2 jobs/train_ddp.py", {}, False),
+        ("torchrun --standalone jobs/train_ddp.py", {}, False),
+    ],
+)
+def test_an_elastic_torchrun_is_told_how_it_takes_in_a_node_later(launcher, env, said):
+    place = resolve({}, {**TORCHRUN, **env}, 2, launcher=launcher)
+    assert place.platform == "torchrun" and (ELASTIC in place.rule) == said
+
+
+def test_one_node_is_not_1_nodes():
+    args = types.SimpleNamespace(job="train", world=resolve({}, {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2"}, 2))
+    with pytest.raises(UserError, match=r"^1 node with 2 processes in all were started"):
+        world.require_one_device(args)
 
 
 def test_volcano_with_two_tasks_goes_by_the_host_name():

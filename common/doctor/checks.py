@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from common import cores, devices, nvml
-from common.doctor.table import Finding, bad, count, doubtful, duration, good, size
+from common.doctor.table import Finding, bad, doubtful, duration, good, size
+from common.errors import count
 from common.files import MIB
 from common.processes import network
 from common.run import STARVED

@@ -23,8 +23,8 @@ import torch
 from common import devices, heartbeat
 from common.doctor import checks, measure, stores
 from common.doctor.meeting import Meeting, not_met
-from common.doctor.table import BAD, Finding, bad, count, doubtful, good, refusal, table
-from common.errors import TrainingFailed, UserError, is_victim, one_line
+from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
+from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.run import checkpoint
 from common.storage import bucket
 

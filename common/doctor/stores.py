@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.doctor.checks import check_clock
-from common.doctor.table import Finding, bad, count, good, refusal, size
-from common.errors import TrainingFailed, UserError, one_line
+from common.doctor.table import Finding, bad, good, refusal, size
+from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
 from common.storage import bucket, https
 from common.storage.download import SPARE

@@ -36,10 +36,6 @@ def refusal(what: str, error: object) -> Finding:
 # --- Words --------------------------------------------------------------------------------------------------------------
 
 
-def count(number: int, one: str, several: Optional[str] = None) -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"
-
-
 def size(number: float) -> str:
     return f"{number / MIB:.1f} MiB" if number < 10240 * MIB else f"{number / 1024 / MIB:.1f} GiB"
 

@@ -1,12 +1,13 @@
 """From arguments and environment to the place of this process; the first rule that recognises its platform decides."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import socket
 from collections.abc import Mapping
 
-from common.errors import UserError
+from common.errors import UserError, count
 from common.world.place import World
 from common.world.rules import RULES, Given
 
@@ -27,7 +28,14 @@ def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> W
     from common import devices  # imports torch, which the launcher has no need of
 
     gpus = 0 if args.enable_gpu is False else devices.count()
-    return resolve(args, environ, gpus, socket.gethostname())
+    return resolve(args, environ, gpus, socket.gethostname(), _launcher())
+
+
+def _launcher() -> str:
+    """The command line of the process that has started this one; empty where that cannot be seen."""
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/cmdline", errors="replace") as file:
+        return file.read().replace("\0", " ")
+    return ""
 
 
 def require_one_device(args: argparse.Namespace) -> None:
@@ -35,14 +43,15 @@ def require_one_device(args: argparse.Namespace) -> None:
     world = args.world
     if world.num_nodes > 1 or (world.level == "process" and world.world_size > 1):
         raise UserError(
-            f"{world.num_nodes} nodes with {world.world_size} processes in all were started ({world.platform}: {world.rule}), "
+            f"{count(world.num_nodes, 'node')} with {count(world.world_size, 'process', 'processes')} in all were started "
+            f"({world.platform}: {world.rule}), "
             f"but {args.job}.py trains on one device: start train_ddp.py instead"
         )
 
 
-def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str) -> World:
+def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:
     """A pure function; of `args` it reads init_method, rank, world_size, local_rank and nproc_per_node."""
-    given = Given(args, environ, gpus, hostname)
+    given = Given(args, environ, gpus, hostname, launcher)
     if "RANK_TABLE_FILE" in given.env:
         raise UserError("RANK_TABLE_FILE is set: these jobs do not support Ascend devices; choose a GPU or CPU flavor")
     place = next(world for rule in RULES if (world := _apply(rule, given)))

@@ -16,10 +16,10 @@ from common.world.place import World
 
 
 class Given:
-    """Everything a rule may look at: arguments, environment, the number of GPUs that torch sees, the host's name."""
+    """Everything a rule may look at: arguments, environment, number of GPUs, host name, and the launcher's command line."""
 
-    def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str):
-        self.args, self.gpus, self.hostname = args, gpus, hostname
+    def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str):
+        self.args, self.gpus, self.hostname, self.launcher = args, gpus, hostname, launcher
         self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
 
     def has(self, *names: str) -> bool:
@@ -72,14 +72,23 @@ def torchrun(given: Given) -> Optional[World]:
         agree("--world_size", given.args.world_size, "WORLD_SIZE / LOCAL_WORLD_SIZE", size // max(1, local_size))
         agree("--rank", given.args.rank, "the node's rank", node_rank)
     platform = "torchrun" if given.has("TORCHELASTIC_RUN_ID") else "azureml" if given.has("AZUREML_RUN_ID") else "launcher"
-    rule = "RANK, WORLD_SIZE and LOCAL_RANK count processes"
+    rule = "RANK, WORLD_SIZE and LOCAL_RANK count processes" + (to_come_later(given) if platform == "torchrun" else "")
     return process(platform, rule, rank, size, local_rank, local_size, node_rank, given.env.get("MASTER_ADDR"))
+
+
+def to_come_later(given: Given) -> str:
+    """What an elastic torchrun needs: while its agents share one store, no node can come later (seen with torch 2.15)."""
+    told = re.search(r"--nnodes[= ](\S+)", given.launcher)
+    low, _, high = (told[1] if told else given.env.get("PET_NNODES", "")).partition(":")
+    if high in ("", low) or given.env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return ""
+    return "; to take in a node later, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
 
 
 def openmpi(given: Given) -> Optional[World]:
     """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so that is computed; a master is never given."""
     rank, size = given.number("OMPI_COMM_WORLD_RANK"), given.number("OMPI_COMM_WORLD_SIZE")
-    if size < 2:
+    if size < 1:
         return None
     local_rank = given.number("OMPI_COMM_WORLD_LOCAL_RANK")
     local_size = max(1, given.number("OMPI_COMM_WORLD_LOCAL_SIZE"))

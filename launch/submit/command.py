@@ -28,7 +28,7 @@ from common import storage
 from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
 from launch.options import exit_code, new_parser, split_words
-from launch.submit.request import REMOTE, Request, describe, mistakes, stage
+from launch.submit.request import BOUNDS, REMOTE, Request, describe, mistakes, stage
 
 # The platforms, and the module of this folder for each.
 PLATFORMS = {
@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
         if isinstance(default, bool):
             how = {"type": boolean, "metavar": YES_OR_NO}
         shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"
-        made.add_argument(f"--{field.name}", help=field.metadata["help"] + shown + whose(field.metadata), **how)
+        bounds = "{:g} to {:g}".format(*BOUNDS[field.name]) if field.name in BOUNDS else ""
+        what = ", ".join(filter(None, [field.metadata["help"], bounds]))
+        made.add_argument(f"--{field.name}", help=what + shown + whose(field.metadata), **how)
     when = "print the request and send nothing; unset: only where there is no credential"
     made.add_argument("--dry_run", type=boolean, metavar=YES_OR_NO, help=when)
     what = "print the state and the log until the job ends (default: false)"

@@ -37,6 +37,9 @@ def mistakes(request: Request) -> Iterator[str]:
     code = request.code_url or ""
     if request.runtime and (request.upload_url or request.secret):
         yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
+    if request.platform == "volcano" and request.hours and request.retries:
+        given = f"--hours is {request.hours:g} and --retries is {request.retries}"
+        yield f"{given}: volcano counts them anew in each start, {request.retries + 1} times: give --retries 0, or no --hours"
     if code.startswith(("obs://", "oss://")) and not request.region:
         yield f"--code_url is {code}: give --region, such as cn-north-4"
 

@@ -55,7 +55,7 @@ def build(request: Request) -> dict[str, Any]:
         Envs={"PYTHONUNBUFFERED": "1", **request.environment},
         Settings={**_restarts(request.retries), "TerminationGracePeriodSeconds": GRACE_SECONDS},
         ResourceId=request.pool or None,
-        JobMaxRunningTimeMinutes=int(request.hours * 60) if request.hours else None,
+        JobMaxRunningTimeMinutes=round(request.hours * 60) if request.hours else None,
     )
 
 

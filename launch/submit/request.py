@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
 from common.errors import UserError, one_line
+from common.storage.bucket import ADDRESS
 from common.world.folders import BUCKETS, is_address
 from launch import bundle
 from launch.options import missing_job
@@ -24,6 +25,7 @@ CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
 CONTAINERS = (*CLOUDS, *CLUSTERS)  # where an image and the address of the code say what runs
 REMOTE = (*CONTAINERS, "slurm")
 BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads itself
+BOUNDS = {"nodes": (1, 1000), "gpus": (0, 16), "retries": (0, 30), "hours": (0.1, 24 * 28)}
 LOG_LINES = 1000  # so many of the last lines of a job's log are asked for
 
 
@@ -86,7 +88,7 @@ class Request:
     @property
     def seconds(self) -> Optional[int]:
         """What `hours` are; None where the job has no time limit."""
-        return int(self.hours * 3600) if self.hours else None
+        return round(self.hours * 3600) if self.hours else None
 
     @property
     def pairs(self) -> list[tuple[str, Optional[str]]]:
@@ -112,7 +114,6 @@ CREDENTIAL = re.compile(r"secret|token|password|passwd|access_?key|credential|ap
 # What the platform itself gives a job, as arguments and in its environment.
 ITS_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
 ITS_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
-BOUNDS = {"nodes": (1, 1000), "gpus": (0, 16), "retries": (0, 30), "hours": (0.1, 24 * 28)}
 PLACES = {"data_url": "--data_url", "output_dir": "--output_url", "train_url": "--output_url"}
 
 
@@ -158,6 +159,8 @@ def _addresses(request: Request) -> Iterator[str]:
             yield f"--{name} is {value}: {request.platform} reads and writes {scheme}://BUCKET/FOLDER"
         elif is_address(value) and not value.startswith(BUCKETS):
             yield f"--{name} is {value}: give a folder or s3://, obs://, oss://"
+        elif is_address(value) and not ADDRESS.fullmatch(value):
+            yield f"--{name} is {value}: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and underscores"
         elif not is_address(value) and request.platform in CLUSTERS and not value.startswith("/"):
             yield f"--{name} is {value}: give a folder of the pods that begins with /"
 

@@ -59,7 +59,8 @@ def build(request: Request) -> str:
 
 
 def _clock(hours: Optional[float]) -> Optional[str]:
-    return None if hours is None else f"{int(hours)}:{round(hours % 1 * 60):02d}:00"
+    hours_and_minutes = divmod(round((hours or 0) * 60), 60)
+    return None if hours is None else "{}:{:02d}:00".format(*hours_and_minutes)
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------
