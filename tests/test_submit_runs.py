@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -42,7 +43,9 @@ def test_this_machine_runs_the_request_that_would_be_sent(tmp_path):
     remote = slurm.build(request)
     done = submit(*words_of(dataclasses.replace(request, platform="local")), folder=tmp_path)
     options = " ".join([*request.arguments, "--output_dir", request.output_url])
-    assert f"srun --kill-on-bad-exit=1 python -u {ROOT}/jobs/train_ddp.py {options}" in remote  # the same job, the same options
+    assert (
+        f"srun --kill-on-bad-exit=1 --cpus-per-task=4 --mem=16G python -u {ROOT}/jobs/train_ddp.py {options}" in remote
+    )  # the same job, the same options
     assert "all nodes have ended, exit codes 0 0" in done.stdout and "epoch=1/1" in done.stdout
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["epoch"] == 1
     assert not list(tmp_path.glob("anyrank-code-*"))  # the copy is gone
@@ -57,6 +60,7 @@ SRUN = """#!/bin/sh
 # srun in one: the task of the only node, with what srun sets
 shift
 echo "$@" > "$SRUN_SAW"
+while [ "${1#--}" != "$1" ]; do shift; done
 export SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NODELIST=localhost
 exec "$@"
 """
@@ -100,22 +104,63 @@ def test_the_slurm_script_trains(tmp_path):
     assert given.endswith(f"--output_dir {tmp_path}/a b") and (tmp_path / "a b" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "what, options, restarts, cancel, code, requeued",
-    [
-        ("a failure", ("--arch", "none"), 0, False, 3, "requeue 77"),
-        ("the last of its starts", ("--arch", "none"), 3, False, 3, None),
-        ("a cancelled job", ("--arch", "none"), 0, True, 3, None),
-        ("a mistake", ("--epochs", "none"), 0, False, 2, None),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_slurm_starts_again_what_another_start_can_help(what, options, restarts, cancel, code, requeued, tmp_path):
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "train.py").write_text("import sys\nsys.exit(2 if '--epochs' in sys.argv else 3)\n")
-    request = Request("slurm", "jobs/train.py", options, name="run", code_url=str(tmp_path))
-    found, output, _, again = run_batch(tmp_path, request, restarts, cancel)
-    assert (found, again) == (code, requeued), output
+# What the job of a start does | the exit codes of its starts, one after another | whether the script then queues itself again
+AGAIN = [
+    ("a failure", [3], True),
+    ("the last failure that --retries allows", [3, 3, 3], True),
+    ("one failure more", [3, 3, 3, 3], False),
+    ("a time limit is no failure", [143] * 5, True),
+    ("nor does it hide one", [143, 3, 143, 143, 3, 143, 3, 3], False),
+    ("a mistake", [2], False),
+    ("the end", [143, 0], False),
+]
+
+
+@pytest.mark.parametrize("what, codes, again", AGAIN, ids=[row[0] for row in AGAIN])
+def test_slurm_starts_again_what_another_start_can_help(what, codes, again, tmp_path):
+    """SLURM counts a start after each of them, also after a preemption; the script counts failures alone."""
+    request = exits_with(tmp_path)
+    for number, code in enumerate(codes):
+        (tmp_path / "code").write_text(str(code))
+        found, output, _, requeued = run_batch(tmp_path, request, restarts=number)
+        assert found == code, output
+        assert requeued == ("requeue 77" if again or number < len(codes) - 1 else None), output
+        (tmp_path / "scontrol").unlink(missing_ok=True)
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == ([".run-77.failures"] if 3 in codes and again else [])
+
+
+def exits_with(folder, **changes):
+    """A request for a job that ends with the exit code in the file `code`."""
+    (folder / "jobs").mkdir()
+    (folder / "out").mkdir()
+    (folder / "jobs" / "train.py").write_text(f"import sys\nsys.exit(int(open({str(folder / 'code')!r}).read()))\n")
+    return Request(
+        "slurm", "jobs/train.py", name="run", code_url=str(folder), output_url=str(folder / "out"), **{"gpus": 1, **changes}
+    )
+
+
+@pytest.mark.parametrize("code, cancel, retries", [(3, True, 3), (143, True, 3), (3, False, 0), (143, False, 0)])
+def test_slurm_starts_nothing_again_that_was_cancelled_or_may_not_be(code, cancel, retries, tmp_path):
+    request = exits_with(tmp_path, retries=retries)
+    (tmp_path / "code").write_text(str(code))
+    found, output, _, requeued = run_batch(tmp_path, request, cancel=cancel)
+    assert (found, requeued) == (code, None), output
+
+
+def test_slurm_gives_the_cores_and_the_memory_to_the_step_too(tmp_path):
+    """srun does not take them over from the batch script; a site's own lines come before the job."""
+    lines = ("#SBATCH --account=lab", "export SITE='a b'", "#SBATCH --constraint=fast")
+    request = exits_with(tmp_path, cpus=6, memory=20, script_line=lines)
+    (tmp_path / "code").write_text("0")
+    (tmp_path / "jobs" / "train.py").write_text("import os\nprint('site:', os.environ['SITE'])\n")
+    code, output, given, _ = run_batch(tmp_path, request)
+    script = slurm.build(request).splitlines()
+    assert code == 0 and "site: a b" in output
+    assert given.startswith("--cpus-per-task=6 --mem=20G python -u ")
+    directives = [number for number, line in enumerate(script) if line.startswith("#SBATCH")]
+    assert {script[number] for number in directives} >= {"#SBATCH --cpus-per-task=6", "#SBATCH --mem=20G", lines[0], lines[2]}
+    assert directives == list(range(1, len(directives) + 1))  # sbatch reads none after the first command
 
 
 # What the tools of a login node do with a job, in a folder in place of a cluster.
@@ -142,7 +187,7 @@ def test_a_slurm_job_is_sent_followed_and_stopped(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("QUEUE", str(tmp_path))
     monkeypatch.setattr("launch.submit.command.FOLLOW_SECONDS", 0)
-    request = ask("slurm")
+    request = ask("slurm", output_url=str(tmp_path / "runs"))
     assert main(["--follow", "true", *words_of(request)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert (tmp_path / "script").read_text() == slurm.build(request)
@@ -157,16 +202,55 @@ def test_what_sbatch_refuses_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert main(words_of(ask("slurm"))) == 2
+    assert main(words_of(ask("slurm", output_url=str(tmp_path)))) == 2
     assert capsys.readouterr().err == "error: sbatch refused: sbatch: error: invalid partition specified: gpu\n"
+
+
+def header(request):
+    """{option: value} of the script, as sbatch reads its lines: with quotes as in a shell."""
+    words = [shlex.split(line) for line in slurm.build(request).splitlines() if line.startswith("#SBATCH")]
+    return {option[2:]: value for option, _, value in (word.partition("=") for _, word in words)}
+
+
+def test_where_slurm_writes_the_log(tmp_path, monkeypatch):
+    """In the output folder, which has to be there before the job; in the folder of the submission for a bucket."""
+    output = tmp_path / "a b" / "50%"
+    request = ask("slurm", output_url=str(output))
+    assert header(request)["output"] == f"{tmp_path}/a b/50%%/run-7-%j.log"
+    assert header(ask("slurm", output_url="s3://bkt/runs"))["output"] == "run-7-%j.log"
+    assert header(ask("slurm", output_url=None))["output"] == "run-7-%j.log"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nls -d '{output}' >&2 && echo 77\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(words_of(request)) == 0
+
+
+def test_slurm_asks_for_cores_and_memory_by_the_gpus_unless_told():
+    asked = {
+        gpus: (header(ask("slurm", gpus=gpus))["cpus-per-task"], header(ask("slurm", gpus=gpus))["mem"]) for gpus in (0, 1, 8)
+    }
+    assert asked == {0: ("4", "16G"), 1: ("4", "16G"), 8: ("32", "128G")}
+    assert not {"cpus-per-task", "mem"} & header(ask("slurm", cpus=0, memory=0)).keys()
+    assert "srun --kill-on-bad-exit=1 python" in slurm.build(ask("slurm", cpus=0, memory=0))
+
+
+def test_a_cluster_without_such_nodes_is_told_what_was_asked_for(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: Requested node configuration is not available' >&2\nexit 1\n"
+    )
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(words_of(ask("slurm", output_url=str(tmp_path)))) == 2
+    said = "each node has to have 32 cores, 128 GiB and 8 GPUs; --cpus 0 --memory 0 leave the first two to the cluster"
+    assert said in capsys.readouterr().err
 
 
 def test_the_slurm_header_says_what_was_asked_for():
     lines = slurm.build(ask("slurm")).splitlines()
-    header = dict(re.fullmatch(r"#SBATCH --([a-z-]+)=?(.*)", line).groups() for line in lines if line.startswith("#SBATCH"))
-    assert header == {
+    assert header(ask("slurm")) == {
         "job-name": "run-7", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "partition": "gpu", "time": "12:00:00",
-        "output": "run-7-%j.log", "open-mode": "append", "signal": "USR1@120", "requeue": "",
+        "output": "/data/runs/7/run-7-%j.log", "open-mode": "append", "signal": "USR1@120", "requeue": "",
+        "cpus-per-task": "32", "mem": "128G",
     }  # fmt: skip
     assert lines[0] == "#!/bin/bash" and "export NCCL_DEBUG=INFO" in lines
 

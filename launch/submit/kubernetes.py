@@ -128,10 +128,20 @@ def _container(request: Request) -> dict[str, Any]:
         "image": request.image,
         "command": requests.command(request, code, request.data_url, request.output_url),
         "env": _variables(request),
-        "resources": {"limits": {GPU: str(request.gpus)}} if request.gpus else {},
+        "resources": _resources(request),
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
         **_secret(request),
     }
+
+
+def _resources(request: Request) -> dict[str, dict[str, str]]:
+    """Cores and memory are requests without a limit, so that a job with more to do may have what is free."""
+    sizes = {"cpu": request.cpus and str(request.cpus), "memory": request.memory and f"{request.memory}Gi"}
+    kinds = {
+        "limits": {GPU: str(request.gpus)} if request.gpus else {},
+        "requests": {name: it for name, it in sizes.items() if it},
+    }
+    return {kind: asked for kind, asked in kinds.items() if asked}
 
 
 def _fetcher(request: Request) -> dict[str, Any]:

@@ -28,6 +28,8 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 def mistakes(request: Request) -> Iterator[str]:
     if not request.flavor and not request.pool:
         yield "pai-dlc needs --flavor, such as ecs.gn7i-c8g1.2xlarge, or --pool, the id of a resource quota"
+    if request.flavor and (request.cpus or request.memory):
+        yield "--flavor says which cores and memory a machine has: leave out --cpus and --memory"
     if not request.region:
         yield NO_REGION
     if not any(requests.mistakes(request)) and len(json.dumps(build(request)).encode()) > LARGEST:
@@ -41,7 +43,7 @@ def build(request: Request) -> dict[str, Any]:
         PodCount=request.nodes,
         Image=request.image,
         EcsSpec=request.flavor or None,
-        ResourceConfig={"GPU": str(request.gpus)} if request.gpus and not request.flavor else None,
+        ResourceConfig=None if request.flavor else _resources(request) or None,
         SpotSpec={"SpotStrategy": "SpotAsPriceGo"} if request.spot else None,
     )
     folders = {CODE: request.code_url, DATA: request.data_url, OUTPUT: request.output_url}
@@ -57,6 +59,11 @@ def build(request: Request) -> dict[str, Any]:
         ResourceId=request.pool or None,
         JobMaxRunningTimeMinutes=round(request.hours * 60) if request.hours else None,
     )
+
+
+def _resources(request: Request) -> dict[str, str]:
+    asked = {"GPU": request.gpus, "CPU": request.cpus, "Memory": request.memory and f"{request.memory}Gi"}
+    return {name: str(value) for name, value in asked.items() if value}
 
 
 def _restarts(retries: int) -> dict[str, Any]:

@@ -24,8 +24,11 @@ CLUSTERS = ("kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
 CONTAINERS = (*CLOUDS, *CLUSTERS)  # where an image and the address of the code say what runs
 REMOTE = (*CONTAINERS, "slurm")
+SIZED = ("pai-dlc", *CLUSTERS, "slurm")  # where cores and memory are asked for, and do not come with a type of machine
 BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads itself
-BOUNDS = {"nodes": (1, 1000), "gpus": (0, 16), "retries": (0, 30), "hours": (0.1, 24 * 28)}
+BOUNDS = {
+    "nodes": (1, 1000), "gpus": (0, 16), "cpus": (0, 1024), "memory": (0, 16384), "retries": (0, 30), "hours": (0.1, 24 * 28),
+}  # fmt: skip
 LOG_LINES = 1000  # so many of the last lines of a job's log are asked for
 
 
@@ -49,6 +52,12 @@ class Request:
     name: Optional[str] = option("name of the submitted job; unset: made of the file's name and the time")
     nodes: int = option("how many machines", 1, kind=int)
     gpus: int = option("GPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
+    cpus: Optional[int] = option(
+        "cores of each machine; slurm, unset: 4 for each GPU, 0: what it gives", used_by=SIZED, kind=int
+    )
+    memory: Optional[int] = option(
+        "GiB of each machine; slurm, unset: 16 for each GPU, 0: what it gives", used_by=SIZED, kind=int
+    )
     data_url: Optional[str] = option("where the data are")
     output_url: Optional[str] = option(
         "where checkpoints and results go; a job with the same address goes on from them", needed_by=("modelarts", "sagemaker")
@@ -70,6 +79,11 @@ class Request:
     runtime: Optional[str] = option("a ClusterTrainingRuntime: makes a TrainJob instead of a PyTorchJob", used_by=("kubeflow",))
     volumes: tuple[str, ...] = option("CLAIM:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
     secret: Optional[str] = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
+    script_line: tuple[str, ...] = option(
+        "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load cuda'; may be given again",
+        (),
+        used_by=("slurm",),
+    )
     log_url: Optional[str] = option("where the platform keeps the log", used_by=("modelarts",))
     hours: Optional[float] = option("stop the job after so many hours", kind=float)
     retries: int = option("how often a failed job is started again", 3, kind=int)

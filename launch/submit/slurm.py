@@ -18,13 +18,22 @@ CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
 WARNING_SECONDS = 120  # so long before the time limit the job is told to save; then the script queues itself again
 ENDED = {"COMPLETED": 0, **dict.fromkeys(["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"], 1)}
 
+CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a node without one
+
 AGAIN = """\
+failures={failures}
 trap 'stopped=1' TERM  # scancel: no new start
 {run}
 code=$?
-# 2 is a mistake in the request, which another start would only repeat.
-if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ -z "$stopped" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ]; then
+case $code in
+    0|2) ;;  # it is done, or there is a mistake in the request, which another start would only repeat
+    143) again=1 ;;  # it has saved before the time limit: not a failure
+    *) echo $code >> "$failures"; [ "$(wc -l < "$failures")" -le {retries} ] && again=1 ;;
+esac
+if [ -n "$again" ] && [ -z "$stopped" ] && [ {retries} -gt 0 ]; then
     scontrol requeue "$SLURM_JOB_ID"
+else
+    rm -f "$failures"
 fi
 exit $code
 """
@@ -37,25 +46,49 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 def mistakes(request: Request) -> Iterator[str]:
     if request.code_url and is_address(request.code_url):
         yield f"--code_url is {request.code_url}: slurm needs a folder that every node sees"
-    for name in ("pool", "data_url", "output_url", "code_url"):
-        if "\n" in (getattr(request, name) or ""):
+    for name in ("pool", "data_url", "output_url", "code_url", "script_line"):
+        if "\n" in "".join(getattr(request, name) or ""):
             yield f"--{name} has a line end in it: leave it out"
 
 
 def build(request: Request) -> str:
     """The text of the batch script."""
     code = os.path.abspath(request.code_url) if request.code_url else str(requests.ROOT)
+    sizes = _sizes(request)
     lines = {
-        "job-name": request.name, "nodes": request.nodes, "ntasks-per-node": 1, "gpus-per-node": request.gpus or None,
-        "partition": request.pool, "time": _clock(request.hours), "output": f"{request.name}-%j.log", "open-mode": "append",
+        "job-name": request.name, "nodes": request.nodes, "ntasks-per-node": 1, "gpus-per-node": request.gpus or None, **sizes,
+        "partition": request.pool, "time": _clock(request.hours), "output": _log(request), "open-mode": "append",
         "signal": f"USR1@{WARNING_SECONDS}",
     }  # fmt: skip
-    header = [f"#SBATCH --{name}={value}" for name, value in lines.items() if value is not None]
+    header = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
     header.append("#SBATCH --requeue" if request.retries else "#SBATCH --no-requeue")
+    own = sorted(request.script_line, key=lambda line: not line.startswith("#SBATCH"))  # sbatch reads them before the commands
     exports = [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
     words = requests.command(request, code, request.data_url, request.output_url)
-    run = f"srun --kill-on-bad-exit=1 {shlex.join(words)}"
-    return "\n".join(["#!/bin/bash", *header, *exports, AGAIN.format(run=run, retries=request.retries)])
+    given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them over from the script
+    run = shlex.join(["srun", "--kill-on-bad-exit=1", *given, *words])
+    failures = f'{shlex.quote(os.path.join(_folder(request), f".{request.name}"))}-"$SLURM_JOB_ID".failures'
+    return "\n".join(
+        ["#!/bin/bash", *header, *own, *exports, AGAIN.format(run=run, retries=request.retries, failures=failures)]
+    )
+
+
+def _sizes(request: Request) -> dict[str, str]:
+    """The cores and the memory of a node; a cluster that binds tasks gives one core where nobody asks for more."""
+    cpus, memory = (
+        each * max(1, request.gpus) if asked is None else asked
+        for each, asked in ((CPUS, request.cpus), (MEMORY, request.memory))
+    )
+    return {**({"cpus-per-task": str(cpus)} if cpus else {}), **({"mem": f"{memory}G"} if memory else {})}
+
+
+def _folder(request: Request) -> str:
+    """Where the log goes: the output folder; where that is none, the folder of the submission."""
+    return "" if not request.output_url or is_address(request.output_url) else os.path.abspath(request.output_url)
+
+
+def _log(request: Request) -> str:
+    return os.path.join(_folder(request).replace("%", "%%"), f"{request.name}-%j.log")
 
 
 def _clock(hours: Optional[float]) -> Optional[str]:
@@ -78,7 +111,16 @@ def _run(*words: str, text: Optional[str] = None) -> str:
 
 
 def send(client: Any, request: Request, body: Any) -> str:
-    return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
+    os.makedirs(_folder(request) or ".", exist_ok=True)  # sbatch makes none for the log
+    try:
+        return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
+    except UserError as error:
+        sizes = _sizes(request)
+        if "node configuration" not in str(error) or not sizes:
+            raise
+        asked = f"{sizes.get('cpus-per-task', 'some')} cores, {sizes.get('mem', '0G')[:-1]} GiB and {request.gpus} GPUs"
+        hint = f"each node has to have {asked}; --cpus 0 --memory 0 leave the first two to the cluster"
+        raise UserError(f"{error}: {hint}") from None
 
 
 def console(request: Request, job_id: str) -> str:
