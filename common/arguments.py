@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
 from common import moments, world
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, show
 from common.world import folders
 
 # Options that platforms are known to append and that no job needs: ignored without a warning.
@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
     reads: Callable[..., Input] = staticmethod(lambda args: Input())
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; --help lists every option\n")
+        show(f"{message}; --help lists every option")
+        sys.exit(2)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

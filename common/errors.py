@@ -7,12 +7,23 @@
 143  stopped by the platform (SIGTERM), after saving
 """
 
+import contextlib
+import os
 import re
 import signal
+import sys
 from typing import Optional
 
 # The signals that ask a job to stop, and the exit code of each; SLURM warns with USR1 before its time limit.
 STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
+
+
+# Where platforms show why a job failed, beside the end of its log: {file: what is there on this platform alone}.
+SHOWN = {
+    "/opt/ml/output/failure": "/opt/ml/output",  # SageMaker, which shows 1024 characters
+    "/dev/termination-log": "/dev/termination-log",  # Kubernetes
+}
+SHOWN_CHARACTERS = 1024
 
 
 class UserError(ValueError):
@@ -30,6 +41,18 @@ class TrainingFailed(RuntimeError):
 def one_line(text: object) -> str:
     """`text` with line ends and control characters escaped: a file name must not be able to forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
+
+
+def show(text: object) -> None:
+    """Say why the job ends: as the last line of its log, and where the platform looks for it."""
+    line = f"error: {one_line(text)}"
+    print(line, file=sys.stderr, flush=True)
+    for path, there in SHOWN.items():
+        with contextlib.suppress(OSError):
+            if os.path.exists(there):
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+                with open(file, "w", errors="replace") as opened:
+                    opened.write(line[: SHOWN_CHARACTERS - 1] + "\n")
 
 
 def count(number: int, one: str, several: Optional[str] = None) -> str:

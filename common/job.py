@@ -10,7 +10,7 @@ import traceback
 from typing import Callable
 
 from common import heartbeat, moments
-from common.errors import TrainingFailed, UserError, is_victim, one_line
+from common.errors import TrainingFailed, UserError, is_victim, one_line, show
 
 
 class _CallTheDoctor:
@@ -29,7 +29,7 @@ def run_job(main: Callable[[], None]) -> None:
     except (UserError, TrainingFailed) as error:
         if heartbeat.has_parent():  # the parent prints it once for all ranks
             _leave(one_line(error), error.exit_code)
-        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        show(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before there was anything to save
         sys.exit(130)
@@ -37,11 +37,13 @@ def run_job(main: Callable[[], None]) -> None:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
-        if not heartbeat.has_parent():
-            raise
-        if not is_victim(error):
+        text = f"{type(error).__name__}: {one_line(error)[:300]}"
+        if not heartbeat.has_parent() or not is_victim(error):
             traceback.print_exc()
-        _leave(f"{type(error).__name__}: {one_line(error)[:300]}", 1, is_victim(error))
+        if heartbeat.has_parent():
+            _leave(text, 1, is_victim(error))
+        show(text)
+        sys.exit(1)
 
 
 def _announcing_failure(main):

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from common import cores, heartbeat, malloc, world
-from common.errors import STOP_SIGNALS, TrainingFailed, UserError
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, show
 from common.processes import channel, network
 from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS
 from common.processes.worker import STOP, Worker, cause, stalled
@@ -272,10 +272,14 @@ class Supervisor:
     def _carry_out(self):
         verdict = self.verdict
         restart = verdict["restart"] and self.attempt < self.max_restarts and not self.stop_signal
-        print(f"error: {verdict['text']}; stopping all {self.here.world_size} ranks", file=sys.stderr, flush=True)
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
                 print(worker.stack(), file=sys.stderr, flush=True)
+        text = f"{verdict['text']}; stopping all {self.here.world_size} ranks"
+        if restart:
+            print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+        else:
+            show(text)
         self._kill_workers()
         return None if restart else verdict["code"]
 
@@ -313,7 +317,7 @@ class Supervisor:
         for worker in self.workers:
             fault = worker.reported_fault()
             if over and fault and not fault["victim"]:
-                print(f"error: rank {worker.rank} could not stop as it should: {fault['text']}", file=sys.stderr, flush=True)
+                show(f"rank {worker.rank} could not stop as it should: {fault['text']}")
                 return fault["code"]
         if over or now - self.stop_began > GRACE_SECONDS:
             return STOP_SIGNALS[signal.Signals(self.stop_signal)]
