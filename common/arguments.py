@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
-from common import moments, world
+from common import moments, secrets, world
 from common.errors import UserError, one_line, show
 from common.world import folders
 
@@ -207,8 +207,12 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that are plain values, given or by default: those that a checkpoint can hold."""
-    return {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))}
+    """The arguments that are plain values, given or by default: those that a checkpoint can hold; without secrets."""
+    values = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))}
+    return {
+        name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)
+        for name, value in values.items()
+    }
 
 
 def _judge_unknown(parser, unknown):

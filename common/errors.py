@@ -14,6 +14,8 @@ import signal
 import sys
 from typing import Optional
 
+from common.secrets import mask
+
 # The signals that ask a job to stop, and the exit code of each; SLURM warns with USR1 before its time limit.
 STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
 
@@ -39,8 +41,8 @@ class TrainingFailed(RuntimeError):
 
 
 def one_line(text: object) -> str:
-    """`text` with line ends and control characters escaped: a file name must not be able to forge a line of the log."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
+    """`text` without secrets, and with control characters escaped: a file name must not be able to forge a line of the log."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))
 
 
 def show(text: object) -> None:

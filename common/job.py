@@ -11,6 +11,7 @@ from typing import Callable
 
 from common import heartbeat, moments
 from common.errors import TrainingFailed, UserError, is_victim, one_line, show
+from common.secrets import mask
 
 
 class _CallTheDoctor:
@@ -39,7 +40,7 @@ def run_job(main: Callable[[], None]) -> None:
     except Exception as error:
         text = f"{type(error).__name__}: {one_line(error)[:300]}"
         if not heartbeat.has_parent() or not is_victim(error):
-            traceback.print_exc()
+            print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
         if heartbeat.has_parent():
             _leave(text, 1, is_victim(error))
         show(text)

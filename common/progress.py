@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from common.errors import one_line
 from common.files import MIB
+from common.secrets import mask
 
 LINE_SECONDS = 10  # between two lines in a log
 TELL_SECONDS = 1  # between two calls of `tell`
@@ -106,6 +107,6 @@ def _of(done: int, total: Optional[int]) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line, above a bar if there is one."""
-    tqdm.write(text, file=sys.stdout)
+    """Print a line without secrets, above a bar if there is one."""
+    tqdm.write(mask(text), file=sys.stdout)
     sys.stdout.flush()

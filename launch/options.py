@@ -2,16 +2,26 @@
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
-from typing import Callable, Optional, Union
+from typing import Callable, NoReturn, Optional, Union
 
 from common.errors import TrainingFailed, UserError, one_line
+from common.secrets import HIDDEN, is_secret
 
 
-def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors quote no secret, such as the value of an option that is not there."""
+
+    def error(self, message: str) -> NoReturn:
+        value = re.compile(r"(--[A-Za-z][\w-]*)[= ](\S+)")
+        super().error(value.sub(lambda found: f"{found[1]} {HIDDEN}" if is_secret(found[1]) else found[0], one_line(message)))
+
+
+def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> Parser:
     """A parser whose help shows the description with its line ends."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"python -m launch {verb}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

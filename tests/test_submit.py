@@ -13,6 +13,7 @@ from launch.submit import command as submit
 from launch.submit import kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
 from launch.submit.command import PLATFORMS, fresh
 from launch.submit.request import Request, describe, mistakes
+from launch.submit.secrets import secrets
 from tests.jobs import ROOT
 
 FILES = {
@@ -48,7 +49,8 @@ def ask(platform, **changes):
 
 
 def wrong(request):
-    return [*mistakes(request), *(FILES[request.platform].mistakes(request) if request.platform in FILES else [])]
+    own = FILES[request.platform].mistakes(request) if request.platform in FILES else []
+    return [*mistakes(request), *own, *secrets(request)]
 
 
 def at(body, path):
@@ -197,9 +199,13 @@ BAD = [
     ("local", {"arguments": ("--epochs", "1", "--epochs=2")}, "--epochs is given twice"),
     ("local", {"arguments": ("--world_size", "2")}, "--world_size is set by the platform: leave it out"),
     ("local", {"arguments": ("--train_url", "/x")}, "--train_url is among the job's options: give --output_url before the --"),
-    ("local", {"arguments": ("--hf_token", "x")}, "--hf_token looks like a credential"),
-    ("local", {"env": ("AWS_SECRET_ACCESS_KEY=x",)}, "--env AWS_SECRET_ACCESS_KEY looks like a credential"),
-    ("local", {"env": ("HUAWEICLOUD_SDK_SK=x",)}, "--env HUAWEICLOUD_SDK_SK looks like a credential"),
+    ("local", {"arguments": ("--hf_token", "x")}, "the job's --hf_token looks like a secret, which the request would show: export it in this shell"),
+    ("slurm", {"env": ("AWS_SECRET_ACCESS_KEY=x",)}, "--env AWS_SECRET_ACCESS_KEY looks like a secret, which the request would show: export it in the shell that submits"),
+    ("volcano", {"env": ("MYSQL_PWD=x",)}, "--env MYSQL_PWD looks like a secret, which the request would show: keep it in a Secret of the cluster"),
+    ("modelarts", {"env": ("INDEX_URL=https://me:canary@host/simple",)}, "--env holds a user or a password (https://***@host/simple)"),
+    ("sagemaker", {"arguments": ("--pretrained", "https://host/w.pt?X-Amz-Signature=canary")}, "the job's --pretrained is signed or holds a key (https://host/w.pt?***)"),
+    ("pai-dlc", {"image": "https://me:canary@registry/torch:2"}, "--image holds a user or a password (https://***@registry/torch:2)"),
+    ("slurm", {"script_line": ("export WANDB_API_KEY=canary",)}, "--script_line sets WANDB_API_KEY, which the request would show"),
     ("local", {"env": ("PET_NNODES=2",)}, "--env PET_NNODES is set by the platform: leave it out"),
     ("local", {"env": ("A",)}, "--env A: give NAME=VALUE"),
     ("local", {"env": ("A=b\nc",)}, "the value has a character that cannot be printed"),
@@ -210,7 +216,7 @@ BAD = [
 def test_each_mistake_is_one_line_of_its_own(platform, changes, words):
     lines = wrong(ask(platform, **changes))
     assert len(lines) == 1, lines
-    assert words in lines[0]
+    assert words in lines[0] and "canary" not in lines[0]
 
 
 def test_the_help_says_what_is_allowed():

@@ -26,6 +26,7 @@ from common.doctor.meeting import Meeting, not_met
 from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.run import checkpoint
+from common.secrets import mask
 from common.storage import bucket
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
@@ -187,7 +188,7 @@ class Examination:
             self._collect(self._supervisor)
             sys.exit(self.show())
         if not isinstance(error, (UserError, TrainingFailed)) and not is_victim(error):
-            traceback.print_exc()
+            print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
         self.add(refusal("job", error))
         self.end()
 

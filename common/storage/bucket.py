@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
+from common.secrets import mask
 from common.world.folders import BUCKETS
 
 PATIENCE_SECONDS = 180  # a store that gives no good answer for so long is given up
@@ -95,7 +96,7 @@ class Bucket:
             self.client, self.settings = _client(self.scheme)
         except Exception as error:
             raise _refusal(error, f"connect to {self.scheme}://{self.name}") or UserError(describe(error)) from None
-        self.endpoint = self.client.meta.endpoint_url
+        self.endpoint = mask(self.client.meta.endpoint_url)  # for messages
 
     def below(self) -> str:
         """What the keys of everything below the address begin with."""

@@ -35,7 +35,7 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
             index.remove(name)
         missing = {name: item for name, item in items.items() if not index.has(name, item)}
         if not missing:
-            say(f"{folder} has all {len(items)} objects of {url}")
+            say(f"{folder} has all {len(items)} objects of {one_line(url)}")
             return
         _need_space(folder, missing)
         with _progress(url, missing, tell) as progress:
@@ -65,7 +65,7 @@ def _list(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
     if not items and below:
         items = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
     if not items:
-        raise UserError(f"{bucket.url(below)} at {bucket.endpoint} holds nothing: no object's name begins with {below!r}")
+        raise UserError(f"{bucket.url(below)} at {bucket.endpoint} holds nothing: no object's name begins so")
     return items
 
 

@@ -12,6 +12,7 @@ from typing import Optional
 
 from common.errors import UserError, one_line
 from common.progress import Progress, Tell
+from common.secrets import mask, parts_of
 
 STALL_SECONDS = 15  # a connection that brings no byte for so long is opened again
 ATTEMPTS = 6  # in a row that bring no new byte
@@ -24,6 +25,7 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
     Without `sha256` only the length that the server states can be verified.
     """
     refuse_unsafe(url)
+    shown, secret = one_line(url), parts_of(url)
     part = f"{path}.part"
     failures = 0
     while True:
@@ -37,19 +39,22 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
             if error.code == 416:  # the part is longer than the file, so it is of an older one
                 os.unlink(part)
             elif error.code < 500 and error.code != 429:
-                raise UserError(f"{url} answered {error.code} {one_line(error.reason)}; fetch it by hand to {path}") from None
+                raise UserError(
+                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secret))}; fetch it by hand to {path}"
+                ) from None
             reason = error
         except (OSError, http.client.HTTPException) as error:
             reason = error
         failures = 0 if _size(part) > had else failures + 1
         if failures == ATTEMPTS:
-            raise UserError(f"{url} cannot be fetched: {one_line(reason)}; fetch it by hand to {path}") from None
+            why = one_line(mask(reason, *secret))
+            raise UserError(f"{shown} cannot be fetched: {why}; fetch it by hand to {path}") from None
         time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
     digest = _digest(part) if sha256 else None
     if digest != sha256:
         os.unlink(part)
         raise UserError(
-            f"{url} has SHA-256 {digest}, expected {sha256}: it was damaged on the way, or replaced; "
+            f"{shown} has SHA-256 {digest}, expected {sha256}: it was damaged on the way, or replaced; "
             f"start again, or fetch it by hand to {path}"
         )
     os.replace(part, path)
@@ -60,6 +65,8 @@ def refuse_unsafe(url: str) -> None:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
         raise UserError(f"{one_line(url)[:200]} is not an https:// address")
+    if "@" in parts.netloc:
+        raise UserError(f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file by hand")
 
 
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
@@ -80,7 +87,9 @@ def _download(url: str, part: str, needs_length: bool, tell: Optional[Tell]) -> 
         length = answer.headers.get("Content-Length")
         total = have + int(length) if length else None
         if total is None and needs_length:
-            raise UserError(f"{url} does not state its length, so it cannot be verified; fetch it by hand to {part[:-5]}")
+            raise UserError(
+                f"{one_line(url)} does not state its length, so it cannot be verified; fetch it by hand to {part[:-5]}"
+            )
         with (
             open(part, "r+b" if have else "wb") as file,
             Progress(f"fetching {url}", total_bytes=total, tell=tell) as progress,

@@ -17,6 +17,7 @@ from typing import Any, Callable
 from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
 from common.progress import LINE_SECONDS, TELL_SECONDS
+from common.secrets import mask
 
 POLL_SECONDS = 0.1
 
@@ -59,7 +60,7 @@ def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
         try:
             work(lease)
         except (UserError, TrainingFailed) as error:
-            lease.write(state="failed", text=str(error)[:2000], code=error.exit_code)
+            lease.write(state="failed", text=mask(error)[:2000], code=error.exit_code)
             raise
         lease.write(state="done")
     finally:

@@ -70,13 +70,15 @@ def _place(what, path):
     if path is None:
         return None
     if "\0" in path:
-        raise UserError(f"{what} {path[:80]!r} holds a zero byte: give a path without one")
+        raise UserError(f"{what} {one_line(path)[:80]!r} holds a zero byte: give a path without one")
     if path.startswith("gs://"):
         return "/gcs/" + path[len("gs://") :]
     allowed = ADDRESSES.get(what, ())
     if is_address(path) and not path.startswith(allowed):
         or_address = f"or an address that begins with {', '.join(allowed)}" if allowed else "no address"
-        raise UserError(f"{what} is {path[:200]}: give a folder, {or_address}")
+        raise UserError(f"{what} is {one_line(path)[:200]}: give a folder, {or_address}")
+    if path.startswith(("https://", "http://")) and re.search(r"[\s\x00-\x1f]", path):
+        raise UserError(f"{what} has a space or a line end in its address: write a space as %20")
     return path
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.world.place import World
 
 
@@ -80,9 +80,8 @@ def to_come_later(given: Given) -> str:
     """What an elastic torchrun needs: while its agents share one store, no node can come later (seen with torch 2.15)."""
     told = re.search(r"--nnodes[= ](\S+)", given.launcher)
     low, _, high = (told[1] if told else given.env.get("PET_NNODES", "")).partition(":")
-    if high in ("", low) or given.env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
-        return ""
-    return "; to take in a node later, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    fixed = high in ("", low) or given.env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    return "" if fixed else "; to take in a node later, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
 
 
 def openmpi(given: Given) -> Optional[World]:
@@ -185,7 +184,8 @@ def init_method(given: Given) -> tuple[Optional[str], int]:
         return given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})/?", url)
     if not match or not 0 < int(match.group(2)) < 65536:
-        raise UserError(f"--init_method is {url[:200]!r}; give it the form tcp://HOST:PORT, with an IPv6 address in brackets")
+        shown = one_line(url)[:200]
+        raise UserError(f"--init_method is {shown!r}; give it the form tcp://HOST:PORT, with an IPv6 address in brackets")
     return match.group(1).strip("[]"), int(match.group(2))
 
 

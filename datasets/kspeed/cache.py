@@ -184,4 +184,4 @@ def addresses(iplist: Servers) -> list[Server]:
 
 
 def name_of(server: Server) -> str:
-    return "{}:{}".format(*server)
+    return one_line("{}:{}".format(*server))

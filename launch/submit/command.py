@@ -27,8 +27,10 @@ from typing import Any, Callable, Optional
 from common import storage
 from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
+from common.secrets import HIDDEN, mask
 from launch.options import exit_code, new_parser, split_words
 from launch.submit.request import BOUNDS, REMOTE, Request, describe, mistakes, stage
+from launch.submit.secrets import secrets
 
 # The platforms, and the module of this folder for each.
 PLATFORMS = {
@@ -95,7 +97,7 @@ def ask(options: argparse.Namespace, arguments: list[str], now: datetime.datetim
 
 
 def submit(platform: ModuleType, request: Request, options: argparse.Namespace) -> int:
-    wrong = [*mistakes(request), *platform.mistakes(request)]
+    wrong = [*mistakes(request), *platform.mistakes(request), *secrets(request)]
     for line in wrong:
         print(f"error: {one_line(line)}", file=sys.stderr)
     if wrong:
@@ -106,7 +108,10 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
         dry_run = True
         print(f"nothing is sent, because there is no credential: {platform.CREDENTIALS}", file=sys.stderr)
     if dry_run:
-        print(body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False))
+        shown = masked(body)
+        print(shown if isinstance(shown, str) else json.dumps(shown, indent=2, ensure_ascii=False))
+        if shown != body:
+            print(f"what is shown as {HIDDEN} would be sent as it was given", file=sys.stderr)
         return 0
     client = connected(platform, request)
     if request.upload_url:
@@ -115,8 +120,17 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
     if isinstance(job_id, int):  # the exit code of a job that has run, on this machine
         return job_id
     print(f"submitted {job_id}", flush=True)
-    print(f"see it at {platform.console(request, job_id)}", flush=True)
+    print(f"see it at {one_line(platform.console(request, job_id))}", flush=True)
     return follow(platform, client, request, job_id) if options.follow else 0
+
+
+def masked(body: Any) -> Any:
+    """A request as it is shown: with every text in it masked."""
+    if isinstance(body, dict):
+        return {name: masked(value) for name, value in body.items()}
+    if isinstance(body, list):
+        return [masked(value) for value in body]
+    return mask(body) if isinstance(body, str) else body
 
 
 def stop(platform: ModuleType, request: Request, job_id: str) -> int:
@@ -149,7 +163,7 @@ def upload(job: str, url: str, region: Optional[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
         stage(job, folder)
         storage.publish(folder, url)
-    print(f"the code is at {url}", flush=True)
+    print(f"the code is at {one_line(url)}", flush=True)
 
 
 def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
 from common.errors import UserError, one_line
+from common.secrets import is_secret, mask
 from common.storage.bucket import ADDRESS
 from common.world.folders import BUCKETS, is_address
 from launch import bundle
@@ -80,7 +81,7 @@ class Request:
     volumes: tuple[str, ...] = option("CLAIM:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
     secret: Optional[str] = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
     script_line: tuple[str, ...] = option(
-        "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load cuda'; may be given again",
+        "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load python'; may be given again",
         (),
         used_by=("slurm",),
     )
@@ -124,7 +125,6 @@ class Request:
 # --- Mistakes --------------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform allows, with room for the number of a pod
-CREDENTIAL = re.compile(r"secret|token|password|passwd|access_?key|credential|api_?key|(?:^|_)(?:ak|sk)$", re.IGNORECASE)
 # What the platform itself gives a job, as arguments and in its environment.
 ITS_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
 ITS_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
@@ -191,8 +191,6 @@ def _arguments(request: Request) -> Iterator[str]:
             yield f"{name} is among the job's options: give {PLACES[plain]} before the --, because the platform needs it"
         elif plain in seen:
             yield f"{name} is given twice"
-        elif CREDENTIAL.search(plain):
-            yield f"{name} looks like a credential, which a request would show: leave it out"
         seen.add(plain)
 
 
@@ -201,8 +199,6 @@ def _variables(request: Request) -> Iterator[str]:
         name, equals, value = pair.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"--env {name[:40]}: give NAME=VALUE"
-        elif CREDENTIAL.search(name):
-            yield f"--env {name} looks like a credential, which a request would show: give the job a role, or --secret"
         elif ITS_VARIABLES.fullmatch(name):
             yield f"--env {name} is set by the platform: leave it out"
         elif not value.isprintable():
@@ -270,7 +266,5 @@ def describe(error: Exception, environ: Mapping[str, str]) -> str:
     names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")  # each SDK has some of these
     words = [getattr(error, name, None) for name in names]
     text = " ".join(dict.fromkeys(str(word) for word in words if word)) or str(error)
-    for name, value in environ.items():
-        if CREDENTIAL.search(name) and len(value) >= 4:
-            text = text.replace(value, "***")
+    text = mask(text, *(value for name, value in environ.items() if is_secret(name)))
     return one_line(f"{type(error).__name__}: {text}")[:600]
