@@ -1,5 +1,9 @@
 """A checkpoint is whole and its own, or it is named as damaged before a byte of it is parsed."""
 
+import contextlib
+import errno
+import functools
+import itertools
 import json
 import os
 import random
@@ -100,19 +104,54 @@ def test_nothing_but_tensors_and_plain_types_is_loaded(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_same_number_again_is_never_vouched_for_by_the_old_manifest(folder, monkeypatch):
-    """Killed between the two renames: the number is no checkpoint, and the one before counts."""
+CHANGES = ("fsync", "replace", "unlink")  # what a save asks of the disk, besides writing
 
-    def dies_at_the_manifest(path, content):
-        if path.endswith(".json"):
-            raise KeyboardInterrupt
-        original(path, content)
 
-    original = checkpoint.write_atomically
-    monkeypatch.setattr(checkpoint, "write_atomically", dies_at_the_manifest)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.write(str(folder), state(5.0), about(300))
+def disturbed(folder, number, way):
+    """Save 300 again, and at change `number` of the disk be killed or told that it is full; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            done = itertools.count()
+
+            def change(original, *paths):
+                if next(done) == number:
+                    if way == "killed":
+                        os._exit(9)
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return original(*paths)
+
+            for name in CHANGES:
+                setattr(os, name, functools.partial(change, getattr(os, name)))
+            checkpoint.write(str(folder), state(5.0), about(300))
+            os._exit(9 if next(done) > number else 0)
+        os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("way", ["killed", "full"])
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_good_checkpoint_is_there_at_every_moment_while_its_number_is_saved_again(tmp_path, way, swept):
+    """Before its successor is whole it is the old one, then the new one; for the next start, and for who only reads."""
+    values = []
+    for number in range(20):
+        (folder := tmp_path / str(number)).mkdir()
+        checkpoint.write(str(folder), state(300.0), about(300))
+        came_so_far = disturbed(folder, number, way)
+        if swept:
+            checkpoint.sweep(str(folder))
+            assert sorted(path.name for path in folder.iterdir()) == ["000000000300.json", "000000000300.pt"]
+        values.append(checkpoint.newest(str(folder), pytest.fail)[0]["model"]["weight"][0].item())
+        if not came_so_far:
+            break
+    assert number > 3 and values == sorted(values, reverse=True) and set(values) == {300.0, 5.0} and not came_so_far
+
+
+def test_a_save_that_was_killed_before_its_manifest_had_its_name_is_completed(folder):
+    os.replace(folder / "000000000300.json", folder / "000000000300.json.unfinished")
     assert checkpoint.newest(str(folder))[1]["samples_seen"] == 200
+    checkpoint.sweep(str(folder))
+    assert checkpoint.newest(str(folder))[1]["samples_seen"] == 300
 
 
 def test_the_last_and_the_best_are_kept(folder):

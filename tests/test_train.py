@@ -175,6 +175,20 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(finished, 
     assert_same_bits(final_state(again), final_state(finished[0]))
 
 
+@pytest.mark.parametrize("gone, said", [
+    ("checkpoints/000000000512.json", ["warning: 000000000512.pt in {}/checkpoints has no manifest (000000000512.json), so it is no "
+                                       "checkpoint", "000000000256.pt: epoch 2"]),
+    ("checkpoints/*", ["warning: {} has weights (epoch_1.pth, epoch_2.pth) but no checkpoint: the run begins at its first step"]),
+])  # fmt: skip
+def test_what_a_run_does_not_go_on_from_is_said_in_the_first_lines(finished, again, gone, said):
+    for path in (again / "out").glob(gone):
+        path.unlink()
+    done = run_job("train", again, *TINY)
+    first = done.stdout.split("images_per_s")[0]
+    assert all(words.format(again / "out") in first for words in said), done.stdout
+    assert_same_bits(final_state(again), final_state(finished[0]))
+
+
 def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
     run_job("train", tmp_path, *TINY, "--max_steps", 3)
     assert final_state(tmp_path)["position"]["consumed"] == 192

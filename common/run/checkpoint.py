@@ -3,8 +3,9 @@
     checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and a copy of the manifest
     checkpoints/000000012800.json    SHA-256, size, epoch, position in it, global batch, arguments, versions
 
-No manifest, no checkpoint. Both appear under their names by a rename of a flushed temporary file. The digest is checked
-before a byte is parsed, and only tensors and plain types are ever loaded (weights_only).
+No manifest, no checkpoint. Both are written whole under temporary names before the first of them gets its own, so where the
+number is saved again, at every moment one of the two checkpoints is there. The digest is checked before a byte is parsed, and
+only tensors and plain types are ever loaded (weights_only).
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common.errors import UserError, one_line
-from common.files import TEMPORARY, remove, write_atomically
+from common.files import TEMPORARY, give_name, remove, write_aside
 
 NAME = re.compile(r"(\d{12})\.json")
 
@@ -115,9 +116,10 @@ def write(folder: str, state: dict, about: dict) -> None:
     path = os.path.join(folder, f"{about['samples_seen']:012d}")
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    remove(f"{path}.json")  # of the same number: a manifest must not stand while its file is replaced
-    write_atomically(f"{path}.pt", content)
-    write_atomically(f"{path}.json", _encode_manifest(manifest))
+    write_aside(f"{path}.pt", content)
+    write_aside(f"{path}.json", _encode_manifest(manifest))
+    give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
+    give_name(f"{path}.json")
 
 
 def numbers(folder: str) -> list[int]:
@@ -135,19 +137,33 @@ def read(path: str) -> tuple[dict, dict]:
 
 def read_verified(path: str) -> tuple[dict, bytes]:
     """(manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
+    manifest_path = re.sub(r"\.pt$", "", path) + ".json"
     try:
-        encoded = Path(re.sub(r"\.pt$", "", path) + ".json").read_bytes()
-        manifest = json.loads(encoded)
-        if encoded != _encode_manifest(manifest):
-            raise ValueError("its manifest was changed")
         content = Path(path).read_bytes()
-        if len(content) != manifest["size"]:
-            raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
-        if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
-            raise ValueError("its bytes are not those that were written (SHA-256 differs)")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        try:
+            return _read_manifest(manifest_path, content), content
+        except _DAMAGE:
+            if not os.path.exists(manifest_path + TEMPORARY):
+                raise
+            return _read_manifest(manifest_path + TEMPORARY, content), content
+    except _DAMAGE as error:
         raise UserError(f"checkpoint {path} is damaged: {one_line(error)}") from None
-    return manifest, content
+
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+
+
+def _read_manifest(path, content):
+    """The manifest in `path`, if it is one of these bytes."""
+    encoded = Path(path).read_bytes()
+    manifest = json.loads(encoded)
+    if encoded != _encode_manifest(manifest):
+        raise ValueError("its manifest was changed")
+    if len(content) != manifest["size"]:
+        raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
+    if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
+        raise ValueError("its bytes are not those that were written (SHA-256 differs)")
+    return manifest
 
 
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
@@ -183,10 +199,29 @@ def delete(folder: str, number: int) -> None:
 
 
 def sweep(folder: str) -> None:
-    """Remove the unfinished files of a killed run. Only at the start, when no process is writing."""
+    """Complete the save that a kill has ended between its two names, and remove the other unfinished files.
+
+    Only at the start, when no process is writing.
+    """
     for name in os.listdir(folder):
         if name.endswith(TEMPORARY):
-            os.unlink(os.path.join(folder, name))
+            path = os.path.join(folder, name.removesuffix(TEMPORARY))
+            if _is_the_right_one(path):
+                give_name(path)
+            else:
+                os.unlink(path + TEMPORARY)
+
+
+def _is_the_right_one(path):
+    """Whether `path`, a manifest, does not describe its checkpoint, and the one beside it under the temporary name does."""
+
+    def describes(manifest):
+        try:
+            return bool(_read_manifest(manifest, Path(re.sub(r"json$", "pt", path)).read_bytes()))
+        except _DAMAGE:
+            return False
+
+    return bool(NAME.fullmatch(os.path.basename(path))) and describes(path + TEMPORARY) and not describes(path)
 
 
 def surplus(names: Iterable[str], keep: int, about: dict) -> list[str]:

@@ -329,8 +329,8 @@ class Run:
         def choose():
             output.make_folders(self.args)
             self._lock = output.lock(self.args.checkpoint_dir)
-            found = restore.choose(self.args, self._identity, self.say)
             checkpoint.sweep(self.args.checkpoint_dir)
+            found = restore.choose(self.args, self._identity, self.say)
             self._saver.start_publishing()
             return found
 

@@ -52,12 +52,17 @@ def lock(folder: str) -> int:
             return file  # a mounted store without locks
 
 
+def names(folder: str) -> list[str]:
+    """Those of the files in it, sorted; none where there is no such folder."""
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
 def delete_run(args: argparse.Namespace) -> None:
     """Remove what a run wrote to the folders, and nothing else."""
     folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
     folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
     for place, folder in folders.items():
-        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+        for name in names(folder):
             whole = name[: -len(TEMPORARY)] if name.endswith(TEMPORARY) else name
             if LEFT_BY_A_RUN.fullmatch(place + whole):
                 os.unlink(os.path.join(folder, name))

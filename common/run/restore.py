@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import io
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
@@ -179,6 +180,19 @@ def changes(then: dict, now: dict) -> list[str]:
 # --- The first lines of the log -----------------------------------------------------------------------------------------
 
 
+def _not_gone_on_from(args, found):
+    """What lies in the run's folders as if it were a checkpoint, and is none."""
+    files, weights = output.names(args.checkpoint_dir), output.names(args.output_dir)
+    for name in files:
+        manifest = name.replace(".pt", ".json")
+        if re.fullmatch(r"\d{12}\.pt", name) and manifest not in files:
+            yield f"warning: {name} in {args.checkpoint_dir} has no manifest ({manifest}), so it is no checkpoint"
+    weights = [name for name in weights if re.fullmatch(r"epoch_\d+\.pth", name)]
+    if weights and not found:
+        shown = ", ".join(weights[:3])
+        yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
+
+
 def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[tuple[int, int]]) -> Iterator[str]:
     """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from.
 
@@ -198,6 +212,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[t
         factor = global_batch / args.batch_size
         if not run.grouped and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+    yield from _not_gone_on_from(args, found)
     gpus = devices.count() if devices.is_gpu(run.device) else 0
     if run.world_size == 1 and gpus > 1 and not run.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them"
