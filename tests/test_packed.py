@@ -242,6 +242,13 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(root, whole, tmp_path
     assert all((path.stat().st_ino, path.stat().st_mtime_ns) == (old.st_ino, old.st_mtime_ns) for path, old in kept.items())
 
 
+def test_notes_that_are_nested_too_deeply_are_of_nothing(root, copied, whole):
+    for path in [*copied.glob(".train-*.json"), *copied.glob(".val-*.json")]:
+        path.write_text("[" * 200_000 + "]" * 200_000)
+    pack.pack(str(root), str(copied), settings())
+    assert contents(copied) == contents(whole)
+
+
 def test_a_second_start_makes_only_what_is_missing_or_has_changed(root, copied, whole, tmp_path, capsys):
     own = Path(shutil.copytree(root, tmp_path / "root"))
     shutil.copy2(copied / "train-000001.tar", tmp_path / "kept")

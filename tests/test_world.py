@@ -179,6 +179,7 @@ def test_volcano_with_two_tasks_goes_by_the_host_name():
         ({}, MPI, ["MASTER_ADDR"]),
         ({}, {**SAGEMAKER, "SM_CURRENT_HOST": "algo-7"}, ["algo-7", "SM_HOSTS"]),
         ({}, {"CLUSTER_SPEC": "{"}, ["CLUSTER_SPEC", "JSON"]),
+        ({}, {"CLUSTER_SPEC": "[" * 200_000}, ["CLUSTER_SPEC", "JSON"]),
         ({}, {**VERTEX, "RANK": "1", "WORLD_SIZE": "3"}, ["RANK is 1", "is 2"]),
     ],
 )

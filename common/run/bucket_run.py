@@ -71,7 +71,7 @@ def _refuse_another_history(place, theirs, ours, args):
 def _run_id(manifest):
     try:
         return json.loads(manifest).get("run")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
 
 

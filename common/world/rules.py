@@ -37,7 +37,7 @@ class Given:
     def json(self, name: str) -> Any:
         try:
             return json.loads(self.env[name])
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{name} is {self.env[name][:80]!r}: JSON was expected") from None
 
 

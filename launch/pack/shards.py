@@ -92,7 +92,7 @@ class Plan:
 
     def _note(self, shard: Shard) -> dict[str, Any]:
         """What was noted when the shard was whole; empty where it is not, or is another one."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(self.note_path(shard)) as file:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(self.note_path(shard)) as file:
             note = json.load(file)
             size = os.path.getsize(os.path.join(self.folder, shard.name))
             if (note["sources"], note["size"]) == (self.sources(shard), size):
