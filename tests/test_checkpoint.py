@@ -3,10 +3,13 @@
 import contextlib
 import errno
 import functools
+import hashlib
 import itertools
 import json
 import os
 import random
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -69,6 +72,48 @@ def test_a_swapped_file_is_detected(folder):
     assert checkpoint.newest(str(folder), lambda _: None)[1]["samples_seen"] == 100
 
 
+def test_both_files_of_one_checkpoint_under_another_number_are_refused(folder):
+    for suffix in (".pt", ".json"):
+        shutil.copy(folder / f"000000000200{suffix}", folder / f"000000000900{suffix}")
+    said = []
+    assert checkpoint.newest(str(folder), said.append)[1]["samples_seen"] == 300
+    assert len(said) == 1 and "000000000900.pt is damaged: it is that after 200 samples" in said[0]
+
+
+def nested(about):
+    return b"[" * 200_000 + b"]" * 200_000
+
+
+def no_archive(about):
+    return json.dumps({**about, "sha256": hashlib.sha256(b"junk").hexdigest(), "size": 4}, indent=1).encode()
+
+
+def a_list(about):
+    return b"[]"
+
+
+@pytest.mark.parametrize("manifest", [nested, no_archive, a_list])
+@pytest.mark.parametrize("ending", ["", ".unfinished"])
+def test_a_hostile_manifest_leads_to_the_checkpoint_before(folder, manifest, ending):
+    (folder / "000000000300.pt").write_bytes(b"junk")
+    (folder / f"000000000300.json{ending}").write_bytes(manifest(about(300)))
+    said = []
+    for _ in range(2):
+        assert checkpoint.newest(str(folder), said.append)[1]["samples_seen"] == 200
+        checkpoint.sweep(str(folder))
+    assert len(said) == 2 and all("000000000300.pt is " in line and "\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("value", [5, [], {"a": 1}, {"about": 1}, {"about": {"samples_seen": 300}}])
+def test_whole_files_of_another_form_are_damaged(folder, value):
+    content = bytes(checkpoint.encode(value))
+    (folder / "000000000300.pt").write_bytes(content)
+    manifest = {**about(300), "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    (folder / "000000000300.json").write_bytes(json.dumps(manifest, indent=1).encode())
+    said = []
+    assert checkpoint.newest(str(folder), said.append)[1]["samples_seen"] == 200 and len(said) == 1
+
+
 def test_half_a_save_is_no_checkpoint_and_is_swept(folder):
     (folder / "000000000400.pt").write_bytes(b"x")  # no manifest: the save did not get that far
     (folder / "000000000400.json.unfinished").write_bytes(b"{")
@@ -96,7 +141,7 @@ def test_nothing_but_tensors_and_plain_types_is_loaded(tmp_path):
     checkpoint.write(str(tmp_path), state(), about(1))
     content = checkpoint.encode({"model": Trap(), "about": about(1)})
     manifest = json.loads(path.with_suffix(".json").read_text())
-    manifest.update(size=len(content), sha256=__import__("hashlib").sha256(content).hexdigest())
+    manifest.update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
     path.with_suffix(".pt").write_bytes(content)
     path.with_suffix(".json").write_bytes(json.dumps(manifest, indent=1).encode())
     with pytest.raises(UserError, match="something other than tensors"):
@@ -156,13 +201,65 @@ def test_a_save_that_was_killed_before_its_manifest_had_its_name_is_completed(fo
 
 def test_the_last_and_the_best_are_kept(folder):
     for epoch in range(1, 12):
-        (folder / f"epoch_{epoch}.pth").write_bytes(b"")
+        checkpoint.write_weights(str(folder / f"epoch_{epoch}.pth"), {})
     checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 300, "best": {"samples_seen": 100, "epoch": 2}})
     assert checkpoint.numbers(str(folder)) == [100, 300]
-    assert {path.name for path in folder.glob("epoch_*")} == {"epoch_2.pth", "epoch_11.pth"}
+    assert {path.name for path in folder.glob("epoch_*")} == {
+        f"epoch_{epoch}.pth{suffix}" for epoch in (2, 11) for suffix in ("", ".sha256")
+    }
     checkpoint.write(str(folder), state(), about(200))  # the run went back behind a damaged 300
     checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 200, "best": None})
     assert checkpoint.numbers(str(folder)) == [200]
+
+
+# --- Weights -------------------------------------------------------------------------------------------------------------
+
+
+def flipped(content, position):
+    bad = bytearray(content)
+    bad[position // 8] ^= 1 << position % 8
+    return bytes(bad)
+
+
+@pytest.fixture
+def network(tmp_path):
+    """A network, and its weights as a run leaves them."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(20, 10)
+    checkpoint.write_weights(str(tmp_path / "epoch_3.pth"), network.state_dict())
+    return network
+
+
+@pytest.mark.parametrize("name", ["epoch_3.pth", "epoch_3.pth.sha256"])
+def test_300_flipped_bits_of_weights_or_of_their_digest_are_all_refused(network, tmp_path, name, capsys):
+    draw, victim = random.Random(1), tmp_path / name
+    good = victim.read_bytes()
+    for _ in range(300):
+        position = draw.randrange(len(good) * 8 if name.endswith("pth") else 64 * 8)
+        victim.write_bytes(flipped(good, position))
+        with pytest.raises(UserError, match=r"epoch_3\.pth is damaged: .*epoch_3\.pth\.sha256"):
+            checkpoint.load_weights(network, str(tmp_path / "epoch_3.pth"))
+    victim.write_bytes(good)
+    assert checkpoint.load_weights(network, str(tmp_path / "epoch_3.pth")) == [] and not capsys.readouterr().out
+
+
+def test_the_usual_program_checks_weights(network, tmp_path):
+    assert subprocess.run(["sha256sum", "-c", "epoch_3.pth.sha256"], cwd=tmp_path).returncode == 0
+
+
+def test_weights_of_others_are_loaded_and_the_log_says_that_nothing_vouches_for_them(network, tmp_path, capsys):
+    torch.save(network.state_dict(), path := tmp_path / "foreign.pth")
+    assert checkpoint.load_weights(network, str(path)) == []
+    assert capsys.readouterr().out == f"{path} is unverified: there is no {path}.sha256\n"
+
+
+def test_a_checkpoint_taken_for_its_weights_is_verified(network, tmp_path, capsys):
+    checkpoint.write(str(tmp_path), {"model": network.state_dict()}, about(7))
+    path = tmp_path / "000000000007.pt"
+    assert checkpoint.load_weights(network, str(path)) == [] and not capsys.readouterr().out
+    path.write_bytes(flipped(path.read_bytes(), 4000))
+    with pytest.raises(UserError, match="is damaged"):
+        checkpoint.load_weights(network, str(path))
 
 
 @pytest.mark.parametrize("key", ["module.conv.weight", "_orig_mod.conv.weight", "module._orig_mod.conv.weight", "conv.weight"])

@@ -114,7 +114,8 @@ def test_evaluation_alone_gives_the_numbers_of_the_training(trained, photographs
     assert f"accuracy={row['accuracy']:.4f}" in done.stdout
     weights = trained[0] / "out" / "epoch_3.pth"
     (tmp_path / "other").mkdir()
-    run_job("train_imagenet", tmp_path / "other", *options, "--weights", weights, "--nproc_per_node", 2)
+    done = run_job("train_imagenet", tmp_path / "other", *options, "--weights", weights, "--nproc_per_node", 2)
+    assert "unverified" not in done.stdout
     again = json.loads((tmp_path / "other" / "out" / "evaluation.json").read_text())
     assert again["accuracy"] == row["accuracy"] and again["loss"] == pytest.approx(
         row["loss"], rel=1e-6

@@ -46,7 +46,8 @@ def again(finished, tmp_path):
 def test_a_run_leaves_everything_it_promises(finished):
     folder, _printed = finished
     out = folder / "out"
-    names = {"checkpoints", "tensorboard", "metrics.jsonl", "curves.png", "report.txt", "epoch_1.pth", "epoch_2.pth"}
+    names = {"checkpoints", "tensorboard", "metrics.jsonl", "curves.png", "report.txt"}
+    names |= {f"epoch_{epoch}.pth{suffix}" for epoch in (1, 2) for suffix in ("", ".sha256")}
     assert {path.name for path in out.iterdir()} == names
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "report.txt").read_text()

@@ -20,10 +20,13 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from common import progress
 from common.errors import UserError, one_line
-from common.files import TEMPORARY, give_name, remove, write_aside
+from common.files import TEMPORARY, give_name, remove, write_aside, write_atomically
+from common.processes import collectives
 
 NAME = re.compile(r"(\d{12})\.json")
+DIGEST = ".sha256"  # the ending of the file beside a file of weights
 
 
 def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,9 +43,13 @@ def unwrapped(model: Any) -> torch.nn.Module:
 
 
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
-    """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit()."""
+    """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit().
+
+    A file that says what its bytes must be is verified; of others the log says that they are not.
+    """
+    content = _read_weights(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
         state = to_take_away(state) if "model" in state else plain_keys(state)
@@ -51,6 +58,31 @@ def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> 
     except Exception as error:  # a file of something else can raise anything
         raise UserError(f"{path} holds no weights: {one_line(error)[:200]}; give a .pth or .pt file of this network") from None
     return fit(network, state, path, new_head)
+
+
+def _read_weights(path):
+    try:
+        if NAME.fullmatch(os.path.basename(manifest := re.sub(r"\.pt$", ".json", path))) and os.path.exists(manifest):
+            return read_verified(path)[1]
+        content = Path(path).read_bytes()
+        if not os.path.exists(path + DIGEST):
+            if collectives.rank_and_size()[0] == 0:
+                progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
+            return content
+        expected = Path(path + DIGEST).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; give a .pth or .pt file of this network") from None
+    if expected.split()[:1] != [hashlib.sha256(content).hexdigest().encode()]:
+        raise UserError(f"{path} is damaged: its bytes are not those that {path}{DIGEST} names; take another copy of both")
+    return content
+
+
+def write_weights(path: str, weights: dict) -> None:
+    """The file of an epoch's weights, and beside it its digest, which the program sha256sum checks too."""
+    content = encode(weights)
+    remove(path + DIGEST)  # that of the weights that are replaced
+    write_atomically(path, content)
+    write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())
 
 
 def to_take_away(state: dict) -> dict[str, torch.Tensor]:
@@ -150,7 +182,7 @@ def read_verified(path: str) -> tuple[dict, bytes]:
         raise UserError(f"checkpoint {path} is damaged: {one_line(error)}") from None
 
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def _read_manifest(path, content):
@@ -163,6 +195,9 @@ def _read_manifest(path, content):
         raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
     if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
         raise ValueError("its bytes are not those that were written (SHA-256 differs)")
+    number = re.match(r"\d{12}(?=\.json)", os.path.basename(path))
+    if number and int(number[0]) != manifest["samples_seen"]:
+        raise ValueError(f"it is that after {manifest['samples_seen']} samples")
     return manifest
 
 
@@ -172,8 +207,10 @@ def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"checkpoint {path} is refused: it holds something other than tensors and plain values") from None
-    about = state.pop("about")
-    if {**about, "sha256": manifest["sha256"], "size": manifest["size"]} != manifest:
+    except Exception as error:  # a whole file of something else can raise anything
+        raise UserError(f"checkpoint {path} is damaged: it is no archive of torch: {one_line(error)[:200]}") from None
+    about = state.pop("about", None) if isinstance(state, dict) else None
+    if not isinstance(about, dict) or {**about, "sha256": manifest["sha256"], "size": manifest["size"]} != manifest:
         raise UserError(f"checkpoint {path} is damaged: its manifest was changed")
     return state, about
 
@@ -235,8 +272,9 @@ def surplus(names: Iterable[str], keep: int, about: dict) -> list[str]:
     numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")}
     old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
-    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth", name))]
-    old_weights = [name for epoch, name in sorted(weights)[:-keep] if epoch != best.get("epoch")]
+    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth(\.sha256)?", name))]
+    kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}
+    old_weights = [name for epoch, name in sorted(weights) if epoch not in kept_epochs]
     return sorted(old) + old_weights  # each manifest before its file: no manifest, no checkpoint
 
 

@@ -8,7 +8,6 @@ from typing import Any, Callable, Optional
 
 from common import moments
 from common.errors import TrainingFailed, UserError, one_line
-from common.files import write_atomically
 from common.run import checkpoint, output
 from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
@@ -79,7 +78,7 @@ class Saver:
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
             path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
-            write_atomically(path, checkpoint.encode(checkpoint.to_take_away(state)))
+            checkpoint.write_weights(path, checkpoint.to_take_away(state))
         checkpoint.write(self._folder, state, about)
         checkpoint.prune(self._folder, self._output_dir, self._keep, about)
         if self._publisher:
