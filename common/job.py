@@ -9,7 +9,7 @@ import sys
 import traceback
 from typing import Callable
 
-from common import heartbeat, moments
+from common import heartbeat, moments, streams
 from common.errors import TrainingFailed, UserError, is_victim, one_line, show
 from common.secrets import mask
 
@@ -24,6 +24,7 @@ class _CallTheDoctor:
 
 def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main` and leave with its exit code."""
+    streams.never_fail()
     moments.listen(_CallTheDoctor())
     try:
         _announcing_failure(main)
@@ -34,9 +35,6 @@ def run_job(main: Callable[[], None]) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before there was anything to save
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone (`... | head`), so no message can be printed
-        sys.stderr.close()
-        sys.exit(1)
     except Exception as error:
         text = f"{type(error).__name__}: {one_line(error)[:300]}"
         if not heartbeat.has_parent() or not is_victim(error):

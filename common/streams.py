@@ -1,0 +1,34 @@
+"""The output of a job never fails: it trains on when its reader has gone, or when the disk of its log is full."""
+
+import contextlib
+import io
+import os
+import sys
+
+
+class _Unfailing(io.FileIO):
+    """A file in which what cannot be written is dropped."""
+
+    def write(self, content):
+        try:
+            return super().write(content) or len(content)
+        except OSError:
+            return len(content)
+
+
+def never_fail() -> None:
+    """Replace this process's output and errors, unless somebody else did. A name that is no UTF-8 can be printed, too."""
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the number of a closed stream
+        pass
+    os.close(unused)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # its number may belong to another file by now
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        file, by_line = io.BufferedWriter(_Unfailing(number, "w", closefd=False)), stream.line_buffering or stream.write_through
+        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line))

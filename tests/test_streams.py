@@ -1,0 +1,71 @@
+"""A job whose output nobody takes trains on: its reader has gone, the disk of its log is full, or there is no output at all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common import streams
+from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state
+
+FULL = "/dev/full"  # every write to it fails as on a full disk
+
+
+def run_into(redirection, folder, job, *options):
+    """The job with its output where the shell puts it; what it says on the other stream is in `errors`."""
+    words = [*command(job, *TINY, *options, "--output_dir", folder / "out")]
+    script = f'"$@" {redirection}'
+    with open(folder / "errors", "w") as errors:
+        done = subprocess.run(["sh", "-c", script, "sh", *words], cwd=folder, env=environment(), stderr=errors, timeout=240)
+    return done.returncode, (folder / "errors").read_text()
+
+
+@pytest.mark.parametrize("redirection", [f"> {FULL}", ">&-", "| head -n 1 >&2", f"> {FULL} 2> {FULL}", ">&- 2>&- <&-"])
+def test_a_run_whose_output_cannot_be_written_ends_with_the_same_bits(finished, tmp_path, redirection):
+    code, errors = run_into(redirection, tmp_path, "train")
+    assert code == 0 and "Traceback" not in errors and "Exception ignored" not in errors, errors
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+@pytest.mark.parametrize("redirection", [f"> {FULL}", ">&- 2>&- <&-"])
+def test_so_do_two_ranks_and_their_parent(two_ranks, tmp_path, redirection):
+    code, errors = run_into(redirection, tmp_path, "train_ddp", "--nproc_per_node", 2)
+    assert code == 0 and "Traceback" not in errors and "Exception ignored" not in errors, errors
+    assert (tmp_path / "out" / "epoch_2.pth").exists()
+
+
+def test_an_error_has_its_exit_code_where_it_cannot_be_said(tmp_path):
+    assert run_into(f"> {FULL} 2> {FULL}", tmp_path, "train", "--ephocs", 3)[0] == 2
+    assert run_into(f"> {FULL} 2> {FULL}", tmp_path, "train", "--data_url", "/none", "--custom_data", "false")[0] == 2
+
+
+def test_what_fits_is_printed_in_order_and_any_name_can_be(tmp_path):
+    """In a process of its own, whose output becomes unwritable in the middle and writable again."""
+    script = """
+import os, sys
+from common import streams
+streams.never_fail()
+print("one")
+print("no UTF-8:", os.fsdecode(b"a\\xff"), flush=True)
+kept = os.dup(1)
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+print("lost" * 10_000, flush=True)
+os.dup2(kept, 1)
+print("two")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one\nno UTF-8: a\\udcff\ntwo\n", "")
+
+
+def test_streams_that_others_have_replaced_are_left_alone(capsys):
+    streams.never_fail()
+    print("seen")
+    assert capsys.readouterr().out == "seen\n"
+
+
+def test_a_file_of_the_run_never_takes_the_place_of_a_closed_stream(tmp_path):
+    script = "import os; from common import streams; streams.never_fail(); print(os.open('x', os.O_CREAT | os.O_WRONLY), file=open('y', 'w'))"
+    env = environment(PYTHONPATH=str(ROOT))
+    subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$1" >&- 2>&- <&-', "sh", script], cwd=tmp_path, env=env, check=True)
+    assert int((tmp_path / "y").read_text()) > 2 and os.path.getsize(tmp_path / "x") == 0
