@@ -58,6 +58,7 @@ def number(
 
 
 COUNT = number(int, at_least=1)
+WORKERS = number(int, at_least=1, below=1025)
 POSITIVE = number(float, above=0)
 
 

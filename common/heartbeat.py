@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any, Optional
 
@@ -69,5 +70,8 @@ def has_parent() -> bool:
 def report_fault(text: str, code: int, victim: bool) -> None:
     """Tell the parent why this worker fails; `victim`: only because another one failed."""
     prefix = os.environ[FILES]
-    Path(f"{prefix}.writing").write_text(json.dumps({"text": text, "code": code, "victim": victim}))
-    os.replace(f"{prefix}.writing", f"{prefix}.fault")
+    try:
+        Path(f"{prefix}.writing").write_text(json.dumps({"text": text, "code": code, "victim": victim}))
+        os.replace(f"{prefix}.writing", f"{prefix}.fault")
+    except OSError:  # the disk is full
+        print(f"error: {text}", file=sys.stderr, flush=True)

@@ -4,14 +4,17 @@ With --doctor true the doctor listens to the moments of the job, from when its a
 """
 
 import argparse
+import errno
 import os
 import sys
 import traceback
-from typing import Callable
+from typing import Callable, NoReturn, Optional
 
 from common import heartbeat, moments, streams
 from common.errors import TrainingFailed, UserError, is_victim, one_line, show
 from common.secrets import mask
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 
 
 class _CallTheDoctor:
@@ -28,21 +31,34 @@ def run_job(main: Callable[[], None]) -> None:
     moments.listen(_CallTheDoctor())
     try:
         _announcing_failure(main)
-    except (UserError, TrainingFailed) as error:
+    except Exception as given:
+        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given)
+        if error is None:
+            _end_with_a_traceback(given)
         if heartbeat.has_parent():  # the parent prints it once for all ranks
             _leave(one_line(error), error.exit_code)
         show(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before there was anything to save
         sys.exit(130)
-    except Exception as error:
-        text = f"{type(error).__name__}: {one_line(error)[:300]}"
-        if not heartbeat.has_parent() or not is_victim(error):
-            print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
-        if heartbeat.has_parent():
-            _leave(text, 1, is_victim(error))
-        show(text)
-        sys.exit(1)
+
+
+def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
+    """The line for a file that could not be written or read although nothing is wrong with the job; or None."""
+    if isinstance(error, OSError) and error.errno in DISK:
+        path = error.filename or "a file of this job"
+        return TrainingFailed(f"{path}: {error.strerror}; mend that and start again: the run goes on from its last checkpoint")
+    return None
+
+
+def _end_with_a_traceback(error: Exception) -> NoReturn:
+    text = f"{type(error).__name__}: {one_line(error)[:300]}"
+    if not heartbeat.has_parent() or not is_victim(error):
+        print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+    if heartbeat.has_parent():
+        _leave(text, 1, is_victim(error))
+    show(text)
+    sys.exit(1)
 
 
 def _announcing_failure(main):
@@ -53,7 +69,7 @@ def _announcing_failure(main):
         raise
 
 
-def _leave(text, code, victim=False):
+def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
     """End the process without the collectives of a broken group, which would abort it or hang."""
     heartbeat.report_fault(text, code, victim)
     sys.stdout.flush()

@@ -107,6 +107,6 @@ def _of(done: int, total: Optional[int]) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line without secrets, above a bar if there is one."""
-    tqdm.write(mask(text), file=sys.stdout)
+    """Print a line without secrets, above a bar if there is one. A name in it cannot make it two."""
+    tqdm.write(one_line(text), file=sys.stdout)
     sys.stdout.flush()

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 
-from common import arguments, devices, moments, storage
+from common import arguments, devices, moments, progress, storage
 from common.errors import UserError, one_line
 from common.processes.barrier import on_every_rank
 from common.world.folders import is_address
@@ -105,7 +105,7 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
     _compare_classes(*splits)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for files in splits:
-            print(files.describe(), flush=True)
+            progress.say(files.describe())
     train, val = (spread(files, limit) for files in splits)
     if args.data_backend.endswith("kspeed"):
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))

@@ -275,7 +275,7 @@ def test_a_snapshot_is_safe_from_the_next_step():
 
 
 def test_a_failed_save_is_raised_at_the_next_call():
-    writer = Writer()
+    writer = Writer(lambda: "no checkpoint yet")
     writer.submit(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(TrainingFailed, match="No space left"):
         writer.wait()

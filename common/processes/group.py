@@ -38,7 +38,7 @@ OWN_OPTIONS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("several processes").add_argument
     restarts = arguments.number(int, at_least=0)
-    add("--nproc_per_node", type=arguments.COUNT, help="workers on this node; unset: one per GPU, one on CPU")
+    add("--nproc_per_node", type=arguments.WORKERS, help="workers on this node; unset: one per GPU, one on CPU")
     add("--max_restarts", type=restarts, default=0, help="restarts in place after a worker has died")
     add("--join_seconds", type=arguments.POSITIVE, default=900.0, help="how long the nodes wait for each other")
     parser.set_defaults(collective_seconds=TIMEOUT.total_seconds())

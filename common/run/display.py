@@ -9,14 +9,15 @@ import json
 import os
 import shutil
 import sys
-from typing import Any
+from typing import Optional
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from common import progress
-from common.files import write_atomically
+from common.run import events
+from common.run.spare import Spare
 from common.run.timing import Window
 
 
@@ -27,7 +28,8 @@ class Display:
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
         self._writes = writes  # files; a trial leaves none
         self._bar = None
-        self._events: Any = None  # TensorBoard's writer, once there is something to write
+        self._events: Optional[str] = None  # TensorBoard's file, once there is something to write
+        self._spare = Spare(self.say)
         self._window = Window()
 
     def say(self, text: str) -> None:
@@ -73,35 +75,29 @@ class Display:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if not self._writes:
             return
+        self._add_events(step, *(events.scalar(step, name, value) for name, value in values.items()))
+
+    def _add_events(self, step, *records):
         if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
+            self._events = os.path.join(self._tensorboard_dir, events.file_name())
+            records = (events.beginning(step), *records)
+        self._spare.append(self._events, b"".join(records))
 
-            self._events = SummaryWriter(self._tensorboard_dir, purge_step=step)
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
-
-    def rewrite_metrics(self, history: list[dict]) -> None:
-        """After a restart: the file holds the epochs of the checkpoint, and none that will be trained again."""
+    def metrics(self, history: list[dict]) -> None:
+        """metrics.jsonl: the epochs of the checkpoint and those since, none that will be trained again after a restart."""
         path = os.path.join(self.output_dir, "metrics.jsonl")
         if self._writes and (history or os.path.exists(path)):
-            write_atomically(path, b"".join(_json_line(row) for row in history))
-
-    def metrics(self, row: dict) -> None:
-        if self._writes:
-            with open(os.path.join(self.output_dir, "metrics.jsonl"), "ab") as file:
-                file.write(_json_line(row))
+            self._spare.write(path, b"".join(json.dumps(row).encode() + b"\n" for row in history))
 
     def picture(self, name: str, pixels: torch.Tensor, step: int) -> None:
         if not self._writes:
             return
         from matplotlib.image import imsave
 
-        self.scalars(step, {})
-        self._events.add_image(name, pixels, step)
+        self._add_events(step, events.image(step, name, pixels))
         encoded = io.BytesIO()
         imsave(encoded, pixels.permute(1, 2, 0).numpy(), format="png")
-        os.makedirs(os.path.join(self.output_dir, "examples"), exist_ok=True)
-        write_atomically(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
+        self._spare.write(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
 
     def curves(self, history: list[dict]) -> None:
         """curves.png: the loss and the metrics of each epoch, one panel each."""
@@ -117,7 +113,7 @@ class Display:
             axes.grid(alpha=0.3)
         picture = io.BytesIO()
         figure.savefig(picture, dpi=100)
-        write_atomically(os.path.join(self.output_dir, "curves.png"), picture.getvalue())
+        self._spare.write(os.path.join(self.output_dir, "curves.png"), picture.getvalue())
 
     def report(self, confusion: torch.Tensor, classes: list[str]) -> None:
         """report.txt: precision and recall of every class and the confusion matrix, from counts[true, predicted]."""
@@ -133,13 +129,8 @@ class Display:
         counts = [" ".join(f"{count:5d}" for count in row) for row in confusion.tolist()]
         rows = [f"{name[:12]:>12} {row}" for name, row in zip(classes, counts)]
         text = "\n".join([str(table), title, "", header, *rows, ""])
-        write_atomically(os.path.join(self.output_dir, "report.txt"), text.encode())
+        self._spare.write(os.path.join(self.output_dir, "report.txt"), text.encode())
 
     def close(self) -> None:
         self.end_epoch()
-        if self._events:
-            self._events.close()
-
-
-def _json_line(row):
-    return json.dumps(row).encode() + b"\n"
+        self._spare.retry()

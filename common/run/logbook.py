@@ -98,12 +98,13 @@ class Run:
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
         keeps_ledger = self.args.ledger and not self.trial
-        self._ledger = output.Ledger(self.args.output_dir, self.rank, keeps_ledger, self.epoch, self.consumed)
-        self._attempt = output.Attempt(self.args.checkpoint_dir, active=self._writes)
+        self._ledger = output.Ledger(self.args.output_dir, self.rank, keeps_ledger, self._saver.last_good)
+        self._ledger.start(self.epoch, self.consumed)
+        self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=self._writes)
         if not self.trial:
             for line in restore.first_lines(self, found, self._attempt.died_twice_in):
                 self.say(line)
-            self._display.rewrite_metrics(self.history)
+            self._display.metrics(self.history)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
         self._busy = False
@@ -251,7 +252,7 @@ class Run:
         row = {"epoch": self.epoch, "steps": self.total_steps, "samples": self.samples_seen}
         row = {**row, "train_loss": self._losses.close_epoch(), **metrics}
         self.history.append(row)
-        self._display.metrics(row)
+        self._display.metrics(self.history)
         score = metrics.get(self._best_by)
         if score is not None and (self.best is None or score > self.best[self._best_by]):
             self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, self._best_by: score}

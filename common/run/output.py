@@ -8,12 +8,13 @@ import os
 import re
 import struct
 import time
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY, write_atomically
+from common.run.spare import append
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
@@ -33,12 +34,19 @@ def make_folders(args: argparse.Namespace) -> None:
             write_atomically(probe, b"")
             os.unlink(probe)
         except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir") from None
+            raise _not_writable(folder, error) from None
+
+
+def _not_writable(folder, error):
+    return UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
 def lock(folder: str) -> int:
     """Lock the run's folder, so that two runs never write into one; the lock ends with this process, however that ends."""
-    file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -69,34 +77,52 @@ def delete_run(args: argparse.Namespace) -> None:
 
 
 class Attempt:
-    """A file that tells, however a start ended, which step was being taken, and whether the start before died in the same."""
+    """A file that tells, however a start ended, which step was being taken, and whether the start before died in the same.
+
+    A run can do without it: where it cannot be written, a warning says so, once.
+    """
 
     # epoch and consumed of the step that is being taken (-1: none), and of the step that the last start died in
     _FORM = struct.Struct("<4q")
 
-    def __init__(self, folder: str, active: bool):
+    def __init__(self, folder: str, say: Callable[[str], None], active: bool):
         self.died_twice_in = self._file = None
+        self._say, self._warned = say, False
         if not active:
             return
         self._path = os.path.join(folder, ".attempt")
         last = (-1, -1, -1, -1)
-        with contextlib.suppress(FileNotFoundError, struct.error), open(self._path, "rb") as file:
-            last = self._FORM.unpack(file.read())
+        with contextlib.suppress(OSError, struct.error), open(self._path, "rb", buffering=0) as file:
+            last = self._FORM.unpack(file.read(self._FORM.size))
         died_in, before = last[:2], last[2:]
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
         self._died_in = died_in if died_in[0] >= 0 else before
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        with self._spare():
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         self.set(-1, -1)
 
     def set(self, epoch: int, consumed: int) -> None:
         if self._file is not None:
-            os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
+            with self._spare():
+                os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def done(self) -> None:
         """The run ends as it should: the file goes."""
         if self._file is not None:
-            os.close(self._file)
-            os.unlink(self._path)
+            with self._spare():
+                os.close(self._file)
+                os.unlink(self._path)
+
+    @contextlib.contextmanager
+    def _spare(self):
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._say(
+                    f"warning: {self._path} cannot be written: {error.strerror}; a step that kills the job may go unnoticed"
+                )
+            self._warned = True
 
 
 class Ledger:
@@ -107,12 +133,17 @@ class Ledger:
     tests/check_ledger.py adds them up.
     """
 
-    def __init__(self, output_dir: str, rank: int, active: bool, epoch: int, consumed: int):
+    def __init__(self, output_dir: str, rank: int, active: bool, last_good: Callable[[], str]):
         self._file: Any = None
+        self._last_good = last_good
         if active:
             folder = os.path.join(output_dir, "ledger")
             os.makedirs(folder, exist_ok=True)
-            self._file = open(os.path.join(folder, f"rank_{rank}.jsonl"), "ab", buffering=0)  # noqa: SIM115 (for the whole run)
+            self._file = open(os.path.join(folder, f"rank_{rank}.jsonl"), "a+b", buffering=0)  # noqa: SIM115 (for the whole run)
+            _drop_half_a_line(self._file)
+
+    def start(self, epoch: int, consumed: int) -> None:
+        if self._file:
             self._write({"start": [epoch, consumed]})
 
     def step(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
@@ -120,4 +151,15 @@ class Ledger:
             self._write({"step": [epoch, consumed], "ids": ids.tolist()})
 
     def _write(self, line):
-        self._file.write(json.dumps({**line, "t": time.time()}).encode() + b"\n")
+        try:
+            append(self._file, json.dumps({**line, "t": time.time()}).encode() + b"\n")
+        except OSError as error:  # without this line it would be untrue
+            raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
+
+
+def _drop_half_a_line(file):
+    """The last one, which a lost machine may have cut off: the next one would be appended to it."""
+    end = file.seek(0, os.SEEK_END)
+    if end and file.seek(end - 1) and file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.readall().rfind(b"\n") + 1)

@@ -13,9 +13,13 @@ from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_P
 
 
 class Writer:
-    """Runs one function at a time in the background, in the order of the calls; an error is raised at the next call."""
+    """Runs one function at a time in the background, in the order of the calls; an error is raised at the next call.
 
-    def __init__(self):
+    `last_good()`: what is left where a file cannot be written.
+    """
+
+    def __init__(self, last_good: Callable[[], str]):
+        self._last_good = last_good
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._pending: Optional[concurrent.futures.Future] = None
 
@@ -28,7 +32,7 @@ class Writer:
             if self._pending:
                 self._pending.result()
         except OSError as error:
-            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; earlier ones are intact") from None
+            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self._last_good()}") from None
         finally:
             self._pending = None
 
@@ -37,7 +41,7 @@ class Saver:
     def __init__(self, args: argparse.Namespace, say: Callable):
         self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
         self._url, self._say = args.output_url, say
-        self._writer = Writer()
+        self._writer = Writer(self.last_good)
         self._publisher: Any = None  # where the output goes to a bucket
 
     def start_publishing(self) -> None:
@@ -80,6 +84,9 @@ class Saver:
             path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
             checkpoint.write_weights(path, checkpoint.to_take_away(state))
         checkpoint.write(self._folder, state, about)
-        checkpoint.prune(self._folder, self._output_dir, self._keep, about)
+        try:
+            checkpoint.prune(self._folder, self._output_dir, self._keep, about)
+        except OSError as error:
+            self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
         if self._publisher:
             self._publisher.saved(lambda names: checkpoint.surplus(names, self._keep, about))

@@ -129,9 +129,12 @@ class Trace:
         devices.synchronize(self._device)
         wall, recorder = time.monotonic() - self._began, self._recorder
         self._stop()
-        recorder.export_chrome_trace(self._path)
-        self._over = True
-        self._say(f"profile: {TRACED} steps in {wall:.2f} s, trace in {self._path}")
+        self._over, place = True, f"trace in {self._path}"
+        try:
+            recorder.export_chrome_trace(self._path)
+        except OSError as error:
+            place = f"no trace: {self._path} cannot be written: {error.strerror}"
+        self._say(f"profile: {TRACED} steps in {wall:.2f} s, {place}")
         for line in summary(recorder.key_averages(), wall, self._waited):
             self._say(line)
 

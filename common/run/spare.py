@@ -1,0 +1,57 @@
+"""Files that a run can do without: where one cannot be written, a warning says so, it is tried again, and the run goes on."""
+
+import contextlib
+import io
+import os
+from typing import Callable, Union
+
+from common.files import write_atomically
+
+
+class Spare:
+    """What could not be written is kept, and tried again with the next file and at the end."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._warned = say, set()
+        self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
+
+    def write(self, path: str, content: bytes) -> None:
+        self._owed[path] = content, False
+        self.retry()
+
+    def append(self, path: str, content: bytes) -> None:
+        self._owed[path] = bytes(self._owed.get(path, (b"", True))[0]) + content, True
+        self.retry()
+
+    def retry(self) -> None:
+        for path, (content, appended) in list(self._owed.items()):
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                if appended:
+                    with open(path, "ab", buffering=0) as file:
+                        append(file, content)
+                else:
+                    write_atomically(path, content)
+            except OSError as error:
+                if path not in self._warned:
+                    self._say(
+                        f"warning: {path} cannot be written: {error.strerror or error}; the run goes on and tries it again"
+                    )
+                self._warned.add(path)
+                continue
+            del self._owed[path]
+            if path in self._warned:
+                self._warned.remove(path)
+                self._say(f"{path} is written again")
+
+
+def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
+    """Append all of it, or nothing where that fails."""
+    size, left = file.seek(0, os.SEEK_END), memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise

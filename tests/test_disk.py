@@ -1,0 +1,114 @@
+"""A disk that is full or fails: a run goes on without what it can do without, and ends in one line where it cannot."""
+
+import errno
+import json
+import os
+import struct
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common import heartbeat, job
+from common.run import events
+from common.run.display import Display
+from common.run.output import Ledger
+from tests.check_ledger import steps_that_count
+from tests.jobs import TINY, assert_same_bits, final_state, run_job
+
+FULL = "/dev/full"  # every write to it fails as on a full disk
+
+
+def full_once(path):
+    """The next file of this name cannot be written; the one after it can, because the temporary name is free again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(f"{path.name}.unfinished").symlink_to(FULL)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png", "report.txt"])
+def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finished, tmp_path, name):
+    full_once(tmp_path / "out" / name)
+    done = run_job("train", tmp_path, *TINY)
+    said = [line for line in done.stdout.splitlines() if name in line and not line.startswith("done")]
+    path = tmp_path / "out" / name
+    warning = f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again"
+    assert said == [warning, f"{path} is written again"] and not done.stderr
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+    assert path.stat().st_size
+
+
+def test_a_run_goes_on_without_its_note_of_the_step(finished, tmp_path):
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / ".attempt").symlink_to(FULL)
+    done = run_job("train", tmp_path, *TINY)
+    assert (
+        done.stdout.count(".attempt cannot be written: No space left on device; a step that kills the job may go unnoticed")
+        == 1
+    )
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_numbers_that_no_run_has_written_name_no_step(tmp_path):
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / ".attempt").write_bytes(struct.pack("<4q", 2**62, 2**62, 2**62, 2**62))
+    assert "done: " in run_job("train", tmp_path, *TINY, "--max_steps", 1).stdout
+
+
+def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tensorboard").mkdir()
+    monkeypatch.setattr(events, "file_name", lambda: "events.out.tfevents.1.host")
+    (path := tmp_path / "tensorboard" / "events.out.tfevents.1.host").symlink_to(FULL)
+    display = Display(str(tmp_path), str(tmp_path / "tensorboard"), active=True, writes=True)
+    for step in (1, 2):
+        display.scalars(step, {"test/accuracy": step / 10, "train/loss": 1.0})
+    path.unlink()
+    display.scalars(3, {"test/accuracy": 0.3})
+    display.close()
+    assert capsys.readouterr().out.splitlines() == [
+        f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again",
+        f"{path} is written again",
+    ]
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, round(event.value, 4)) for event in read.Scalars("test/accuracy")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_weights_that_cannot_be_written_end_the_run_in_one_line_with_the_last_good_checkpoint(finished, tmp_path):
+    full_once(tmp_path / "out" / "epoch_2.pth")
+    done = run_job("train", tmp_path, *TINY, check=1)
+    last = f"last checkpoint {tmp_path}/out/checkpoints/000000000256.pt"
+    assert done.stderr == f"error: a checkpoint could not be written: [Errno 28] No space left on device; {last}\n"
+    assert "going on from" in run_job("train", tmp_path, *TINY).stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_run_in_one_line(tmp_path):
+    (tmp_path / "out" / "ledger").mkdir(parents=True)
+    (tmp_path / "out" / "ledger" / "rank_0.jsonl").symlink_to(FULL)
+    done = run_job("train", tmp_path, *TINY, "--ledger", "true", check=1)
+    assert done.stderr == "error: the ledger cannot be written: No space left on device; no checkpoint yet\n"
+
+
+def test_half_a_line_of_a_ledger_is_dropped(tmp_path):
+    for _ in range(2):
+        with open(tmp_path / "rank_0.jsonl", "ab") as file:
+            file.write(b'{"step": [0, 0], "ids": [1, 2')
+        (tmp_path / "ledger").mkdir(exist_ok=True)
+        os.replace(tmp_path / "rank_0.jsonl", tmp_path / "ledger" / "rank_0.jsonl")
+        Ledger(str(tmp_path), 0, True, lambda: "no checkpoint yet").start(0, 0)
+        (tmp_path / "rank_0.jsonl").write_bytes((tmp_path / "ledger" / "rank_0.jsonl").read_bytes())
+    lines = [json.loads(line) for line in (tmp_path / "ledger" / "rank_0.jsonl").open()]
+    assert [line["start"] for line in lines] == [[0, 0], [0, 0]] and steps_that_count([tmp_path]) == {}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE])
+def test_any_other_file_is_one_line_too(number, capsys, monkeypatch):
+    monkeypatch.delenv(heartbeat.FILES, raising=False)
+
+    def main():
+        raise OSError(number, os.strerror(number), "/data/x")
+
+    with pytest.raises(SystemExit) as ended:
+        job.run_job(main)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"error: /data/x: {os.strerror(number)}; mend that and start again: the run goes on from its last checkpoint\n"
+    )
