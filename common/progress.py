@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from common.errors import one_line
 from common.files import MIB
-from common.secrets import mask
 
 LINE_SECONDS = 10  # between two lines in a log
 TELL_SECONDS = 1  # between two calls of `tell`

@@ -29,6 +29,7 @@ from common.files import write_atomically
 from common.job import run_job
 from common.models import Average
 from common.processes import group, norms
+from common.progress import say
 from common.run import Run, Scaler, Scores, checkpoint, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
@@ -182,7 +183,7 @@ def build(args, num_classes):
     if args.weights:
         anew = checkpoint.load_weights(network, args.weights, new_head=not args.evaluate)
         if anew and distributed.get_rank() == 0:
-            print(f"{args.weights} is for other classes: {' and '.join(anew)} begin anew", flush=True)
+            say(f"{args.weights} is for other classes: {' and '.join(anew)} begin anew")
     return network
 
 
@@ -230,7 +231,7 @@ def evaluate_alone(args, network, loader, classes, autocast):
     metrics, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
         row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics, **latency}
-        print(" ".join(f"{name}={value:.4f}" for name, value in {**metrics, **latency}.items()), f"of {row['weights']}")
+        say(" ".join(f"{name}={value:.4f}" for name, value in {**metrics, **latency}.items()) + f" of {row['weights']}")
         os.makedirs(args.output_dir, exist_ok=True)
         write_atomically(os.path.join(args.output_dir, "evaluation.json"), json.dumps(row).encode())
     group.finished()

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from typing import Any, Callable
 
+from common.arguments import WORKERS
 from common.errors import TrainingFailed, UserError, one_line
 from common.progress import Progress
 from datasets.kspeed import NOT_STORED, STORED, TOO_LARGE, SampleCache, name_of, samples
@@ -107,10 +108,10 @@ def main(argv: list[str]) -> int:
         sub.add_argument("root", nargs=optional, metavar="ROOT", help="a folder with train and val in it, or with images")
         sub.add_argument("--iplist", help="the servers, HOST:PORT,HOST:PORT; unset: those of KSPEED_IPLIST")
         sub.add_argument("--user", help="for servers with a login, whose password is in KSPEED_PASSWORD; unset: no login")
-        sub.add_argument("--threads", type=int, default=samples.THREADS, help=f"images at a time (default: {samples.THREADS})")
+        sub.add_argument(
+            "--threads", type=WORKERS, default=samples.THREADS, help=f"images at a time (default: {samples.THREADS})"
+        )
     options = parser.parse_args(argv)
-    if options.threads < 1:
-        parser.error(f"--threads is {options.threads}: give 1 or more")
     return exit_code(lambda: run(options))
 
 

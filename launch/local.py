@@ -139,8 +139,8 @@ def kill_spec(text: str) -> tuple[int, float]:
 def main(argv: list[str]) -> int:
     parser = new_parser("local", __doc__)
     parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    parser.add_argument("--nodes", type=arguments.COUNT, default=1, help="how many nodes to start (default: 1)")
-    parser.add_argument("--procs", type=arguments.COUNT, help="workers of each node; unset: one per GPU, or one on a CPU")
+    parser.add_argument("--nodes", type=arguments.WORKERS, default=1, help="how many nodes to start (default: 1)")
+    parser.add_argument("--procs", type=arguments.WORKERS, help="workers of each node; unset: one per GPU, or one on a CPU")
     whose = "whose arguments or environment the nodes get (default: modelarts)"
     parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=whose)
     when = "kill a node so many seconds after the first start; may be given again"

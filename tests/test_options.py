@@ -65,6 +65,17 @@ def test_an_error_is_one_line_and_an_exit_code(error, code, said, capsys):
     assert capsys.readouterr() == ("", said)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["local", "--nodes", "999999"], ["local", "--procs", "-1"], ["kspeed", "load", "--threads", "999999"]],
+    ids=" ".join,
+)
+def test_numbers_that_no_machine_can_have_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"launch.{words[0]}").main([*words[1:], "jobs/train.py"])
+    assert ended.value.code == 2 and "is not a whole number at least 1 and below 1025" in capsys.readouterr().err
+
+
 def test_a_programming_error_and_a_closed_pipe_are_raised():
     for error in (BrokenPipeError, TypeError):
         with pytest.raises(error):

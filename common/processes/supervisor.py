@@ -21,7 +21,6 @@ from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, sho
 from common.processes import channel, network
 from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS
 from common.processes.worker import STOP, Worker, cause, stalled
-from common.secrets import mask
 from common.world import World
 
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
@@ -48,7 +47,7 @@ class Supervisor:
         self.verdict: Any = None  # what node 0 has decided
 
     def say(self, text: str) -> None:
-        print(f"node {self.here.node_rank}: {mask(text)}", flush=True)
+        print(f"node {self.here.node_rank}: {one_line(text)}", flush=True)
 
     # --- From start to end ---
 

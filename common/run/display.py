@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from common import progress
+from common.errors import one_line
 from common.run import events
 from common.run.spare import Spare
 from common.run.timing import Window
@@ -121,6 +122,7 @@ class Display:
             return
         from sklearn.metrics import classification_report
 
+        classes = [one_line(name) for name in classes]  # of folders, which may have any name
         true, predicted = np.indices(confusion.shape).reshape(2, -1)
         options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
         table = classification_report(true, predicted, sample_weight=confusion.flatten().numpy(), **options)

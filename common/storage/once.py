@@ -89,7 +89,7 @@ def _lockable(path: str) -> int:
         return file
     except OSError:
         os.close(file)
-        name = hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:16]
+        name = hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:16]
         elsewhere = os.path.join(tempfile.gettempdir(), f"anyrank-{os.getuid()}-{name}.lock")
         return os.open(elsewhere, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 

@@ -94,7 +94,7 @@ def load(folder: str, index_folder: str = "input_dir") -> Tree:
     """The tree below `folder`, from its index; that is made once per node where it is missing or no longer true."""
     if not os.path.isdir(folder):
         raise UserError(f"{folder} does not exist: give a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
-    name = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
     classes = _classes(folder)
     once.once_per_node(path, lambda held: _read(path, folder, classes) or _write(path, folder, classes, held))
