@@ -6,6 +6,7 @@ With --doctor true the doctor listens to the moments of the job, from when its a
 import argparse
 import errno
 import os
+import signal
 import sys
 import traceback
 from typing import Callable, NoReturn, Optional
@@ -28,6 +29,8 @@ class _CallTheDoctor:
 def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main` and leave with its exit code."""
     streams.never_fail()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as it was during the job's imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     moments.listen(_CallTheDoctor())
     try:
         _announcing_failure(main)

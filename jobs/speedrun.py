@@ -23,12 +23,14 @@ import functools
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import time
 
 BEGUN = time.perf_counter()
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 from torch import nn

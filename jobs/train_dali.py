@@ -18,9 +18,11 @@ Images as small as CIFAR's gain nothing by it; for photographs see train_imagene
 """
 ### end DALI ###
 import os
+import signal
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 

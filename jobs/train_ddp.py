@@ -21,9 +21,11 @@ on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --ran
 """
 ### end DDP ###
 import os
+import signal
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 

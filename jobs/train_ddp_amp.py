@@ -30,9 +30,11 @@ heavy networks, little for light ones. bfloat16 where the hardware has it, float
 """
 ### end AMP ###
 import os
+import signal
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 

@@ -19,9 +19,11 @@ It is for preprocessing that the processors beside the GPUs cannot keep up with;
 """
 ### end DPEX ###
 import os
+import signal
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 

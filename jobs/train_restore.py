@@ -9,9 +9,11 @@ Every GPU of every node works, in half precision. After each epoch: PSNR and SSI
 """
 
 import os
+import signal
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 from torch import distributed

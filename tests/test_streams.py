@@ -1,13 +1,15 @@
 """A job whose output nobody takes trains on: its reader has gone, the disk of its log is full, or there is no output at all."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from common import streams
-from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state
+from common.job import run_job
+from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, wait_for
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -69,3 +71,25 @@ def test_a_file_of_the_run_never_takes_the_place_of_a_closed_stream(tmp_path):
     env = environment(PYTHONPATH=str(ROOT))
     subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$1" >&- 2>&- <&-', "sh", script], cwd=tmp_path, env=env, check=True)
     assert int((tmp_path / "y").read_text()) > 2 and os.path.getsize(tmp_path / "x") == 0
+
+
+@pytest.mark.parametrize("job", sorted(path.stem for path in (ROOT / "jobs").glob("*.py")))
+def test_ctrl_c_during_the_imports_ends_a_job_without_a_traceback(tmp_path, job):
+    """In the place of torch a module that says when it is imported, and then does nothing until the signal."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import signal\nopen('imports', 'w').close()\nsignal.pause()\n")
+    words, env = command(job, *TINY), environment(PYTHONPATH=str(tmp_path))
+    process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for((tmp_path / "imports").exists, process, "import of torch")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_after_the_imports_is_the_jobs_own_again(capsys):
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_job(lambda: os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130
