@@ -1,8 +1,11 @@
-"""Writing a file so that it exists under its name whole, or not at all."""
+"""Files that exist under their name whole or not at all, and reading or writing none that somebody else has planted there."""
 
 import contextlib
+import errno
+import hashlib
 import os
-from typing import Union
+import stat
+from typing import BinaryIO, Union
 
 MIB = 1 << 20
 TEMPORARY = ".unfinished"  # the ending of a file that is being written
@@ -17,7 +20,7 @@ def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
 def write_aside(path: str, content: Union[bytes, memoryview]) -> None:
     """Write the whole file under its temporary name; where that fails, nothing of it stays on the disk, which may be full."""
     try:
-        with open(path + TEMPORARY, "wb") as file:
+        with create(path + TEMPORARY) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -37,6 +40,30 @@ def give_name(path: str) -> None:
         pass  # some mounted stores cannot; the digest in a manifest still tells an incomplete file
     finally:
         os.close(folder)
+
+
+def create(path: str) -> BinaryIO:
+    """A new file, to write and read. What has its name goes first: a link that was planted there is not written through."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b")
+
+
+def open_regular(path: str) -> BinaryIO:
+    """A file to read; OSError for a pipe, which would block until somebody writes, or a device, which may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
+
+
+def sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while content := file.read(MIB):
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def remove(path: str) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from common import arguments, moments, storage
-from common.errors import UserError
+from common.errors import UserError, one_line
+from common.files import sha256
 from common.processes.barrier import on_every_rank
 from common.storage import https
 from common.storage.once import once_per_node
@@ -114,6 +115,8 @@ def _find(args):
         if not os.path.exists(archive):
             https.download(URL, archive, SHA256, held.tell)
         untrusted.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
+        if sha256(archive) != SHA256:
+            print(f"warning: {one_line(archive)} is not the published archive: only its own checksum was verified", flush=True)
 
     once_per_node(folder, prepare)
     return folder

@@ -1,5 +1,7 @@
 """Reading untrusted archives and pickles: nothing in them is executed, and nothing is written outside the folder.
 
+An archive is read to its end, also after the last file: its checksum is there.
+
 tarfile's own filters have been bypassed more than once and a pickle can execute any code, so neither is trusted here: the
 archive may only hold plain files with the expected names, and the pickle only the opcodes of a dictionary of lists, byte
 strings and one array of uint8.
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError, one_line
+from common.files import MIB, open_regular
 
 
 class _Bounded:
@@ -27,10 +30,11 @@ class _Bounded:
         self._stream, self._left = stream, limit
 
     def read(self, size):
-        if size < 0 or size > self._left:
+        content = self._stream.read(min(size, self._left + 1))
+        if len(content) > self._left:
             raise ValueError("it unpacks to more than the data set can hold")
-        self._left -= size
-        return self._stream.read(size)
+        self._left -= len(content)
+        return content
 
 
 def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
@@ -39,8 +43,12 @@ def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
     try:
-        with gzip.open(archive) as stream:
-            written = _write_members(_Bounded(stream, max_bytes), unfinished, names)
+        with open_regular(archive) as file, gzip.open(file) as stream:
+            bounded = _Bounded(stream, max_bytes)
+            written = _write_members(bounded, unfinished, names)
+            while rest := bounded.read(MIB):  # tarfile stops before gzip's checksum, and after its own end there are only zeros
+                if any(rest):
+                    raise ValueError("it goes on after its end")
         missing = sorted(set(names) - written)
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")

@@ -382,12 +382,51 @@ HOSTILE_ARCHIVES = {
         tarfile.TarInfo.create_pax_global_header({"comment": "x"})[:124] + b"77777777777\0" + b" " * 376
     ),
     "sparse giant": archive_of(*good_members(["test_batch"]), member(D + "test_batch", b"", type=tarfile.GNUTYPE_SPARSE)),
+    "a second archive after the first": archive_of(*good_members()) + archive_of(*good_members()) + b"more",
+    "cut off in the checksum": archive_of(*good_members())[:-6],
     "truncated": archive_of(*good_members())[:-200],
     "not gzip": b"<html>404 Not Found</html>",
     "gzip of rubbish": gzip.compress(b"rubbish" * 1000),
     "flipped bit": bytes(b ^ (i == 300) for i, b in enumerate(archive_of(*good_members()))),
     "nothing": b"",
 }
+
+
+def test_a_flipped_bit_anywhere_in_an_archive_is_noticed(tmp_path):
+    """Stored without compression, a flipped bit of a pixel leaves everything as it was but the checksum at the very end."""
+    whole = gzip.compress(archive_of(*good_members(), mode="w"), compresslevel=0)
+    names = [os.path.basename(info.name) for info, _ in good_members()]
+    untrusted.unpack(write(tmp_path / "whole", whole), str(tmp_path / "good"), names, cifar10.MAX_UNPACKED)
+    header = 10  # of gzip: a time and a system, which say nothing of the files
+    for place in np.random.default_rng(0).integers(8 * header, 8 * len(whole), 300):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        path = write(tmp_path / "flipped", bytes(content))
+        with pytest.raises(UserError, match="cannot be unpacked"):
+            untrusted.unpack(path, str(tmp_path / "data"), names, cifar10.MAX_UNPACKED)
+    assert sorted(os.listdir(tmp_path)) == ["flipped", "good", "whole"]
+
+
+def test_an_archive_that_is_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / cifar10.ARCHIVE)
+    with pytest.raises(UserError, match="is not a regular file"):
+        cifar10.load(arguments(tmp_path, tmp_path))
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_an_archive_that_is_not_the_published_one_is_named(archive, tmp_path, monkeypatch, capsys):
+    for number, digest in enumerate([cifar10.SHA256, hashlib.sha256(archive.read_bytes()).hexdigest()]):
+        data = tmp_path / str(number)
+        data.mkdir()
+        os.link(archive, data / archive.name)
+        monkeypatch.setattr(cifar10, "SHA256", digest)
+        cifar10.load(arguments(data, tmp_path))
+    said = capsys.readouterr().out
+    assert said.count("is not the published archive") == 1 and str(tmp_path / "0" / archive.name) in said
 
 
 @pytest.mark.parametrize("name", HOSTILE_ARCHIVES)

@@ -1,6 +1,5 @@
 """One file from a web server: under its name when it is whole and verified, or not at all."""
 
-import hashlib
 import http.client
 import os
 import random
@@ -10,6 +9,7 @@ import urllib.parse
 import urllib.request
 from typing import Optional
 
+from common import files
 from common.errors import UserError, one_line
 from common.progress import Progress, Tell
 from common.secrets import mask, parts_of
@@ -50,7 +50,7 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
             why = one_line(mask(reason, *secret))
             raise UserError(f"{shown} cannot be fetched: {why}; fetch it by hand to {path}") from None
         time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
-    digest = _digest(part) if sha256 else None
+    digest = files.sha256(part) if sha256 else None
     if digest != sha256:
         os.unlink(part)
         raise UserError(
@@ -105,11 +105,3 @@ def _download(url: str, part: str, needs_length: bool, tell: Optional[Tell]) -> 
 
 def _size(path: str) -> int:
     return os.path.getsize(path) if os.path.exists(path) else 0
-
-
-def _digest(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
