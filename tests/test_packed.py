@@ -412,6 +412,19 @@ def test_a_hostile_index_is_refused_in_one_line(copied, tmp_path, kind):
     assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
 
 
+def test_a_flipped_bit_anywhere_in_an_index_is_refused_or_changes_nothing(copied):
+    path, whole = copied / "train-index.npz", packed.load(str(copied), "train")
+    content = path.read_bytes()
+    for place in range(0, 8 * len(content), 41):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with contextlib.suppress(UserError):
+            read = packed.load(str(copied), "train")
+            assert (read.names, read.classes, read.shards) == (whole.names, whole.classes, whole.shards), place
+            assert all(np.array_equal(getattr(read, name), getattr(whole, name)) for name in packed.PER_SAMPLE), place
+
+
 def test_a_damaged_index_is_refused_in_one_line(copied):
     path = copied / "train-index.npz"
     content = path.read_bytes()

@@ -125,7 +125,7 @@ def _read(path, folder, classes):
     """The tree, or None where the index is missing, damaged, or of another state of the folder."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            if bytes(stored["signature"]).decode() != _signature(folder, classes):
+            if stored.zip.testzip() or bytes(stored["signature"]).decode() != _signature(folder, classes):
                 return None
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
