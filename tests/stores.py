@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from common.world.folders import FETCHING
+
 MIB = 1 << 20
 BIG = bytes(range(256)) * (20 * MIB // 256)  # three parts of ours
 SMALL = {f"set/{number // 10}/{number}.bin": bytes([number]) * (1000 + number) for number in range(30)}
@@ -24,13 +26,16 @@ def same(folder, wanted=SMALL):
         os.path.relpath(os.path.join(where, name), folder): Path(where, name).read_bytes()
         for where, _, names in os.walk(folder)
         for name in names
-        if not name.startswith(".")
+        if not name.startswith(".") and os.path.basename(where) != FETCHING
     }
     return found == {key[len("set/") :]: content for key, content in wanted.items()}
 
 
 def names_in(folder):
-    return sorted(name for _, _, names in os.walk(folder) for name in names if not name.startswith("."))
+    """Of whole files."""
+    return sorted(
+        name for where, _, names in os.walk(folder) for name in names if not name.startswith(".") and FETCHING not in where
+    )
 
 
 def remote_names(store, prefix):

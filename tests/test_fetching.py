@@ -1,8 +1,9 @@
 """Data from a bucket: fetched whole and verified or not at all, whatever the store does."""
 
+import contextlib
 import hashlib
+import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -13,8 +14,9 @@ import pytest
 
 from common import storage
 from common.errors import TrainingFailed, UserError
-from common.storage import bucket, download, index, obstore
+from common.storage import bucket, download, index, listing, obstore
 from common.storage import etag as etag_module
+from common.world.folders import FETCHING
 from tests.faultproxy import BODY_FAULTS, faults
 from tests.jobs import ROOT, environment
 from tests.stores import BIG, MIB, SMALL, names_in, same
@@ -73,7 +75,9 @@ def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
         proxy.plan = lambda request: "denied" if request.headers.get("Range", "").startswith("bytes=16") else None
         with pytest.raises(UserError, match="403 AccessDenied"):
             storage.fetch("s3://data/big", "got")
-        assert names_in("got") == ["one.part", "one.part.json"]
+        assert names_in("got") == [] and {index.digest("one") + end for end in (".part", ".part.json")} < set(
+            os.listdir(f"got/{FETCHING}")
+        )
         before, proxy.plan = len(proxy.objects()), lambda request: None
         storage.fetch("s3://data/big", "got")
         assert len(proxy.objects()) == before + 1, "only the part that was missing"
@@ -109,7 +113,7 @@ def test_an_object_that_always_arrives_damaged_is_refused(store, monkeypatch, fa
     refused = pytest.raises(TrainingFailed, match=r"damaged there or on the way|no good answer for 3 s")
     with faults(store, lambda request: fault if request.is_object else None, monkeypatch), refused:
         storage.fetch(f"s3://data/{key}", "got")
-    assert not [name for name in names_in("got") if not re.search(r"\.part(\.json)?$", name)]
+    assert names_in("got") == []
 
 
 @pytest.mark.parametrize("key", ["swap/small", "swap/large", "swap/grown", "swap/shrunk"])
@@ -180,13 +184,144 @@ def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatc
         (["../x"], "cannot be the name of a file"),
         (["a//b"], "cannot be the name of a file"),
         (["a", "a/b"], "is an object and a folder"),
-        ([".fetched.jsonl"], "cannot be the name of a file"),
+        ([".fetching/index.jsonl"], "cannot be the name of a file"),
+        (["a/.Fetching/b"], "cannot be the name of a file"),
     ],
 )
 def test_names_that_lead_elsewhere_are_refused(keys, words):
     place = bucket.Bucket("s3://data/p")
     with pytest.raises(UserError, match=words):
-        download._named(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
+        listing.named(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
+
+
+# --- Names, notes and links that somebody else has put there -------------------------------------------------------------
+
+
+def put(store, name, contents):
+    client = store.client()
+    with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
+        client.create_bucket(Bucket=name)
+    for key, content in contents.items():
+        client.put_object(Bucket=name, Key=key, Body=content)
+
+
+def all_below(folder):
+    return {
+        os.path.relpath(os.path.join(where, name), folder): Path(where, name).read_bytes()
+        for where, folders, names in os.walk(folder)
+        if os.path.basename(where) != FETCHING
+        for name in names
+    }
+
+
+def test_no_object_has_the_name_of_a_temporary_file(store):
+    contents = {f"{number}{end}": f"{number}{end}".encode() for number in range(40) for end in ("", ".part", ".part.json")}
+    contents.update(
+        {"big": BIG, "big.part": b"a", "big.part.json": b"b", ".fetch.lock": b"c", ".fetched.jsonl": b"d", "x.unfinished": b"e"}
+    )
+    put(store, "names", contents)
+    for _ in range(2):
+        assert all_below(storage.fetch("s3://names")) == contents
+
+
+def test_notes_among_the_data_are_not_believed(store, tmp_path):
+    """An object with the name under which a fetch kept its notes, below a folder that is fetched by itself later."""
+    (tmp_path / "victim").write_text("mine")
+    line = json.dumps({"name": "../" * 5 + "victim", "size": 1, "etag": "e", "mtime": 0}) + "\n"
+    put(store, "planted", {f"set/{name}": line.encode() for name in (".fetched.jsonl", "index.jsonl", "a")})
+    storage.fetch("s3://planted")
+    assert os.path.samefile("input_dir/s3/planted/set/../../../../victim", tmp_path / "victim")
+    storage.fetch("s3://planted/set")
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_names_in_the_notes_are_judged_as_those_of_a_bucket(store, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    folder = storage.fetch("s3://data/set")
+    with open(f"{folder}/{FETCHING}/index.jsonl", "a") as file:
+        for entry in ("../" * 4 + "victim", str(tmp_path / "victim"), ["a"], None, f"{FETCHING}/lock"):
+            file.write(json.dumps({"name": entry, "size": 1, "etag": "e", "mtime": 0}) + "\n")
+        file.write("[" * 200_000 + "\n{}\n7\n\0\n")
+    storage.fetch("s3://data/set")
+    assert (tmp_path / "victim").read_text() == "mine" and same(folder)
+
+
+@pytest.mark.parametrize("prefix, content", [("set", SMALL), ("big", {"set/one": BIG}), ("parts", {"set/in": BIG})])
+def test_what_an_earlier_version_fetched_is_verified_again_and_not_fetched(store, monkeypatch, tmp_path, prefix, content):
+    """Its notes lay among the data. A file that is not what they say is fetched; one that the bucket has no more is named."""
+    (tmp_path / "big").write_bytes(BIG)
+    storage.publish(str(tmp_path / "big"), "s3://data/parts/in")
+    folder = storage.fetch(f"s3://data/{prefix}", say=lambda text: None)
+    os.rename(f"{folder}/{FETCHING}/index.jsonl", f"{folder}/.fetched.jsonl")
+    Path(f"{folder}/gone.bin").write_bytes(b"1")
+    with open(f"{folder}/.fetched.jsonl", "a") as file:
+        file.write(json.dumps({"name": "gone.bin", "size": 1, "etag": "e", "mtime": 0}) + "\n")
+    damaged = sorted(content)[0].partition("/")[2]
+    status = os.stat(f"{folder}/{damaged}")
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        storage.fetch(f"s3://data/{prefix}", say=(said := []).append)
+        assert proxy.objects() == [] and any("gone.bin" in line and "earlier version" in line for line in said), said
+        os.rename(f"{folder}/{FETCHING}/index.jsonl", f"{folder}/.fetched.jsonl")
+        with open(f"{folder}/{damaged}", "r+b") as file:
+            file.write(b"other")
+        os.utime(f"{folder}/{damaged}", ns=(status.st_atime_ns, status.st_mtime_ns))
+        storage.fetch(f"s3://data/{prefix}", say=said.append)
+        assert {request.path for request in proxy.objects()} == {f"/data/{prefix}/{damaged}"}
+    os.unlink(f"{folder}/gone.bin")
+    assert same(folder, content)
+
+
+def names_of_parts(name):
+    return [os.path.join(FETCHING, f"{index.digest(name)}{end}") for end in (".part", ".part.json")]
+
+
+@pytest.mark.parametrize(
+    "place", [*names_of_parts("set/0/1.bin"), *names_of_parts("big/one"), "big/one.part", "set/0/1.bin.part"]
+)
+def test_a_link_at_a_temporary_name_is_not_followed(store, tmp_path, place):
+    put(store, "links", {**SMALL, "big/one": BIG})
+    (tmp_path / "victim").write_bytes(b"mine")
+    (tmp_path / "got" / place).parent.mkdir(parents=True)
+    (tmp_path / "got" / place).symlink_to(tmp_path / "victim")
+    storage.fetch("s3://links", "got")
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+    assert Path("got/big/one").read_bytes() == BIG and not Path("got/big/one").is_symlink()
+
+
+@pytest.mark.parametrize("place", [FETCHING, f"{FETCHING}/index.jsonl", f"{FETCHING}/fetch.lock", "0"])
+def test_a_link_in_place_of_our_notes_or_of_a_folder_is_refused(store, tmp_path, place):
+    (outside := tmp_path / "outside").mkdir()
+    (victim := outside / "victim").write_bytes(b"mine")
+    (tmp_path / "got" / place).parent.mkdir(parents=True)
+    (tmp_path / "got" / place).symlink_to(victim if "/" in place else outside)
+    with pytest.raises(UserError, match=rf"got/{place} is a link"):
+        storage.fetch("s3://data/set", "got")
+    assert victim.read_bytes() == b"mine" and os.listdir(outside) == ["victim"]
+
+
+def test_a_file_that_is_gone_at_the_end_is_named(store, monkeypatch):
+    """Another program, or a disk that cannot tell A from a, takes a file away while others are fetched."""
+    first = Path("got/0/0.bin")
+
+    def plan(request):
+        if request.path.endswith("2/29.bin"):
+            while not first.exists():
+                time.sleep(0.01)
+            first.unlink()
+
+    failed = pytest.raises(TrainingFailed, match=r"1 of 30 objects of s3://data/set are not in got, the first is 0/0.bin")
+    with faults(store, plan, monkeypatch), failed:
+        storage.fetch("s3://data/set", "got")
+    storage.fetch("s3://data/set", "got")
+    assert same("got")
+
+
+@pytest.mark.parametrize(
+    "url", [f"s3://data/{FETCHING}/x", f"https://h/{FETCHING}/x.gz", f"https://h/a/{FETCHING}", "https://h/a/.."]
+)
+def test_an_address_that_leads_to_our_notes_is_refused(url):
+    with pytest.raises(UserError, match="cannot be the name of a f"):
+        storage.fetch(url)
 
 
 def test_a_full_disk_is_known_before_the_first_byte(store, monkeypatch):

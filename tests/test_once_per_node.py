@@ -84,14 +84,14 @@ def test_alone_or_refused(tmp_path):
 @pytest.mark.parametrize("kills", [0, 2])
 def test_eight_ranks_fetch_once_also_when_the_one_that_fetches_is_killed(store, monkeypatch, tmp_path, kills):
     """Whoever asks for an object is the owner; it is killed in the middle. A lock file of an earlier container is there."""
-    (tmp_path / "input_dir/s3/data/set").mkdir(parents=True)
-    (tmp_path / "input_dir/s3/data/set/.fetch.lock").write_text('{"state": "working", "at": 1e12}')
+    (tmp_path / "input_dir/s3/data/set/.fetching").mkdir(parents=True)
+    (tmp_path / "input_dir/s3/data/set/.fetching/fetch.lock").write_text('{"state": "working", "at": 1e12}')
     killed, processes, lock = [], [], threading.Lock()
 
     def plan(request):
         with lock:
             if request.is_object and len(killed) < kills and request.path not in killed:
-                pids = lock_holders(tmp_path / "input_dir/s3/data/set/.fetch.lock")
+                pids = lock_holders(tmp_path / "input_dir/s3/data/set/.fetching/fetch.lock")
                 for owner in [process for process in processes if process.pid in pids and process.poll() is None]:
                     killed.append(request.path)
                     owner.kill()
@@ -117,7 +117,7 @@ def test_a_failure_is_told_to_those_who_wait_and_not_to_a_later_start(store, mon
 
     with faults(store, plan, monkeypatch) as proxy:
         processes = start_fetchers(4, tmp_path)
-        lock_file = tmp_path / "input_dir/s3/data/set/.fetch.lock"
+        lock_file = tmp_path / "input_dir/s3/data/set/.fetching/fetch.lock"
         wait_for(lambda: lock_file.exists() and len(waiting_on(lock_file)) == 4, processes[0], "four processes at the lease")
         begun = time.monotonic()
         gate.set()

@@ -14,7 +14,7 @@ from common.doctor.table import Finding, bad, good, refusal, size
 from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
 from common.storage import bucket, https
-from common.storage.download import SPARE
+from common.storage.listing import SPARE
 from common.world import folders
 
 ANSWER_SECONDS = 5  # for a store or a server

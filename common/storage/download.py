@@ -1,7 +1,7 @@
 """A bucket's objects as files of a folder: in parallel, in parts, from where it stopped, each verified before it has its name.
 
-The folder remembers in .fetched.jsonl which object each file is, so a second start fetches only what is missing or changed.
-A large object grows in NAME.part, and NAME.part.json says which parts of it are there.
+The folder remembers in .fetching/index.jsonl which object each file is, so a second start fetches only what is missing or
+changed. A large object grows in .fetching, where a note says which parts of it are there. At the end each file is looked at.
 """
 
 import collections
@@ -12,93 +12,64 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
-from common.files import MIB
+from common.files import create
 from common.progress import Progress, Tell
-from common.storage import etag, obstore
+from common.storage import etag, index, listing, obstore
 from common.storage.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience, Say
-from common.storage.index import INDEX, Index, Parts
+from common.storage.index import Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few enough for the processor's cache
 AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; large objects under way; small objects of one task
 DAMAGED = 8  # so many times may an object arrive with wrong bytes until it counts as damaged
-SPARE = 64 << 20  # bytes that stay free on the disk
 
 
 def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) -> None:
     """Make `folder` hold what is at `url`: every object below it, or the one object of this name."""
     bucket = Bucket(url, say)
     os.makedirs(folder, exist_ok=True)
-    with contextlib.closing(Index(folder)) as index:
-        items = _named(bucket, _list(bucket, tell))
-        for name in index.names() - items.keys():
-            index.remove(name)
-        missing = {name: item for name, item in items.items() if not index.has(name, item)}
+    with contextlib.closing(Index(folder)) as known:
+        items = listing.named(bucket, listing.everything(bucket, tell))
+        _name_what_is_old(folder, items, known, say)
+        for name in known.names() - items.keys():
+            known.remove(name)
+        missing = {name: item for name, item in items.items() if not known.has(name, item)}
         if not missing:
             say(f"{folder} has all {len(items)} objects of {one_line(url)}")
             return
-        _need_space(folder, missing)
+        listing.need_space(folder, missing)
         with _progress(url, missing, tell) as progress:
-            transfer = Transfer(bucket, folder, index, progress)
+            transfer = Transfer(bucket, folder, known, progress)
             transfer.run(missing)
+        gone = [name for name in items if not known.has(name)]
+        if gone:
+            raise TrainingFailed(
+                f"{len(gone)} of {len(items)} objects of {url} are not in {folder}, the first is {one_line(gone[0])}: another "
+                "program changes this folder, or its disk takes two names for one; start again when neither does"
+            )
     unsure = f", {transfer.by_size} of them by size alone (the store gives no digest)" if transfer.by_size else ""
-    say(f"fetched {len(missing)} of {len(items)} objects, {progress.describe()}, to {folder}; all verified{unsure}")
+    kept = f", {transfer.kept} were there" if transfer.kept else ""
+    counts = f"{len(missing) - transfer.kept} of {len(items)} objects{kept}"
+    say(f"fetched {counts}, {progress.describe()}, to {folder}; all verified{unsure}")
+
+
+def _name_what_is_old(folder: str, items: dict[str, Item], known: Index, say: Say) -> None:
+    left = None if known.names() else index.left_of_old(folder, set(items))
+    if left is not None:
+        which = f"; {len(left)} are no longer in the bucket and stay, the first is {one_line(left[0])}" if left else ""
+        say(f"warning: {folder} was fetched by an earlier version: its files are verified again{which}")
 
 
 def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str) -> None:
     """{name: item} as files of `folder`, in addition to what is there already."""
     with _progress(bucket.url(bucket.prefix), items) as progress:
         Transfer(bucket, folder, None, progress).run(items)
+    with contextlib.suppress(OSError):  # another fetch has its notes there
+        os.rmdir(index.notes(folder))
 
 
 def _progress(url: str, items: dict[str, Item], tell: Optional[Tell] = None) -> Progress:
     return Progress(f"fetching {url}", len(items), "objects", sum(item.size for item in items.values()), tell)
-
-
-def _list(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
-    below = bucket.below()
-    items = []
-    for item in bucket.items(below):
-        items.append(item)
-        if tell and len(items) % 1000 == 0:
-            tell(f"listing {bucket.url(below)}: {len(items)} objects", len(items))
-    if not items and below:
-        items = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
-    if not items:
-        raise UserError(f"{bucket.url(below)} at {bucket.endpoint} holds nothing: no object's name begins so")
-    return items
-
-
-def _named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
-    """{path below the folder: item}; a name that leads out of the folder, or is of both a file and a folder, is refused."""
-    named = {}
-    for item in items:
-        if item.key.endswith("/") and item.size == 0:
-            continue  # how a console keeps an empty folder
-        name = os.path.basename(item.key) if item.key == bucket.prefix else bucket.relative(item.key)
-        words = name.split("/")
-        if any(word in ("", ".", "..") for word in words) or "\0" in name or name == INDEX or len(name) > 1024:
-            raise UserError(f"{one_line(bucket.url(item.key))[:300]} cannot be the name of a file: rename the object")
-        named[name] = item
-    for name in named:
-        folders = name.split("/")[:-1]
-        for depth in range(1, len(folders) + 1):
-            if (folder := "/".join(folders[:depth])) in named:
-                url = one_line(bucket.url(f"{bucket.prefix}/{folder}"))
-                raise UserError(f"{url} is an object and a folder of others too: rename one of them")
-    return named
-
-
-def _need_space(folder: str, items: dict[str, Item]) -> None:
-    """Refuse, before the first byte, what the disk has no room for."""
-    there = sum(os.stat(path).st_blocks * 512 for name in items if os.path.exists(path := f"{os.path.join(folder, name)}.part"))
-    need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
-    free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
-    if need + SPARE > free:
-        sizes = f"{free / MIB:.0f} MiB free, {need / MIB:.0f} MiB are to be fetched"
-        raise UserError(f"{folder} has {sizes}: start the job in a folder on a larger disk")
-    if disk.f_files and len(items) > files:
-        raise UserError(f"{folder} can take {files} more files, {len(items)} are to be fetched: start on another disk")
 
 
 class Damaged(TrainingFailed):
@@ -108,14 +79,16 @@ class Damaged(TrainingFailed):
 class Transfer:
     """One fetch: many requests under way; the first failure that lasts stops them all."""
 
-    def __init__(self, bucket: Bucket, folder: str, index: Optional[Index], progress: Progress) -> None:
-        self._bucket, self._folder, self._index, self._progress = bucket, folder, index, progress
+    def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
+        self._bucket, self._folder, self._index, self._progress = bucket, folder, known, progress
+        index.notes(folder)
         self._patience = Patience(PATIENCE_SECONDS)
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast_reader = obstore.reader(bucket)
         self._folders: set[str] = set()  # that exist already
         self._grown: list[tuple[str, Item]] = []  # small objects that were replaced by large ones meanwhile
         self.by_size = 0  # objects that have no digest, so that only their size was verified
+        self.kept = 0  # objects that were there, and were verified again
 
     def run(self, items: dict[str, Item]) -> None:
         """Large objects in parts, a few objects at a time; small objects meanwhile, a batch of them as one task."""
@@ -145,6 +118,8 @@ class Transfer:
 
     def _small(self, name: str, item: Item) -> None:
         path = self._place(name)
+        if self._is_there(name, item):
+            return
         for _ in range(DAMAGED):
             try:
                 content, digest = self._read_small(item)
@@ -155,7 +130,7 @@ class Transfer:
                     return
                 continue
             if len(content) == item.size and digest in (None, hashlib.md5(content).hexdigest()):
-                with open(f"{path}.part", "wb") as file:
+                with create(f"{path}.part") as file:
                     file.write(content)
                 self._finish(name, item, verified=digest is not None)
                 self._progress.add(1, item.size)
@@ -180,6 +155,8 @@ class Transfer:
 
     def _large(self, name: str, item: Item) -> None:
         path = self._place(name)
+        if self._is_there(name, item):
+            return
         for _ in range(DAMAGED):
             try:
                 verified = self._attempt(path, item)
@@ -249,16 +226,35 @@ class Transfer:
         return self._bucket.ask("get_object", item.key, self._patience, work=read, **parameters)
 
     def _place(self, name: str) -> str:
-        path = os.path.join(self._folder, name)
-        folder = os.path.dirname(path)
+        """Where the object is until it is whole; the folder of its file is made."""
+        folder = os.path.dirname(os.path.join(self._folder, name))
         if folder not in self._folders:
             os.makedirs(folder, exist_ok=True)
+            inside = os.path.realpath(folder) + "/"
+            if not inside.startswith(os.path.realpath(self._folder) + "/"):
+                index.refuse_link(folder)
+                raise UserError(f"{folder} leads out of {self._folder}, because a part of it is a link: delete it")
             self._folders.add(folder)
-        return path
+        return index.unfinished(self._folder, name)
+
+    def _is_there(self, name: str, item: Item) -> bool:
+        """Whether a file that is not noted is the object nevertheless, as one that an earlier version fetched."""
+        path = os.path.join(self._folder, name)
+        if not self._index or not item.digest or not index.has_size(path, item.size):
+            return False
+        hasher = etag.Hasher(item.digest, item.size, self._head(item)[0] if "-" in item.digest else item.size)
+        with open(path, "rb") as file:
+            while content := file.read(CHUNK):
+                hasher.update(content)
+        if hasher.right() is not True:
+            return False
+        self._index.add(name, item)
+        self._progress.add(1, item.size, old=True)
+        self.kept += 1
+        return True
 
     def _finish(self, name: str, item: Item, verified: Optional[bool]) -> None:
-        path = os.path.join(self._folder, name)
-        os.replace(f"{path}.part", path)
+        os.replace(f"{index.unfinished(self._folder, name)}.part", os.path.join(self._folder, name))
         if self._index:
             self._index.add(name, item)
         self.by_size += not verified

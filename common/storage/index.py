@@ -1,47 +1,84 @@
-"""What a folder remembers of a download: which object each file is, and which parts of a large one are there already."""
+"""What a fetch remembers in the folder .fetching of the one that it fills: which object each file is, and parts of large ones.
+
+No object and no address can have a name in there, so data are never taken for notes, and notes never for data.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator
+from typing import Optional
 
+from common.errors import UserError
+from common.files import create
 from common.storage.bucket import Item
+from common.world.folders import FETCHING, is_name
 
-INDEX = ".fetched.jsonl"
+INDEX = "index.jsonl"
+OLD_INDEX = ".fetched.jsonl"  # of version 0.1.0, among the data: an object could have that name, so it is not believed
+
+
+def notes(folder: str) -> str:
+    """The folder of a fetch's notes, which it makes where it is missing."""
+    path = os.path.join(folder, FETCHING)
+    refuse_link(path)
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def refuse_link(path: str) -> None:
+    if os.path.islink(path):
+        raise UserError(f"{path} is a link, which is not followed when data are fetched: delete it")
+
+
+def digest(name: str) -> str:
+    """The name of an object as that of a file of the notes, however long it is and whatever is in it."""
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def has_size(path: str, size: int) -> bool:
+    with contextlib.suppress(OSError):
+        status = os.lstat(path)
+        return stat.S_ISREG(status.st_mode) and status.st_size == size
+    return False
+
+
+def unfinished(folder: str, name: str) -> str:
+    """Where an object is until it is whole, without the ending."""
+    return os.path.join(folder, FETCHING, digest(name))
 
 
 class Index:
     """Which object each file of the folder is: lines of JSON, of which the last one for a name counts."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._path, self._known = folder, os.path.join(folder, INDEX), {}
-        with contextlib.suppress(FileNotFoundError), open(self._path, encoding="utf-8") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill cut off
-                    entry = json.loads(line)
-                    self._known[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
-                    if entry["size"] is None:  # removed later
-                        del self._known[entry["name"]]
-        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._folder, path = folder, os.path.join(notes(folder), INDEX)
+        refuse_link(path)
+        self._known = _read(path)
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._file.write("\n")
         self._lock = threading.Lock()
 
     def names(self) -> set[str]:
         return set(self._known)
 
-    def has(self, name: str, item: Item) -> bool:
-        """Whether the file is this object, and as it was written."""
+    def has(self, name: str, item: Optional[Item] = None) -> bool:
+        """Whether the file is as it was written, and this object."""
         if known := self._known.get(name):
             with contextlib.suppress(OSError):
-                status = os.stat(os.path.join(self._folder, name))
-                return status.st_size == item.size and known == (item.size, item.etag, status.st_mtime_ns)
+                status = os.lstat(os.path.join(self._folder, name))
+                right = item is None or known[:2] == (item.size, item.etag)
+                return right and known[::2] == (status.st_size, status.st_mtime_ns)
         return False
 
     def add(self, name: str, item: Item) -> None:
         mtime = os.stat(os.path.join(self._folder, name)).st_mtime_ns
         line = json.dumps({"name": name, "size": item.size, "etag": item.etag, "mtime": mtime})
         with self._lock:
+            self._known[name] = (item.size, item.etag, mtime)
             self._file.write(line + "\n")
 
     def remove(self, name: str) -> None:
@@ -55,24 +92,54 @@ class Index:
             self._file.close()
 
 
+def left_of_old(folder: str, names: set[str]) -> Optional[list[str]]:
+    """The files that version 0.1.0 fetched and that are none of `names`; None where it has fetched nothing here."""
+    path = os.path.join(folder, OLD_INDEX)
+    if OLD_INDEX in names or not os.path.isfile(path):
+        return None
+    return [name for name in sorted(_read(path).keys() - names) if os.path.isfile(os.path.join(folder, name))]
+
+
+def _read(path: str) -> dict[str, tuple]:
+    """{name: (size, etag, time of its last change)}; a name that no object can have is left out."""
+    known = {}
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or worse
+                entry = json.loads(line)
+                if is_name(entry["name"]):
+                    known[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
+                    if entry["size"] is None:  # removed later
+                        del known[entry["name"]]
+    return known
+
+
 class Parts:
-    """NAME.part, and NAME.part.json: which object it is, then a line for each part that is in it."""
+    """PATH.part, and PATH.part.json: which object it is, then a line for each part that is in it."""
 
     def __init__(self, path: str, item: Item, part_bytes: int) -> None:
         self._part_bytes = part_bytes
         self._path, self._notes, self._size = f"{path}.part", f"{path}.part.json", item.size
-        self.count, self.there = -(-item.size // part_bytes), set()
+        self.count = -(-item.size // part_bytes)
         identity = {"etag": item.etag, "size": item.size, "part": part_bytes}
-        with contextlib.suppress(OSError, ValueError, IndexError), open(self._notes) as file:
-            lines = file.read().split("\n")
-            if json.loads(lines[0]) == identity and os.path.getsize(self._path) == item.size:
-                self.there = {int(line) for line in lines[1:-1]}
+        self.there = self._those_there(identity)
         if not self.there:
-            with open(self._path, "wb") as file:
+            with create(self._path) as file:
                 file.truncate(item.size)
-            with open(self._notes, "w") as file:
-                file.write(json.dumps(identity) + "\n")
-        self._file, self._journal = os.open(self._path, os.O_RDWR), os.open(self._notes, os.O_WRONLY | os.O_APPEND)
+            with create(self._notes) as file:
+                file.write(json.dumps(identity).encode() + b"\n")
+        self._file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        self._journal = os.open(self._notes, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+
+    def _those_there(self, identity: dict) -> set[int]:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            status = [os.lstat(path) for path in (self._path, self._notes)]  # of links, not of where they lead
+            if all(stat.S_ISREG(one.st_mode) for one in status) and status[0].st_size == self._size:
+                with open(self._notes) as file:
+                    lines = file.read().split("\n")
+                if json.loads(lines[0]) == identity:
+                    return {int(line) for line in lines[1:-1]}
+        return set()
 
     def length(self, number: int) -> int:
         return min(self._part_bytes, self._size - number * self._part_bytes)

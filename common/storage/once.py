@@ -18,6 +18,7 @@ from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
 from common.progress import LINE_SECONDS, TELL_SECONDS
 from common.secrets import mask
+from common.storage.index import refuse_link
 
 POLL_SECONDS = 0.1
 
@@ -82,7 +83,8 @@ def alone(path: str, refusal: str) -> Iterator[None]:
 
 def _lockable(path: str) -> int:
     """The file whose lock is the lease: PATH.lock, or a temporary file of this machine where its disk has no locks."""
-    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    refuse_link(f"{path}.lock")
+    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if _take(file):
             fcntl.flock(file, fcntl.LOCK_UN)
@@ -124,7 +126,7 @@ def _take(file: int) -> bool:
 
 
 def _read(file: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError, TypeError, KeyError, RecursionError):  # whatever a file of this name holds
         note = json.loads(os.pread(file, 8192, 0))
-        return note if isinstance(note, dict) else {}
+        return note if 0 <= note["at"] < 1e15 else {}
     return {}

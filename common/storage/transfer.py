@@ -9,10 +9,11 @@ import shutil
 import urllib.parse
 from typing import Optional
 
+from common import files
 from common.errors import UserError, one_line
-from common.storage import bucket, download, https, once, upload
+from common.storage import bucket, download, https, index, once, upload
 from common.storage.bucket import Say
-from common.world.folders import is_address, local_folder
+from common.world.folders import is_address, is_name, local_folder
 
 
 def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
@@ -22,10 +23,14 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
     folder = folder or local_folder(url, "input_dir")
     try:
         if bucket.is_address(url):
-            once.once_per_node(os.path.join(folder, ".fetch"), lambda held: download.fetch(url, folder, held.tell, say))
+            lease = os.path.join(index.notes(folder), "fetch")
+            once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say))
         else:
-            path = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or "download")
-            once.once_per_node(path, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
+            name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
+            if not is_name(name):
+                raise UserError(f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address")
+            path, lease = os.path.join(folder, name), os.path.join(index.notes(folder), name)
+            once.once_per_node(lease, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
     except OSError as error:
         raise UserError(f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}") from None
     return folder
@@ -38,8 +43,15 @@ def publish(path: str, url: str, say: Say = print) -> None:
     elif is_address(url):
         raise UserError(f"{one_line(url)[:200]}: only a folder or s3://, obs://, oss:// can be written to")
     elif os.path.isdir(path):
-        shutil.copytree(path, url, dirs_exist_ok=True)
+        shutil.copytree(path, url, dirs_exist_ok=True, copy_function=_copy)
     else:
         os.makedirs(os.path.dirname(os.path.abspath(url)), exist_ok=True)
-        shutil.copy2(path, f"{url}.unfinished")
-        os.replace(f"{url}.unfinished", url)
+        _copy(path, url)
+
+
+def _copy(path: str, to: str) -> None:
+    """The file and its times, whole under its new name or not at all."""
+    with files.open_regular(path) as source, files.create(to + files.TEMPORARY) as target:
+        shutil.copyfileobj(source, target)
+    shutil.copystat(path, to + files.TEMPORARY)
+    os.replace(to + files.TEMPORARY, to)

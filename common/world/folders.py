@@ -32,6 +32,9 @@ TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSOR
 BUCKETS = ("s3://", "obs://", "oss://")
 ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
 
+# In a folder that is filled from an address: what is not whole yet, and what is remembered of it. No object can have this name.
+FETCHING = ".fetching"
+
 # SageMaker copies these two folders to and from S3, and names them in no variable.
 SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
 SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
@@ -87,12 +90,21 @@ def is_address(text: object) -> bool:
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
+def is_name(name: object) -> bool:
+    """Whether an object can be the file of this name below the folder that is fetched; if not, it would be another file."""
+    words = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
+    return not any(word.lower() in ("", ".", "..", FETCHING) or "\0" in word for word in words)
+
+
 def local_folder(url: str, root: str) -> str:
     """Where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
     parts = urllib.parse.urlsplit(url)
     words = [parts.scheme, parts.hostname or "", *parts.path.strip("/").split("/")]
     if parts.scheme in ("http", "https"):
         words.pop()  # the file goes into the folder
-    if any(word == ".." or "\0" in word for word in words):
-        raise UserError(f"{one_line(url)[:200]} has a part that cannot be the name of a folder: give an address without '..'")
-    return os.path.join(root, *[word for word in words if word not in ("", ".")])
+    words = [word for word in words if word not in ("", ".")]
+    if not all(map(is_name, words)):
+        raise UserError(
+            f"{one_line(url)[:200]} has a part that cannot be the name of a folder: give an address without '..' and {FETCHING}"
+        )
+    return os.path.join(root, *words)

@@ -9,6 +9,7 @@ that was left out.
 import collections
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import struct
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Union
 import numpy as np
 
 from common.errors import UserError, one_line
+from common.files import write_atomically
 from common.progress import Progress
 from common.storage import once
 
@@ -160,9 +162,8 @@ def _write(path, folder, classes, held):
         "labels": np.array(labels, np.int64),
         "special": np.array(special, bool), "widths": np.array(widths, np.int32), "heights": np.array(heights, np.int32),
     }  # fmt: skip
-    with open(f"{path}.unfinished", "wb") as file:
-        np.savez(file, **stored)
-    os.replace(f"{path}.unfinished", path)
+    np.savez(content := io.BytesIO(), **stored)
+    write_atomically(path, content.getbuffer())
 
 
 def _names(left_out):

@@ -29,7 +29,7 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, TEMPORARY, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
-from common.storage.download import SPARE
+from common.storage.listing import SPARE
 from common.world import folders
 from datasets.photos import packed
 from launch.options import exit_code, new_parser

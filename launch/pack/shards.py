@@ -17,7 +17,7 @@ from typing import Any, Callable
 import numpy as np
 
 from common.errors import UserError, one_line
-from common.files import MIB, TEMPORARY, write_atomically
+from common.files import MIB, TEMPORARY, create, write_atomically
 from common.progress import say
 from datasets.photos import packed, tree
 from launch.pack import forms
@@ -116,7 +116,7 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
     """Write the shard and then its note, by which a later start knows that it is whole; done(bytes) after each sample."""
     path = os.path.join(plan.folder, shard.name)
     digest, made = hashlib.sha256(), {name: [] for name in MADE}
-    with open(path + TEMPORARY, "wb") as file:
+    with create(path + TEMPORARY) as file:
 
         def write(content: bytes) -> None:
             file.write(content)

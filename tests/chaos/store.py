@@ -180,7 +180,7 @@ def one_start_of_eight(store, folder, at):
         with proxy.lock:
             if not request.is_object or len(killed) == len(at) or len(proxy.objects()) < at[len(killed)]:
                 return
-            for owner in [pid for pid in lock_holders(f"{folder}/.fetch.lock") if pid in pids and pid not in killed]:
+            for owner in [pid for pid in lock_holders(f"{folder}/.fetching/fetch.lock") if pid in pids and pid not in killed]:
                 killed[owner] = time.monotonic()
                 os.kill(owner, signal.SIGKILL)
 

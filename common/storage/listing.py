@@ -1,0 +1,67 @@
+"""What there is to fetch from a bucket, as names of files of a folder, and whether the disk has room for it."""
+
+import os
+from typing import Optional
+
+from common.errors import UserError, one_line
+from common.files import MIB
+from common.progress import Tell
+from common.storage import index
+from common.storage.bucket import Bucket, Item
+from common.world.folders import is_name
+
+SPARE = 64 << 20  # bytes that stay free on the disk
+
+
+def everything(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
+    """The objects below the bucket's address, or the one object of this name."""
+    below = bucket.below()
+    items = []
+    for item in bucket.items(below):
+        items.append(item)
+        if tell and len(items) % 1000 == 0:
+            tell(f"listing {bucket.url(below)}: {len(items)} objects", len(items))
+    if not items and below:
+        items = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
+    if not items:
+        raise UserError(f"{bucket.url(below)} at {bucket.endpoint} holds nothing: no object's name begins so")
+    return items
+
+
+def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
+    """{path below the folder: item}; a name that leads out of the folder, or is of both a file and a folder, is refused."""
+    named = {}
+    for item in items:
+        if item.key.endswith("/") and item.size == 0:
+            continue  # how a console keeps an empty folder
+        name = os.path.basename(item.key) if item.key == bucket.prefix else bucket.relative(item.key)
+        if not is_name(name):
+            raise UserError(f"{one_line(bucket.url(item.key))[:300]} cannot be the name of a file: rename the object")
+        named[name] = item
+    for name in named:
+        folders = name.split("/")[:-1]
+        for depth in range(1, len(folders) + 1):
+            if (folder := "/".join(folders[:depth])) in named:
+                url = one_line(bucket.url(f"{bucket.prefix}/{folder}"))
+                raise UserError(f"{url} is an object and a folder of others too: rename one of them")
+    return named
+
+
+def need_space(folder: str, items: dict[str, Item]) -> None:
+    """Refuse, before the first byte, what the disk has no room for."""
+    there = sum(_bytes_there(folder, name, item) for name, item in items.items())
+    need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
+    free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
+    if need + SPARE > free:
+        sizes = f"{free / MIB:.0f} MiB free, {need / MIB:.0f} MiB are to be fetched"
+        raise UserError(f"{folder} has {sizes}: start the job in a folder on a larger disk")
+    if disk.f_files and len(items) > files:
+        raise UserError(f"{folder} can take {files} more files, {len(items)} are to be fetched: start on another disk")
+
+
+def _bytes_there(folder: str, name: str, item: Item) -> int:
+    """Of an object that is fetched in parts, or of a file that may be the object."""
+    if index.has_size(path := os.path.join(folder, name), item.size):
+        return item.size
+    path = index.unfinished(folder, name) + ".part"
+    return os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
