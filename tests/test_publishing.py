@@ -11,8 +11,10 @@ from common import storage
 from common.errors import TrainingFailed, UserError
 from common.run import output
 from common.storage import bucket, upload
+from common.world.folders import FETCHING
 from tests.faultproxy import faults
 from tests.jobs import TINY, assert_same_bits, command, environment, final_state, run_forked, wait_for
+from tests.permissions import of_anybody
 from tests.ranks import check_ledger
 from tests.stores import remote_names, store_environment
 
@@ -222,3 +224,28 @@ def test_a_local_path_is_used_where_it_is_and_published_atomically(tmp_path):
     assert (tmp_path / "b/c").read_text() == "1" and os.listdir(tmp_path / "b") == ["c"]
     with pytest.raises(UserError, match="only a folder or s3://, obs://, oss:// can be written to"):
         storage.publish(str(tmp_path / "a"), "https://example.com/x")
+
+
+def test_what_cannot_be_read_is_named_and_everything_else_is_published(store, tmp_path):
+    """A folder that may not be listed, a file that may not be opened; and a pipe, which is no result and must not block."""
+    for name in ("a/1", "locked/2", "b/secret", "c/3.part"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text(name)
+    os.mkfifo(tmp_path / "out" / "pipe")
+    (tmp_path / "out" / FETCHING).mkdir()
+    (tmp_path / "out" / FETCHING / "notes").touch()
+    os.chmod(tmp_path / "out" / "locked", 0)
+    os.chmod(tmp_path / "out" / "b" / "secret", 0)
+    refused = pytest.raises(TrainingFailed, match=r"2 files or folders of \S+out cannot be read.*locked: Permission denied")
+    with of_anybody(), refused:
+        storage.publish(str(tmp_path / "out"), "s3://data/locked")
+    assert remote_names(store, "locked/") == ["a/1", "c/3.part"]
+
+
+def test_a_link_at_the_name_of_an_unfinished_file_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "new").write_text("new")
+    (tmp_path / "there.unfinished").symlink_to(tmp_path / "victim")
+    storage.publish(str(tmp_path / "new"), str(tmp_path / "there"))
+    assert (tmp_path / "victim").read_text() == "mine" and (tmp_path / "there").read_text() == "new"
+    assert not (tmp_path / "there").is_symlink()

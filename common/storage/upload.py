@@ -9,13 +9,16 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 import threading
+from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, one_line
 from common.files import MIB, TEMPORARY
 from common.storage import etag
 from common.storage.bucket import Bucket, Item, Patience, Say
+from common.world.folders import FETCHING
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 PATIENCE_SECONDS = 60  # of one look; the next one tries again
@@ -102,7 +105,8 @@ class Publisher:
 
     def _sync(self, background: bool = False) -> None:
         surplus = self._surplus  # read first: the checkpoints that it keeps are in the folder now, so in the bucket at the end
-        files = self._changed()
+        unread: list[OSError] = []
+        files = self._changed(unread)
         manifests = {name: self._read(name) for name in files if name.endswith(".json") and CHECKPOINT.fullmatch(name)}
         for name in sorted(files, key=_order):
             if background and self._over.is_set():
@@ -114,28 +118,46 @@ class Publisher:
                 self._upload(name, content)
             except FileNotFoundError:  # no longer kept
                 continue
+            except OSError as error:  # of the file: an answer of the store raises none
+                unread.append(error)
+                continue
             self._there[name] = files[name]
         if surplus and surplus is not self._pruned:
             self._prune(surplus)
             self._pruned = surplus
+        if unread:
+            raise TrainingFailed(
+                f"{len(unread)} files or folders of {self._folder} cannot be read, so they are not published; the first is "
+                f"{one_line(unread[0].filename)}: {unread[0].strerror}"
+            )
 
-    def _changed(self) -> dict[str, tuple[int, int]]:
+    def _changed(self, unread: list[OSError]) -> dict[str, tuple[int, int]]:
         """{name: (size, mtime)} of the files that are new, or changed since they were uploaded."""
-        if os.path.isfile(self._folder):
-            paths = [self._folder]
-        else:
-            paths = [os.path.join(folder, name) for folder, _, names in os.walk(self._folder) for name in names]
         changed = {}
-        for path in paths:
+        for path in self._paths(unread):
             name = os.path.relpath(path, self._folder).replace(os.sep, "/") if path != self._folder else ""
             base = os.path.basename(path)
-            if base.startswith(".") or base.endswith((TEMPORARY, ".part", ".lock")):
+            if base.startswith(".") or base.endswith((TEMPORARY, ".lock")):
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 status = os.stat(path)
-                if self._there.get(name) != (status.st_size, status.st_mtime_ns):
-                    changed[name] = (status.st_size, status.st_mtime_ns)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                unread.append(error)
+                continue
+            now = (status.st_size, status.st_mtime_ns)
+            if stat.S_ISREG(status.st_mode) and self._there.get(name) != now:
+                changed[name] = now
         return changed
+
+    def _paths(self, unread: list[OSError]) -> Iterator[str]:
+        if os.path.isfile(self._folder):
+            yield self._folder
+            return
+        for folder, folders, names in os.walk(self._folder, onerror=unread.append):
+            folders[:] = [name for name in folders if name != FETCHING]
+            yield from (os.path.join(folder, name) for name in names)
 
     def _has_file_of(self, manifest: str) -> bool:
         """Whether the checkpoint that this manifest describes is in the bucket as it is in the folder."""
@@ -149,7 +171,7 @@ class Publisher:
         return os.path.join(self._folder, name) if name else self._folder
 
     def _read(self, name):
-        with contextlib.suppress(FileNotFoundError), open(self._path(name), "rb") as file:
+        with contextlib.suppress(OSError), open(self._path(name), "rb") as file:
             return file.read()
         return None
 
