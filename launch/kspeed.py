@@ -22,7 +22,7 @@ from common.arguments import WORKERS
 from common.errors import TrainingFailed, UserError, one_line
 from common.progress import Progress
 from datasets.kspeed import NOT_STORED, STORED, TOO_LARGE, SampleCache, name_of, samples
-from datasets.photos import tree
+from datasets.photos import files
 from launch.options import exit_code, new_parser
 
 DEADLINE = 2  # seconds for one image; a job has less time
@@ -39,7 +39,7 @@ def roots(folder: str) -> list[str]:
 
 def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Counter[Any], Counter[Any]]:
     """{outcome: images} and {outcome: bytes} of `work`, done for every image of the folder."""
-    paths_of = {root: [os.path.join(root, name) for name in tree.images_below(root)] for root in roots(options.root)}
+    paths_of = {root: [os.path.join(root, name) for name in files.images_below(root)] for root in roots(options.root)}
     if not any(paths_of.values()):
         raise UserError(f"{one_line(options.root)} holds no image: give the folder of the data set")
     counts, sizes = Counter(), Counter()

@@ -19,6 +19,7 @@ from common.run import checkpoint
 from common.storage.index import Index, Parts, left_of_old
 from common.world.folders import FETCHING
 from datasets.photos import decode, packed, tree
+from datasets.photos import files as photo_files
 from tests.jobs import ROOT, run_job
 
 OLD = ROOT / "tests" / "formats" / "0.1.0"
@@ -96,7 +97,7 @@ def test_the_index_of_a_tree_is_believed_where_the_folder_is_still_as_it_was(tmp
     """Its signature has the folder's name and times, which are others here; everything else is as it was written."""
     shutil.copytree(OLD / "photos" / "train", folder := tmp_path / "train")
     (folder / "cat" / "broken.jpg").touch()
-    classes = tree._classes(str(folder))
+    classes = photo_files.classes(str(folder))
     with np.load(OLD / "index" / "train.npz") as stored:
         arrays = dict(stored)
     assert json.loads(bytes(arrays["signature"]))[0] == tree.FORMAT

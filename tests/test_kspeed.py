@@ -18,6 +18,7 @@ from PIL import Image
 from common.errors import UserError
 from datasets import imagenet, kspeed
 from datasets.kspeed import samples
+from datasets.photos import files as photo_files
 from datasets.photos import tree
 from launch import kspeed as verb
 from tests.jobs import ROOT, environment
@@ -86,7 +87,7 @@ def test_nothing_is_kept_of_a_file_that_is_being_written(folder, server, monkeyp
         return content
 
     content = Path(path).read_bytes()
-    monkeypatch.setattr(samples, "read_file", read)
+    monkeypatch.setattr(photo_files, "read", read)
     assert samples.read_through(cache, str(folder), path) == content
     assert cache.status()[cache.servers[0]]["curr_items"] == 0
 

@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import re
+import shutil
+import socket
 import struct
 import time
 from pathlib import Path
@@ -13,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from common.errors import TrainingFailed, UserError
 from datasets import crops, imagenet, synthetic
 from datasets.dali import batches, pipeline
 from datasets.dali.batches import DaliBatches
-from datasets.photos import decode, labelled, packed, tree
+from datasets.photos import decode, files, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
+from tests.permissions import of_anybody
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -92,6 +95,68 @@ def test_every_kind_of_file_is_judged(tmp_path, name):
     assert tree.judge(str(tmp_path / name)) == verdict
 
 
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\n(/ran) (w) file closefile showpage\n%%EOF\n"
+
+
+def test_no_more_than_a_regular_file_of_some_size_is_read(tmp_path):
+    """Nothing that blocks or never ends; a file of 3 GB that takes no place on the disk; a header that never ends."""
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    (tmp_path / "sparse.jpg").write_bytes(JPEG)
+    os.truncate(tmp_path / "sparse.jpg", 3 << 30)
+    (tmp_path / "fill.jpg").write_bytes(b"\xff\xd8" + b"\xff\xe1\xff\xff" + bytes(65533) + b"\xff\xe1\xff\xff" * (6 << 20))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket.jpg"))
+        verdicts = {path.stem: tree.judge(str(path)) for path in tmp_path.iterdir()}
+    special = dict.fromkeys(("pipe", "zero", "socket"), "not a regular file")
+    assert verdicts == {**special, "sparse": "more than 256 MiB", "fill": "damaged header"}
+    for name in ("pipe", "zero", "sparse"):
+        with pytest.raises(OSError):
+            files.read(str(tmp_path / f"{name}.jpg"))
+
+
+def test_pillow_opens_only_photographs(tmp_path, monkeypatch):
+    """An EPS picture is a program, for which Pillow starts ghostscript; what is told to open it here leaves a file."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    os.chmod(tmp_path / "gs", 0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    (tmp_path / "eps.jpg").write_bytes(EPS)
+    assert tree.judge(str(tmp_path / "eps.jpg")) == "not an image"
+    with pytest.raises(decode.Undecodable):
+        decode.decode(EPS, True, None)
+    assert not (tmp_path / "ran").exists()
+    with contextlib.suppress(OSError), Image.open(io.BytesIO(EPS)) as found:
+        found.load()
+    assert (tmp_path / "ran").exists(), "or this test shows nothing"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_file_that_has_become_a_bomb_is_not_decoded(special):
+    bomb = encoded(Image.new("L", (20_000, 6_000)), quality=1)
+    with pytest.raises(decode.Undecodable, match="too many pixels"):
+        decode.decode(bomb, special, (0, 0, 40, 60))
+
+
+def test_what_cannot_be_listed_or_opened_is_an_error_that_names_it(folder):
+    """A class would be missing, and the log would say "done"."""
+    for number, (place, change) in enumerate({
+        "zgood": lambda path: os.chmod(path, 0), "zgood/deeper": lambda path: os.chmod(path, 0),
+        "zgood/2.jpg": lambda path: os.chmod(path, 0), ".": lambda path: os.chmod(path, 0),
+        "away": lambda path: path.symlink_to("/none/such"), "zgood/away": lambda path: path.symlink_to("/none/such"),
+    }.items()):  # fmt: skip
+        copied = Path(shutil.copytree(folder, folder.parent / str(number) / "train"))
+        change(copied / place)
+        with (
+            of_anybody(),
+            pytest.raises(UserError, match=rf"{re.escape(str(copied / place))} cannot be read \(\w.*\): make it"),
+        ):
+            tree.load(str(copied))
+    (folder / "zgood" / "deeper" / "up").symlink_to("..")
+    with pytest.raises(UserError, match="zgood/deeper/up is a link to a folder that it is in"):
+        tree.load(str(folder))
+
+
 def test_the_order_and_labels_are_those_of_torchvision(folder):
     found = tree.load(str(folder))
     theirs = torchvision.datasets.ImageFolder(str(folder))
@@ -147,7 +212,7 @@ def test_the_index_is_used_until_a_folder_changes_or_it_is_damaged(folder, monke
 def test_an_index_with_flipped_bits_or_of_another_form_is_made_again(folder):
     first = tree.load(str(folder))
     path = next((Path("input_dir") / "index").glob("*.npz"))
-    good, classes, read = path.read_bytes(), tree._classes(str(folder)), 0
+    good, classes, read = path.read_bytes(), files.classes(str(folder)), 0
     for position in range(0, len(good) * 8, 29):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8

@@ -18,7 +18,7 @@ import numpy as np
 from common.errors import UserError
 from datasets.kspeed import samples
 from datasets.kspeed.cache import Servers
-from datasets.photos import tree
+from datasets.photos import files, tree
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,9 +47,7 @@ class KSpeedFolder:
 
     def getPIL(self, path: str) -> "Image.Image":
         """The picture, in RGB, as ImageFolder gives it."""
-        from PIL import Image
-
-        with Image.open(io.BytesIO(self.getBIN(path))) as picture:
+        with files.picture(io.BytesIO(self.getBIN(path))) as picture:
             return picture.convert("RGB")
 
     def size(self, path: str) -> int:

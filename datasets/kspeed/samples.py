@@ -15,7 +15,7 @@ from typing import Any, Callable, Optional, Union
 from common.errors import UserError
 from datasets.kspeed.cache import SampleCache, Servers
 from datasets.kspeed.memcached import NOT_STORED
-from datasets.photos import tree
+from datasets.photos import files, tree
 
 THREADS = 16
 QUEUED = 1024  # images handed to the threads at a time
@@ -64,7 +64,7 @@ def read_through(cache: SampleCache, root: str, path: str, prefetched: Optional[
     key = sample_key(root, path, info)
     content = prefetched.pop(key) if prefetched and key in prefetched else cache.get(key)
     if content is None or len(content) != info.st_size:
-        content = read_file(path)
+        content = files.read(path)
         if _is_unchanged(path, info, content):
             cache.set(key, content)
     return content
@@ -77,11 +77,6 @@ def _is_unchanged(path, info, content):
     except OSError:
         return False
     return len(content) == info.st_size == now.st_size and info.st_mtime_ns == now.st_mtime_ns
-
-
-def read_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 # --- The samples of a job ----------------------------------------------------------------------------------------------
@@ -159,5 +154,5 @@ def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: b
     """THERE, or the outcome of storing the file. With `verify` a cached sample is read back, not only looked up."""
     if len(cache.get(key) or b"") == info.st_size if verify else cache.has(key):
         return THERE
-    content = read_file(path)
+    content = files.read(path)
     return cache.set(key, content) if _is_unchanged(path, info, content) else NOT_STORED

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import TrainingFailed, one_line
+from datasets.photos import files
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -144,12 +145,17 @@ def decode(content: Union[bytes, Pixels], special: bool, box: Optional[Box]) -> 
 
 def with_pillow(content: bytes) -> "Image.Image":
     """The picture as Pillow decodes it, in RGB."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as picture:
+    with files.picture(io.BytesIO(content)) as picture:
+        _refuse_bomb(*picture.size)
         if picture.mode in ("I", "I;16", "I;16B", "F"):  # 16 bits: the upper eight; Pillow would clip instead
             picture = picture.point(lambda value: value / 256).convert("L")
         return picture.convert("RGB")
+
+
+def _refuse_bomb(width: int, height: int) -> None:
+    """The file may have changed since its header was judged."""
+    if width * height > files.MOST_PIXELS:
+        raise Undecodable("it has too many pixels")
 
 
 @functools.cache
@@ -168,6 +174,7 @@ def _codec():
 
     def decode(content, box):
         stream = library.CodeStream(content)
+        _refuse_bomb(stream.width, stream.height)
         if box is not None:
             stream = stream.get_sub_code_stream(region=library.Region(start=box[:2], end=box[2:]))
         picture = decoder.decode(stream, params=parameters)

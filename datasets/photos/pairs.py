@@ -14,7 +14,7 @@ import torch
 from common.errors import UserError, one_line
 from datasets import synthetic
 from datasets.crops import uniform
-from datasets.photos import decode, tree
+from datasets.photos import decode, files, tree
 
 LAYOUT = "{train,test}/{blurry,sharp}/SUB/IMAGE, or img and gt in place of blurry and sharp"
 FOLDERS = [("blurry", "sharp"), ("img", "gt")]
@@ -55,11 +55,7 @@ class Pairs:
 
     def read(self, number: int) -> list[bytes]:
         """The two files' bytes."""
-        contents = []
-        for side in self.folders:
-            with open(os.path.join(self.folder, side, self.names[number]), "rb") as file:
-                contents.append(file.read())
-        return contents
+        return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""
@@ -122,7 +118,7 @@ def find(folder: str) -> tuple[tuple[str, str], list[str]]:
     """((folder of the inputs, folder of the targets), paths below both). A picture without a partner is an error."""
     for sides in FOLDERS:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
-            names = [set(tree.images_below(os.path.join(folder, side))) for side in sides]
+            names = [set(files.images_below(os.path.join(folder, side))) for side in sides]
             for here, there in ((0, 1), (1, 0)):
                 alone = sorted(names[here] - names[there])
                 if alone:

@@ -23,14 +23,14 @@ from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.progress import Progress
 from common.storage import once
+from datasets.photos import files
 
 if TYPE_CHECKING:
     from datasets.photos.decode import Pixels
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-MOST_PIXELS = 100_000_000  # more is a decompression bomb
 MOST_ASPECT = 100  # a longer picture, resized to a short side of 256, would need too much memory
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
+MOST_HEADER = 20 << 20  # a colour profile can have 16 MiB
 THREADS = 16
 FORMAT = 3  # of the index; one of another format is made again
 GOOD, SPECIAL = 0, 1
@@ -62,8 +62,7 @@ class Tree:
 
     def read(self, number: int) -> bytes:
         """The bytes of a sample's file."""
-        with open(self.path(number), "rb") as file:
-            return file.read()
+        return files.read(self.path(number))
 
     def whole(self, number: int) -> tuple[int, int]:
         """(height, width) of a sample's picture."""
@@ -98,29 +97,19 @@ def load(folder: str, index_folder: str = "input_dir") -> Tree:
         raise UserError(f"{folder} does not exist: give a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
-    classes = _classes(folder)
+    classes = files.classes(folder)
     once.once_per_node(path, lambda held: _read(path, folder, classes) or _write(path, folder, classes, held))
-    files = _read(path, folder, classes)
-    if files is None:
+    found = _read(path, folder, classes)
+    if found is None:
         raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
-    return files
-
-
-def _classes(folder):
-    """{class: when its folder changed last}"""
-    with os.scandir(folder) as entries:
-        folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-        classes = {entry.name: entry.stat().st_mtime_ns for entry in folders}
-    if not classes:
-        raise UserError(f"{folder} has no folder for any class: its images must be in {folder}/CLASS/")
-    return dict(sorted(classes.items()))
+    return found
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
 def _signature(folder, classes):
-    return json.dumps([FORMAT, os.path.realpath(folder), MOST_PIXELS, list(classes.items())])
+    return json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, list(classes.items())])
 
 
 def _read(path, folder, classes):
@@ -141,11 +130,11 @@ def _read(path, folder, classes):
 
 
 def _write(path, folder, classes, held):
-    files = [(number, name) for number, label in enumerate(classes) for name in images_below(folder, label)]
+    names = [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label)]
     rows, left_out, changed = [], collections.defaultdict(list), {}
-    with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(files), "images", tell=held.tell) as progress:
-        verdicts = pool.map(lambda file: _judged(os.path.join(folder, file[1])), files, chunksize=64)
-        for (label, name), (when, verdict) in zip(files, verdicts):
+    with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
+        verdicts = pool.map(lambda file: _judged(os.path.join(folder, file[1])), names, chunksize=64)
+        for (label, name), (when, verdict) in zip(names, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
                 changed[name] = when
@@ -186,21 +175,13 @@ def _bytes(text):
     return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
 
-def images_below(folder: str, label: str = "") -> list[str]:
-    """The files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
-    paths = []
-    for where, _, names in sorted(os.walk(os.path.join(folder, label), followlinks=True)):
-        paths += [os.path.relpath(os.path.join(where, name), folder) for name in sorted(names)]
-    return [path for path in paths if path.lower().endswith(EXTENSIONS)]
-
-
 # --- Judging one file --------------------------------------------------------------------------------------------------
 
 
 def judge(path: str) -> Verdict:
-    """Whether the file can be a picture, by its first and last bytes."""
+    """Whether the file can be a picture, by its first and last bytes; UserError where they cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with files.opened(path) as file:
             head = file.read(HEAD)
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL))
@@ -208,17 +189,19 @@ def judge(path: str) -> Verdict:
             if not head:
                 return "empty"
             if head.startswith(b"\xff\xd8"):
-                verdict = _judge_jpeg(file, head, tail)
+                verdict = _judge_jpeg(file, bytearray(head), tail)
             elif head.startswith(b"\x89PNG\r\n\x1a\n"):
                 verdict = _judge_png(head, tail)
             else:
-                verdict = _judge_other(path)
-    except OSError:
-        return "unreadable"
+                verdict = _judge_other(file)
+    except OSError as error:
+        raise files.unreadable(error) from None
+    except ValueError as error:  # it is no file, or too large
+        return str(error)
     if isinstance(verdict, str):
         return verdict
     _, width, height = verdict
-    if width * height > MOST_PIXELS:
+    if width * height > files.MOST_PIXELS:
         return "too many pixels"
     if max(width, height) > MOST_ASPECT * min(width, height):
         return "too long and thin"
@@ -232,7 +215,7 @@ def _judge_jpeg(file, head, tail) -> Verdict:
         if at + 4 > len(head):
             file.seek(len(head))
             more = file.read(HEAD)
-            if not more:
+            if not more or len(head) > MOST_HEADER:
                 return "damaged header"
             head += more
             continue
@@ -268,13 +251,13 @@ def _judge_png(head, tail) -> Verdict:
     return (GOOD if bits == 8 and colour == 2 else SPECIAL), width, height
 
 
-def _judge_other(path) -> Verdict:
-    from PIL import Image, UnidentifiedImageError
+def _judge_other(file) -> Verdict:
+    from PIL import Image
 
     try:
-        with Image.open(path) as picture:
+        with files.picture(file) as picture:
             return SPECIAL, *picture.size
     except Image.DecompressionBombError:
         return "too many pixels"
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+    except Exception:  # a damaged file may cause any error in a decoder
         return "not an image"

@@ -1,0 +1,115 @@
+"""Which files are taken for photographs, and how much of one is read: they may come from strangers, and be anything.
+
+What cannot be listed or opened is an error that names it: a class would be missing, and nobody would notice.
+"""
+
+import errno
+import os
+from typing import IO, TYPE_CHECKING
+
+from common.errors import UserError, one_line
+from common.files import open_regular
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+FORMATS = [
+    "JPEG",
+    "PNG",
+    "PPM",
+    "BMP",
+    "TIFF",
+    "WEBP",
+    "GIF",
+]  # all that Pillow may open; for EPS it would start another program
+MOST_BYTES = 256 << 20  # of a file
+MOST_PIXELS = 100_000_000  # more is a decompression bomb
+
+
+def classes(folder: str) -> dict[str, int]:
+    """{class: when its folder changed last}"""
+    found = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                changed = entry.stat().st_mtime_ns  # of where a link leads, which may be away
+                if entry.is_dir():
+                    found[entry.name] = changed
+    except OSError as error:
+        raise unreadable(error) from None
+    if not found:
+        raise UserError(f"{folder} has no folder for any class: its images must be in {folder}/CLASS/")
+    return dict(sorted(found.items()))
+
+
+def images_below(folder: str, label: str = "") -> list[str]:
+    """The files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
+    paths = []
+    for where, folders, names in sorted(os.walk(os.path.join(folder, label), onerror=_refuse, followlinks=True)):
+        for name in folders:
+            _refuse_circle(where, name)
+        for name in sorted(names):
+            path = os.path.join(where, name)
+            if name.lower().endswith(EXTENSIONS):
+                paths.append(os.path.relpath(path, folder))
+            elif os.path.islink(path):
+                _refuse_dangling(path)
+    return paths
+
+
+def _refuse(error: OSError) -> None:
+    raise unreadable(error)
+
+
+def _refuse_dangling(path: str) -> None:
+    """It may lead to a folder of images that is away."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        raise unreadable(error) from None
+
+
+def _refuse_circle(where: str, name: str) -> None:
+    """A link to a folder that it is in would count its images again and again."""
+    path = os.path.join(where, name)
+    if os.path.islink(path) and (os.path.realpath(where) + "/").startswith(os.path.realpath(path) + "/"):
+        raise UserError(f"{one_line(path)} is a link to a folder that it is in, whose images would count twice: delete it")
+
+
+def unreadable(error: OSError) -> UserError:
+    return UserError(
+        f"{one_line(error.filename)} cannot be read ({error.strerror}): make it readable, or take it out of the data set"
+    )
+
+
+def opened(path: str) -> IO[bytes]:
+    """The file to read; ValueError where it is something else than a file, or too large."""
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENXIO):  # the second of a socket
+            raise ValueError("not a regular file") from None
+        raise
+    if os.fstat(file.fileno()).st_size > MOST_BYTES:
+        file.close()
+        raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+    return file
+
+
+def read(path: str) -> bytes:
+    """The bytes of a file; OSError where it is none, or too large."""
+    try:
+        with opened(path) as file:
+            return file.read(os.fstat(file.fileno()).st_size)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), path) from None
+
+
+def picture(file: IO[bytes]) -> "Image.Image":
+    """What Pillow finds in the file, before anything is decoded."""
+    from PIL import Image
+
+    return Image.open(file, formats=FORMATS)
