@@ -23,6 +23,7 @@ from datasets import imagenet
 from datasets.dali import give_memory_back
 from datasets.loader import DeviceLoader
 from datasets.photos import tree
+from datasets.photos.files import MEGAPIXELS
 from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler, InOrder
 
@@ -49,7 +50,7 @@ class Dataset:
             "std": [value / 255 for value in std] if std else imagenet.STD,
             "pin_memory": pin_memory_dali if use_dali else pin_memory,
         }
-        files = [tree.load(os.path.join(data_dir, split)) for split in ("train", "val")]
+        files = [tree.load(os.path.join(data_dir, split)).within(MEGAPIXELS) for split in ("train", "val")]
         self._train = Photos(files[0], size, True, seed, area=(min_crop_size, 1.0))
         self._val = Photos(files[1], size, False, seed, short=val_size)
         self._val_batch_size, self._epoch, self._resident = val_batch_size or batch_size, 0, None

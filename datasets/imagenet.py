@@ -15,6 +15,7 @@ from common.world.folders import is_address
 from datasets import dpex, kspeed
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
+from datasets.photos import files as photo_files
 from datasets.photos import packed, tree
 from datasets.photos.labelled import Photos
 from datasets.sampler import Sampler
@@ -52,6 +53,7 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument(
         "--kspeed_user", help="user of the memcached servers, if they need one; the password is the variable KSPEED_PASSWORD"
     )
+    photo_files.add_max_megapixels(data)
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
     parser.reads = reads
 
@@ -101,7 +103,7 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
         return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
 
     moments.announce("data", args)
-    splits = on_every_rank("data", prepare)
+    splits = [files.within(args.max_megapixels) for files in on_every_rank("data", prepare)]
     _compare_classes(*splits)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for files in splits:

@@ -12,6 +12,7 @@ from common.processes.barrier import on_every_rank
 from common.world.folders import is_address
 from datasets.dali import PairBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
+from datasets.photos import files
 from datasets.photos.pairs import LAYOUT, SYNTHETIC_SIZE, Pairs, SyntheticPairs
 from datasets.sampler import Sampler
 
@@ -27,6 +28,7 @@ def add_options(parser: arguments.Parser) -> None:
                       f"they are; unset: {RESIZE}; --custom_data pictures are not resized")  # fmt: skip
     data.add_argument("--crop", type=arguments.number(int, at_least=11), help="height and width in pixels that the network "
                       f"sees; unset: {CROP}, with --custom_data {SYNTHETIC_CROP}")  # fmt: skip
+    files.add_max_megapixels(data)
     parser.reads = reads
 
 
@@ -56,7 +58,8 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
     moments.announce("data", args)
     root = on_every_rank("data", lambda: storage.fetch(args.data_url))
-    how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed}
+    how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed,
+           "megapixels": args.max_megapixels}  # fmt: skip
     train, test = (Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))
     for pairs in (train, test):
         pairs.keep_first(args.max_samples)

@@ -157,6 +157,24 @@ def test_what_cannot_be_listed_or_opened_is_an_error_that_names_it(folder):
         tree.load(str(folder))
 
 
+def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "1.jpg").write_bytes(JPEG)
+    (tmp_path / "train" / "a" / "large.png").write_bytes(encoded(Image.new("1", (10_000, 10_000)), "PNG"))
+    args = SimpleNamespace(
+        custom_data=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, seed=0,
+        max_megapixels=files.MEGAPIXELS,
+    )  # fmt: skip
+    assert [len(split) for split in imagenet.load(args)] == [1, 1]
+    assert "left out, more than 80 million pixels (--max_megapixels): 1 (the first is a/large.png)" in capsys.readouterr().out
+    args.max_megapixels = 100
+    assert [len(split) for split in imagenet.load(args)] == [2, 1]
+    with pytest.raises(UserError, match="every image has more than --max_megapixels 0"):
+        tree.load(str(tmp_path / "val")).within(0)
+
+
 def test_the_order_and_labels_are_those_of_torchvision(folder):
     found = tree.load(str(folder))
     theirs = torchvision.datasets.ImageFolder(str(folder))
@@ -177,7 +195,13 @@ def test_both_splits_have_the_same_classes(tmp_path, monkeypatch, capsys):
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
     (tmp_path / "train" / "a" / "0.jpg").write_bytes(b"")
     args = SimpleNamespace(
-        custom_data=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, seed=0
+        custom_data=False,
+        data_backend="pytorch",
+        data_url=str(tmp_path),
+        max_samples=None,
+        image_size=32,
+        seed=0,
+        max_megapixels=80,
     )
     assert [len(split) for split in imagenet.load(args)] == [2, 2]
     said = capsys.readouterr().out

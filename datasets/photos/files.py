@@ -3,10 +3,12 @@
 What cannot be listed or opened is an error that names it: a class would be missing, and nobody would notice.
 """
 
+import argparse
 import errno
 import os
 from typing import IO, TYPE_CHECKING
 
+from common import arguments
 from common.errors import UserError, one_line
 from common.files import open_regular
 
@@ -25,6 +27,13 @@ FORMATS = [
 ]  # all that Pillow may open; for EPS it would start another program
 MOST_BYTES = 256 << 20  # of a file
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
+MEGAPIXELS = 80  # that a photograph may have where nobody says otherwise
+
+
+def add_max_megapixels(group: "argparse._ArgumentGroup") -> None:
+    most = arguments.number(int, at_least=1, below=MOST_PIXELS // 10**6 + 1)
+    group.add_argument("--max_megapixels", type=most, default=MEGAPIXELS, help="photographs of more million pixels are left "
+                       "out and counted, because one that is decoded takes up to 10 MB a million in its worker")  # fmt: skip
 
 
 def classes(folder: str) -> dict[str, int]:

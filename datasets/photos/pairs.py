@@ -25,7 +25,7 @@ SYNTHETIC, SYNTHETIC_SIZE = {"train": 256, "test": 32}, 72
 class Pairs:
     """The pairs of a split. `resize` 0 leaves the pictures' size as it is."""
 
-    def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int) -> None:
+    def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS) -> None:
         self.folder, self.resize, self.crop, self.train, self.seed = folder, resize, crop, train, seed
         self.folders, names = find(folder)
         paths = [[os.path.join(folder, side, name) for name in names] for side in self.folders]
@@ -33,7 +33,7 @@ class Pairs:
             verdicts = [list(pool.map(tree.judge, side)) for side in paths]
         self.names, rows = [], []
         for name, *pair in zip(names, *verdicts):
-            reason = _why_left_out(*pair)
+            reason = _why_left_out(pair[0], pair[1], megapixels)
             if reason:
                 print(f"warning: {one_line(os.path.join(folder, '*', name))} is left out: {reason}", flush=True)
             else:
@@ -131,11 +131,14 @@ def find(folder: str) -> tuple[tuple[str, str], list[str]]:
     )
 
 
-def _why_left_out(blurry: tree.Verdict, sharp: tree.Verdict) -> Optional[str]:
+def _why_left_out(blurry: tree.Verdict, sharp: tree.Verdict, megapixels: int) -> Optional[str]:
     """Why a pair is left out, or None."""
-    for side, verdict in (("blurry", blurry), ("sharp", sharp)):
-        if isinstance(verdict, str):
-            return f"the {side} one is {verdict}"
+    if isinstance(blurry, str):
+        return f"the blurry one is {blurry}"
+    if isinstance(sharp, str):
+        return f"the sharp one is {sharp}"
     if blurry[1:] != sharp[1:]:
         return "they are of {}x{} and {}x{} pixels".format(*blurry[1:], *sharp[1:])
+    if blurry[1] * blurry[2] > megapixels * 10**6:
+        return f"they have more than {megapixels} million pixels (--max_megapixels)"
     return None

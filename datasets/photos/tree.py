@@ -81,6 +81,17 @@ class Tree:
         arrays = {name: value[numbers] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
+    def within(self, megapixels: int) -> "Tree":
+        """The same without photographs of more million pixels, which are counted."""
+        large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
+        if not large.any():
+            return self
+        if large.all():
+            raise UserError(f"{self.folder}: every image has more than --max_megapixels {megapixels} million pixels: give more")
+        names = [self.names[number] for number in np.flatnonzero(large)]
+        left_out = {**self.left_out, f"more than {megapixels} million pixels (--max_megapixels)": names}
+        return dataclasses.replace(self.pick(np.flatnonzero(~large)), left_out=left_out)
+
     def describe(self) -> str:
         """One line for the log."""
         text = f"{self.folder}: {len(self)} images of {len(self.classes)} classes"
