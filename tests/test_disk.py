@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import struct
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,21 +14,19 @@ from common.run import events
 from common.run.display import Display
 from common.run.output import Ledger
 from tests.check_ledger import steps_that_count
-from tests.jobs import TINY, assert_same_bits, final_state, run_job
+from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_job
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
 
 def full_once(path):
-    """The next file of this name cannot be written; the one after it can, because the temporary name is free again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name(f"{path.name}.unfinished").symlink_to(FULL)
+    """Starts a job so that this file, once, finds no room."""
+    return [sys.executable, str(ROOT / "tests" / "full_once.py"), f"{path}.unfinished"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png", "report.txt"])
 def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finished, tmp_path, name):
-    full_once(tmp_path / "out" / name)
-    done = run_job("train", tmp_path, *TINY)
+    done = run_job("train", tmp_path, *TINY, launcher=full_once(tmp_path / "out" / name))
     said = [line for line in done.stdout.splitlines() if name in line and not line.startswith("done")]
     path = tmp_path / "out" / name
     warning = f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again"
@@ -72,8 +71,7 @@ def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, 
 
 
 def test_weights_that_cannot_be_written_end_the_run_in_one_line_with_the_last_good_checkpoint(finished, tmp_path):
-    full_once(tmp_path / "out" / "epoch_2.pth")
-    done = run_job("train", tmp_path, *TINY, check=1)
+    done = run_job("train", tmp_path, *TINY, check=1, launcher=full_once(tmp_path / "out" / "epoch_2.pth"))
     last = f"last checkpoint {tmp_path}/out/checkpoints/000000000256.pt"
     assert done.stderr == f"error: a checkpoint could not be written: [Errno 28] No space left on device; {last}\n"
     assert "going on from" in run_job("train", tmp_path, *TINY).stdout

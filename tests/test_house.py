@@ -14,8 +14,8 @@ from tests.jobs import ROOT, environment
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
     ["common.secrets"],
-    ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.nvml", "common.moments", "common.version",
-     "common.streams"],  # fmt: skip
+    ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.nvml", "common.moments"],
+    ["common.version", "common.streams"],
     ["common.malloc", "common.devices", "common.progress"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],
