@@ -208,7 +208,9 @@ def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[t
         changed = changes(about["arguments"], run.arguments)
         if changed:
             yield f"warning: going on with other settings than before: {', '.join(changed)}"
-        yield f"going on from {path}: epoch {run.epoch + 1}, after {run.consumed} of its samples, step {run.total_steps}"
+        within = f"epoch {run.epoch + 1}, after {run.consumed} of its samples"
+        place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
+        yield f"going on from {path}: {place}, step {run.total_steps}"
         factor = global_batch / args.batch_size
         if not run.grouped and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
