@@ -279,7 +279,7 @@ def test_a_run_leaves_examples_and_says_where_the_time_went(finished):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bits(finished, tmp_path):
-    process = start(tmp_path, *SMALL, "--save_steps", 1, job="train_restore")
+    process = start(tmp_path, *SMALL, "--save_steps", 1, "--keep", 50, job="train_restore")
     wait_for(saved(tmp_path, 64), process, "the eighth step")
     process.kill()
     process.wait()
