@@ -2,6 +2,7 @@
 
 import contextlib
 import email.utils
+import http.client
 import os
 import tempfile
 import time
@@ -142,8 +143,8 @@ def check_web(url: str) -> Finding:
         https.refuse_unsafe(url)
         with urllib.request.build_opener(https.SafeRedirects).open(url, timeout=ANSWER_SECONDS) as answer:
             answer.read(1)
-            length = int(answer.headers.get("Content-Length") or 0)
-    except (OSError, ValueError, UserError) as error:
+            length = https.stated_length(url, answer)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", "check the address, or fetch the file by hand")
     if not length:
         found = f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be noticed"

@@ -1,18 +1,23 @@
 """One file from a web server: under its name when it is whole and verified, or not at all."""
 
+import contextlib
+import gzip
 import http.client
 import os
 import random
+import re
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import zlib
 from typing import Optional
 
 from common import files
 from common.errors import UserError, one_line
 from common.progress import Progress, Tell
 from common.secrets import mask, parts_of
+from common.storage import index
 
 STALL_SECONDS = 15  # a connection that brings no byte for so long is opened again
 ATTEMPTS = 6  # in a row that bring no new byte
@@ -25,13 +30,23 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
     Without `sha256` only the length that the server states can be verified.
     """
     refuse_unsafe(url)
+    notes = index.notes(os.path.dirname(path))
+    try:
+        _fetch(url, path, os.path.join(notes, f"{os.path.basename(path)}.part"), sha256, tell)
+    finally:
+        with contextlib.suppress(OSError):  # there is a part, or another fetch has its notes there
+            os.rmdir(notes)
+
+
+def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional[Tell]) -> None:
     shown, secret = one_line(url), parts_of(url)
-    part = f"{path}.part"
+    if os.path.islink(part):
+        os.unlink(part)
     failures = 0
     while True:
         had = _size(part)
         try:
-            _download(url, part, sha256 is None, tell)
+            _download(url, path, part, sha256 is None, tell)
             break
         except urllib.error.HTTPError as error:
             if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{had}":
@@ -57,12 +72,32 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
             f"{shown} has SHA-256 {digest}, expected {sha256}: it was damaged on the way, or replaced; "
             f"start again, or fetch it by hand to {path}"
         )
+    if reason := path.endswith((".gz", ".tgz")) and _damage(part):
+        os.unlink(part)
+        raise UserError(f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it by hand to {path}")
     os.replace(part, path)
+
+
+def _damage(archive: str) -> str:
+    """What is wrong with a gzip file, which has a checksum at its end; empty where nothing is."""
+    try:
+        with gzip.open(archive) as stream:
+            while stream.read(CHUNK):
+                pass
+    except (OSError, EOFError, zlib.error) as error:
+        return str(error)
+    return ""
 
 
 def refuse_unsafe(url: str) -> None:
     """Raise UserError for an address that is neither https nor of this machine."""
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        whole = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"[\s\0-\x1f\x7f]", url)
+    except ValueError:  # a port or an IPv6 address that is none
+        whole = False
+    if not whole:
+        raise UserError(f"{one_line(url)[:200]} is not an https:// address: give https://HOST/FILE, with %20 for a space")
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
         raise UserError(f"{one_line(url)[:200]} is not an https:// address")
     if "@" in parts.netloc:
@@ -77,21 +112,32 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _download(url: str, part: str, needs_length: bool, tell: Optional[Tell]) -> None:
+def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
+    """The bytes that a server says it sends; None where it does not say."""
+    if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
+        raise UserError(f"{url} answered with a page in place of the file: open it in a browser, and fetch the file by hand")
+    length = answer.headers.get("Content-Length")
+    if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
+        raise UserError(f"{url} states the length {length[:40]!r}, which is none: fetch the file by hand")
+    return None if length is None else int(length)
+
+
+def _download(url: str, path: str, part: str, needs_length: bool, tell: Optional[Tell]) -> None:
     """Append what is missing of `url` to `part`."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
         if answer.status != 206:
             have = 0  # the server gives the whole file
-        length = answer.headers.get("Content-Length")
-        total = have + int(length) if length else None
+        elif not (answer.headers.get("Content-Range") or "").startswith(f"bytes {have}-"):
+            os.unlink(part)
+            raise ConnectionError("the server answered with another part than was asked for")
+        length = stated_length(url, answer)
+        total = None if length is None else have + length
         if total is None and needs_length:
-            raise UserError(
-                f"{one_line(url)} does not state its length, so it cannot be verified; fetch it by hand to {part[:-5]}"
-            )
+            raise UserError(f"{one_line(url)} does not state its length, so it cannot be verified; fetch it by hand to {path}")
         with (
-            open(part, "r+b" if have else "wb") as file,
+            open(part, "r+b") if have else files.create(part) as file,
             Progress(f"fetching {url}", total_bytes=total, tell=tell) as progress,
         ):
             file.seek(have)

@@ -20,6 +20,8 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
     """The folder to read. One process of a node fetches; the others wait for it, and fail if it fails."""
     if not is_address(url):
         return url
+    if not bucket.is_address(url):
+        https.refuse_unsafe(url)
     folder = folder or local_folder(url, "input_dir")
     try:
         if bucket.is_address(url):

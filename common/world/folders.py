@@ -98,7 +98,10 @@ def is_name(name: object) -> bool:
 
 def local_folder(url: str, root: str) -> str:
     """Where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise UserError(f"{one_line(url)[:200]} is not an address: {one_line(error)}") from None
     words = [parts.scheme, parts.hostname or "", *parts.path.strip("/").split("/")]
     if parts.scheme in ("http", "https"):
         words.pop()  # the file goes into the folder
