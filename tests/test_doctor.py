@@ -1,5 +1,6 @@
 """The doctor: every fault of its list, made for real, is found and named; and a healthy job has none."""
 
+import functools
 import http.server
 import os
 import re
@@ -291,10 +292,13 @@ def test_a_bucket_larger_than_the_disk(reachable, monkeypatch):
 
 
 def test_a_web_server(tmp_path):
-    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+    (tmp_path / "file.tar.gz").write_bytes(b"some")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with socketserver.TCPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        assert checks_of(url + "/") == GOOD and checks_of(f"{url}/no/such/file") == BAD
+        assert checks_of(f"{url}/file.tar.gz") == GOOD and checks_of(f"{url}/no/such/file") == BAD
+        assert checks_of(url + "/") == BAD, "a page is no data"
         server.shutdown()
     assert checks_of(url) == BAD
 
