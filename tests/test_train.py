@@ -270,7 +270,11 @@ def test_two_deaths_in_the_same_step_are_reported_with_its_samples(tmp_path):
 
 def test_a_finished_run_says_so_and_more_epochs_go_on(again):
     done = run_job("train", again, *TINY)
-    assert ": all 2 epochs are done, step 8\n" in done.stdout and "nothing to do" in done.stdout and "000000000512.pt" in done.stdout
+    assert (
+        ": all 2 epochs are done, step 8\n" in done.stdout
+        and "nothing to do" in done.stdout
+        and "000000000512.pt" in done.stdout
+    )
     done = run_job("train", again, *TINY, "--epochs", 3, "--lr", "0.05")
     assert "warning: going on with other settings than before: epochs 2 -> 3, lr 0.1 -> 0.05" in done.stdout
     assert "epoch=3/3 steps=12" in done.stdout
