@@ -203,12 +203,12 @@ def two_ranks_of_which_one_is_lost(row):
         ]
         with open(log, "w") as output:
             process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=output, stderr=output)
-        wait_for(lambda log=log: "step=1/" in log.read_text(), process, 120)
+        wait_for(lambda log=log: "step=1/" in log.read_text(), process, 300)
         os.kill(children(process.pid)[-1], what)
         began = time.monotonic()
-        code = process.wait(60)
+        code = process.wait(120)
         row.figures[f"down after one was {name}"] = f"{time.monotonic() - began:.1f} s"
-        row.judge(f"{name}: seconds until all are down", judge.below(time.monotonic() - began, 10), number=False)
+        row.judge(f"{name}: seconds until all are down", judge.below(time.monotonic() - began, 10))
         row.judge(f"{name}: the exit code", judge.equal(code != 0, True), number=False)
 
 
