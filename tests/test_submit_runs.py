@@ -83,6 +83,7 @@ def run_batch(folder, request, restarts=0, cancel=False):
         "SLURM_RESTART_COUNT": str(restarts),
         "SLURM_JOB_NUM_NODES": "1",
         "PATH": f"{tools}:{os.environ['PATH']}",
+        **{"again": "1", "stopped": "1", "code": "1"},  # of the shell that submitted, whose environment sbatch passes on
     }
     saw = {"SRUN_SAW": str(folder / "srun"), "SCONTROL_SAW": str(folder / "scontrol")}
     done = subprocess.run(

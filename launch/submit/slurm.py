@@ -21,7 +21,7 @@ ENDED = {"COMPLETED": 0, **dict.fromkeys(["FAILED", "CANCELLED", "TIMEOUT", "NOD
 CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a node without one
 
 AGAIN = """\
-failures={failures}
+failures={failures} again= stopped=
 trap 'stopped=1' TERM  # scancel: no new start
 {run}
 code=$?
