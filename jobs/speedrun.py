@@ -30,7 +30,8 @@ import time
 
 BEGUN = time.perf_counter()
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
 
 import torch
 from torch import nn
@@ -235,9 +236,8 @@ class Muon:
         for group, update in zip(self.groups, updates):
             banks = [parameter.detach().permute(0, 2, 3, 1) for parameter in group]
             stacked = torch.stack(banks).flatten(2)
-            stacked *= stacked.shape[1] ** 0.5 / stacked.norm(
-                dim=(1, 2), keepdim=True
-            )  # a norm follows: only directions matter
+            # A norm follows, so only the direction matters.
+            stacked *= stacked.shape[1] ** 0.5 / stacked.norm(dim=(1, 2), keepdim=True)
             torch._foreach_copy_(banks, stacked.sub_(update, alpha=rate).view(-1, *banks[0].shape).unbind())
 
     def direction(self, number):

@@ -93,3 +93,9 @@ def test_ctrl_c_after_the_imports_is_the_jobs_own_again(capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
+
+
+def test_a_program_that_imports_a_job_keeps_its_own_answer_to_ctrl_c():
+    code = "import signal, jobs.train, jobs.speedrun; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
