@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import torch
 
-from common import cores, nvml
+from common import cores, errors, nvml
 from common.errors import UserError
 
 
@@ -24,8 +24,8 @@ def choose(args: argparse.Namespace) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
     usable = args.enable_gpu is not False and available()
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
-        promised = f"{here.gpus_promised} GPU{'s' * (here.gpus_promised > 1)} ({here.platform})"
-        given = "--enable_gpu true" if args.enable_gpu else f"the platform reports {promised}"
+        promised = f"the platform reports {errors.count(here.gpus_promised, 'GPU')} ({here.platform})"
+        given = "--enable_gpu true" if args.enable_gpu else promised
         raise UserError(f"{given}, but torch sees no GPU: {diagnosis()}; or give --enable_gpu false to train on the CPU")
     if args.enable_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
@@ -80,7 +80,7 @@ def require_one_each(args: argparse.Namespace) -> None:
     gpus = count()
     if args.enable_gpu is not False and 0 < gpus < args.world.local_world_size:
         raise UserError(
-            f"{args.world.local_world_size} processes on a node with {gpus} GPU{'s' * (gpus > 1)}: "
+            f"{args.world.local_world_size} processes on a node with {errors.count(gpus, 'GPU')}: "
             f"give --nproc_per_node {gpus}, or --enable_gpu false to train on the CPU"
         )
 

@@ -15,8 +15,9 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors quote no secret, such as the value of an option that is not there."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            message += "; what is for a job comes after --"
+        takes_a_job = any(action.dest == "job" for action in self._actions)
+        if takes_a_job and message.startswith("unrecognized arguments"):
+            message += "; the job's own options come after --"
         value = re.compile(r"(--[A-Za-z][\w-]*)[= ](\S+)")
         super().error(value.sub(lambda found: f"{found[1]} {HIDDEN}" if is_secret(found[1]) else found[0], one_line(message)))
 

@@ -9,6 +9,7 @@ from common import devices
 from common.run import Scaler
 from tests.gpu import judge
 from tests.jobs import TINY, assert_same_bits, final_state, run_job
+from tests.overflow import overflowing
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -43,22 +44,7 @@ def test_bfloat16_where_the_hardware_has_it(monkeypatch, gpu, capability, expect
 
 
 def test_steps_that_are_left_out_are_counted_and_a_restart_knows_them():
-    """float16's gradients overflow until the scale has fallen far enough; on the CPU, as on a GPU."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = Scaler("cpu", init_scale=2.0**20)
-    scales, moved = [scaler.get_scale()], [False]
-    for _ in range(10):
-        before = model.weight.detach().clone()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(torch.full((4, 8), 30.0)).square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        moved.append(not torch.equal(before, model.weight))
+    scales, moved, scaler = overflowing("cpu", scale=2.0**20)
     assert judge.scale_fell_and_steps_were_skipped(scales, moved, scaler.skipped()) is None
     again = Scaler("cpu")
     again.load_state_dict(scaler.state_dict())

@@ -16,15 +16,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-FORMATS = [
-    "JPEG",
-    "PNG",
-    "PPM",
-    "BMP",
-    "TIFF",
-    "WEBP",
-    "GIF",
-]  # all that Pillow may open; for EPS it would start another program
+# All that Pillow may open: for EPS it would start another program.
+FORMATS = ["JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF"]
 MOST_BYTES = 256 << 20  # of a file
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
 MEGAPIXELS = 80  # that a photograph may have where nobody says otherwise

@@ -15,6 +15,7 @@ import torch
 from tests.gpu import judge
 from tests.gpu.rows import SMALL, last_json
 from tests.jobs import ROOT, command, final_state
+from tests.overflow import overflowing
 
 PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--epochs", 1]
 
@@ -138,33 +139,10 @@ def a_trace_of_the_gpu(row):
     row.judge("a kernel's name", judge.says(printed.lower(), "kernel"))
 
 
-OVERFLOW = """
-import json, sys
-import torch
-from common.run.scaler import Scaler
-torch.manual_seed(0)
-model = torch.nn.Linear(64, 64, device="cuda")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-scaler = Scaler("cuda", init_scale=2.0**24)
-scales, moved = [scaler.get_scale()], [False]
-for number in range(12):
-    before = model.weight.detach().clone()
-    with torch.autocast("cuda", torch.float16):
-        loss = model(torch.full((8, 64), 30.0, device="cuda")).square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scales.append(scaler.get_scale())
-    moved.append(not torch.equal(before, model.weight))
-print(json.dumps({"scales": scales, "moved": moved, "skipped": scaler.skipped()}))
-"""
-
-
 def overflowing_gradients_skip_steps(row):
-    found = last_json(row.python(OVERFLOW))
-    row.judge("scale and steps", judge.scale_fell_and_steps_were_skipped(found["scales"], found["moved"], found["skipped"]))
-    row.figures["steps skipped"] = found["skipped"]
+    scales, moved, scaler = overflowing("cuda", scale=2.0**24)
+    row.judge("scale and steps", judge.scale_fell_and_steps_were_skipped(scales, moved, scaler.skipped()))
+    row.figures["steps skipped"] = scaler.skipped()
     printed = row.job("train_amp", *SMALL, "--amp_dtype", "float16")
     row.judge("train_amp", judge.says(printed, "done"), number=False)
 

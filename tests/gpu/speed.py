@@ -33,7 +33,8 @@ def peer(row, call):
 
 
 def side_by_side(row, ours, peers, unit="images/s"):
-    """{name: function} of ours and of the peers, in turn; figures for each, and the ratio of our median to the best peer's."""
+    """{name: function} of ours and of the peers, in turn; figures for each, and what is returned: {ours: (median, ratio to the
+    best peer's median)}."""
     everyone, found = {**ours, **peers}, {}
     for _ in range(ROUNDS):
         for name, measure in everyone.items():
@@ -42,7 +43,7 @@ def side_by_side(row, ours, peers, unit="images/s"):
         row.figures[name] = f"{statistics.median(values):,.0f} {unit} ({min(values):,.0f} to {max(values):,.0f})"
     middle = {name: statistics.median(values) for name, values in found.items()}
     best = max(middle[name] for name in peers)
-    return {name: middle[name] / best for name in ours}
+    return {name: (middle[name], middle[name] / best) for name in ours}
 
 
 def training_on_cifar(row):
@@ -60,27 +61,14 @@ def training_on_cifar(row):
                 f"a CUDA graph of it, half={half}": lambda half=half: peer(row, f"captured_cifar({OF_A_BATCH}, {half})"),
             },
         )
-        for name, ratio in ratios.items():
+        for name, (_, ratio) in ratios.items():
             row.figures[f"{name} beside the better one"] = f"{ratio:.2f}"
 
 
 def thirty_epochs_of_cifar(row):
-    """train.py as it is, on 50,000 images where --data has them: the aim is 30 s on an H200."""
+    """train.py with --compile true, on 50,000 images where --data has them: the aim is 30 s on an H200."""
     began = time.monotonic()
-    row.job(
-        "train_amp",
-        *cifar_data(),
-        "--batch_size",
-        512,
-        "--lr",
-        0.4,
-        "--compile",
-        "true",
-        "--resume",
-        "never",
-        "--overwrite",
-        "true",
-    )
+    row.job("train", *cifar_data(), "--compile", "true", "--resume", "never", "--overwrite", "true")
     row.figures["30 epochs, from start to end"] = f"{time.monotonic() - began:.0f} s"
 
 
@@ -96,14 +84,13 @@ def resnet50_on_noise(row):
     def ours(*more):
         return measured(row, 20, 80, "train_imagenet", *SYNTHETIC, "--batch_size", batch, *more)
 
-    found = ours()
-    ratios = side_by_side(
+    found = side_by_side(
         row,
         {"train_imagenet.py": lambda: ours()["images/s"], "--compile true": lambda: ours("--compile", "true")["images/s"]},
         {"torchvision's loop": lambda: peer(row, f"reference(peers.noise({batch}), 60)")},
     )
-    row.figures["peak memory"] = f"{found.get('peak MiB')} MiB"
-    row.judge("beside torchvision's loop", judge.at_least(max(ratios.values()), 1.1))
+    row.figures["peak memory"] = f"{ours().get('peak MiB')} MiB"
+    row.judge("beside torchvision's loop", judge.at_least(max(ratio for _, ratio in found.values()), 1.1))
 
 
 def photographs(row, number=0):
@@ -135,7 +122,7 @@ def resnet50_on_photographs(row):
         return measured(row, first, first + steps, "train_imagenet", *words)["images/s"]
 
     on_noise = ours("--custom_data", "true", "--data_backend", "synthetic")
-    ratios = side_by_side(
+    found = side_by_side(
         row,
         {"train_imagenet.py": lambda: ours("--data_url", folder)},
         {
@@ -144,9 +131,9 @@ def resnet50_on_photographs(row):
             )
         },
     )
-    share = statistics.median([ours("--data_url", folder) for _ in range(ROUNDS)]) / on_noise
-    row.figures["share of the speed on noise"] = f"{share:.0%}"
-    row.judge("beside torchvision's loop", judge.at_least(min(ratios.values()), 1.0))
+    ((rate, ratio),) = found.values()
+    row.figures["share of the speed on noise"] = f"{rate / on_noise:.0%}"
+    row.judge("beside torchvision's loop", judge.at_least(ratio, 1.0))
 
 
 LOADER = """
@@ -179,7 +166,7 @@ def loaders(row):
     """Photographs as batches on the GPU, by so many processes, beside torchvision's ImageFolder and decoders on the GPU."""
     folder = photographs(row)
     for workers in CORES:
-        ratios = side_by_side(
+        found = side_by_side(
             row,
             {f"ours, {workers} cores": lambda workers=workers: loader(row, folder, "pytorch", workers)},
             {
@@ -188,7 +175,8 @@ def loaders(row):
                 )
             },
         )
-        row.figures[f"ours beside torchvision, {workers} cores"] = f"{min(ratios.values()):.2f}"
+        ((_, ratio),) = found.values()
+        row.figures[f"ours beside torchvision, {workers} cores"] = f"{ratio:.2f}"
     row.figures["torchvision.io.decode_jpeg on the GPU, whole pictures"] = decoded_on_the_gpu(row, folder)
     try:
         row.figures["dali-gpu"] = f"{loader(row, folder, 'dali-gpu', max(CORES)):,.0f} images/s"
