@@ -23,7 +23,7 @@ NOT_RUN = {
         "SKY_NODES=2 SKY_NODE=0 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
         "SKY_NODES=2 SKY_NODE=1 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
     ],
-    "downloads from the Internet; tests/test_data.py does the same from a server of its own": [
+    "downloads from the Internet; tests/test_https.py does the same from a server of its own": [
         "python jobs/train.py",
         "python jobs/train.py --data_url https://HOST/cifar-10-python.tar.gz",
     ],

@@ -20,7 +20,8 @@ from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms
 from tests.jobs import assert_same_bits, final_state, run_job
-from tests.test_packed import ENDLESS, contents, first, flip, reached, run, settings, start, with_changes  # noqa: F401
+from tests.test_packed import ENDLESS, contents, flip, reached, run, settings, start  # noqa: F401 (some: fixtures)
+from tests.test_packed_damage import first, with_changes
 from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
 
 FORMS = ["320", "256", "raw"]

@@ -1,11 +1,7 @@
 """Photographs: the index of a tree and what is judged in it, the crop as a pure function, the pixels beside torchvision's."""
 
-import contextlib
 import io
 import os
-import re
-import shutil
-import socket
 import struct
 import time
 from pathlib import Path
@@ -15,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import EpsImagePlugin, Image
+from PIL import Image
 
 from common.errors import TrainingFailed, UserError
 from datasets import crops, imagenet, synthetic
-from datasets.dali import batches, pipeline
-from datasets.dali.batches import DaliBatches
 from datasets.photos import decode, files, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
-from tests.permissions import of_anybody
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -93,86 +86,6 @@ def test_every_kind_of_file_is_judged(tmp_path, name):
     content, verdict = FILES[name]
     (tmp_path / name).write_bytes(content)
     assert tree.judge(str(tmp_path / name)) == verdict
-
-
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 40\n%%EndComments\n(/ran) (w) file closefile showpage\n%%EOF\n"
-
-
-def test_no_more_than_a_regular_file_of_some_size_is_read(tmp_path):
-    """Nothing that blocks or never ends; a file of 3 GB that takes no place on the disk; a header that never ends."""
-    os.mkfifo(tmp_path / "pipe.jpg")
-    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
-    (tmp_path / "sparse.jpg").write_bytes(JPEG)
-    os.truncate(tmp_path / "sparse.jpg", 3 << 30)
-    (tmp_path / "fill.jpg").write_bytes(b"\xff\xd8" + b"\xff\xe1\xff\xff" + bytes(65533) + b"\xff\xe1\xff\xff" * (6 << 20))
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "socket.jpg"))
-        verdicts = {path.stem: tree.judge(str(path)) for path in tmp_path.iterdir()}
-    special = dict.fromkeys(("pipe", "zero", "socket"), "not a regular file")
-    assert verdicts == {**special, "sparse": "more than 256 MiB", "fill": "damaged header"}
-    for name in ("pipe", "zero", "sparse"):
-        with pytest.raises(OSError):
-            files.read(str(tmp_path / f"{name}.jpg"))
-
-
-def test_pillow_opens_only_photographs(tmp_path, monkeypatch):
-    """An EPS picture is a program, for which Pillow starts ghostscript; what is told to open it here leaves a file."""
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
-    os.chmod(tmp_path / "gs", 0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    (tmp_path / "eps.jpg").write_bytes(EPS)
-    assert tree.judge(str(tmp_path / "eps.jpg")) == "not an image"
-    with pytest.raises(decode.Undecodable):
-        decode.decode(EPS, True, None)
-    assert not (tmp_path / "ran").exists()
-    with contextlib.suppress(OSError), Image.open(io.BytesIO(EPS)) as found:
-        found.load()
-    assert (tmp_path / "ran").exists(), "or this test shows nothing"
-
-
-@pytest.mark.parametrize("special", [False, True])
-def test_a_file_that_has_become_a_bomb_is_not_decoded(special):
-    bomb = encoded(Image.new("L", (20_000, 6_000)), quality=1)
-    with pytest.raises(decode.Undecodable, match="too many pixels"):
-        decode.decode(bomb, special, (0, 0, 40, 60))
-
-
-def test_what_cannot_be_listed_or_opened_is_an_error_that_names_it(folder):
-    """A class would be missing, and the log would say "done"."""
-    for number, (place, change) in enumerate({
-        "zgood": lambda path: os.chmod(path, 0), "zgood/deeper": lambda path: os.chmod(path, 0),
-        "zgood/2.jpg": lambda path: os.chmod(path, 0), ".": lambda path: os.chmod(path, 0),
-        "away": lambda path: path.symlink_to("/none/such"), "zgood/away": lambda path: path.symlink_to("/none/such"),
-    }.items()):  # fmt: skip
-        copied = Path(shutil.copytree(folder, folder.parent / str(number) / "train"))
-        change(copied / place)
-        with (
-            of_anybody(),
-            pytest.raises(UserError, match=rf"{re.escape(str(copied / place))} cannot be read \(\w.*\): make it"),
-        ):
-            tree.load(str(copied))
-    (folder / "zgood" / "deeper" / "up").symlink_to("..")
-    with pytest.raises(UserError, match="zgood/deeper/up is a link to a folder that it is in"):
-        tree.load(str(folder))
-
-
-def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        (tmp_path / split / "a" / "1.jpg").write_bytes(JPEG)
-    (tmp_path / "train" / "a" / "large.png").write_bytes(encoded(Image.new("1", (10_000, 10_000)), "PNG"))
-    args = SimpleNamespace(
-        custom_data=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, seed=0,
-        max_megapixels=files.MEGAPIXELS,
-    )  # fmt: skip
-    assert [len(split) for split in imagenet.load(args)] == [1, 1]
-    assert "left out, more than 80 million pixels (--max_megapixels): 1 (the first is a/large.png)" in capsys.readouterr().out
-    args.max_megapixels = 100
-    assert [len(split) for split in imagenet.load(args)] == [2, 1]
-    with pytest.raises(UserError, match="every image has more than --max_megapixels 0"):
-        tree.load(str(tmp_path / "val")).within(0)
 
 
 def test_the_order_and_labels_are_those_of_torchvision(folder):
@@ -379,6 +292,29 @@ def assert_equal(some, others):
         assert torch.equal(image, others[number][0]) and label == others[number][1], number
 
 
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """30 pictures of many sizes, two of them in a form that DALI reads differently."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(30):
+        where = tmp_path / "train" / f"class{number % 3}"
+        where.mkdir(parents=True, exist_ok=True)
+        mode = "CMYK" if number in (4, 17) else "L" if number == 9 else "RGB"
+        (where / f"{number:02d}.jpg").write_bytes(
+            encoded(picture(40 + 7 * number, 140 - 3 * number, mode, number % 5), quality=90)
+        )
+    return tmp_path / "train"
+
+
+def assert_close(some, others, tolerance=TOLERANCE):
+    """Equal labels, and pixels that differ as two decoders and two resizes do; special pictures come from the same decoder."""
+    std = torch.tensor(imagenet.STD).view(3, 1, 1)
+    assert some.keys() == others.keys()
+    for number, (image, label) in some.items():
+        assert label == others[number][1]
+        assert ((image - others[number][0]).abs() * std * 255).mean() < tolerance, number
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_picture_is_the_same_whoever_loads_it(folder, world_size):
     """On every rank, with and without worker processes; the shards are disjoint and complete."""
@@ -432,121 +368,6 @@ def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):
     monkeypatch.setattr(decode, "decode", lambda *_: (_ for _ in ()).throw(decode.Undecodable("damaged")))
     with pytest.raises(TrainingFailed, match="3 images in a row"):
         images_of(folder, lambda count: InOrder(count, 4))
-
-
-@pytest.fixture
-def many(tmp_path, monkeypatch):
-    """30 pictures of many sizes, two of them in a form that DALI reads differently."""
-    monkeypatch.chdir(tmp_path)
-    for number in range(30):
-        where = tmp_path / "train" / f"class{number % 3}"
-        where.mkdir(parents=True, exist_ok=True)
-        mode = "CMYK" if number in (4, 17) else "L" if number == 9 else "RGB"
-        (where / f"{number:02d}.jpg").write_bytes(
-            encoded(picture(40 + 7 * number, 140 - 3 * number, mode, number % 5), quality=90)
-        )
-    return tmp_path / "train"
-
-
-def assert_close(some, others, tolerance=TOLERANCE):
-    """Equal labels, and pixels that differ as two decoders and two resizes do; special pictures come from the same decoder."""
-    std = torch.tensor(imagenet.STD).view(3, 1, 1)
-    assert some.keys() == others.keys()
-    for number, (image, label) in some.items():
-        assert label == others[number][1]
-        assert ((image - others[number][0]).abs() * std * 255).mean() < tolerance, number
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_dali_gives_the_same_pictures_in_the_same_order(many, train):
-    def sampler(count):
-        return shard(count, 7, 0, 1) if train else InOrder(count, 7)
-
-    ours, order = images_of(many, sampler, train)
-    theirs, their_order = images_of(many, sampler, train, workers=1, backend="dali-cpu")
-    assert their_order == order
-    assert_close(theirs, ours)
-
-
-@pytest.mark.parametrize("consumed", [0, 6, 18])
-def test_dali_on_a_rank_and_resumed(many, consumed):
-    def sampler(count):
-        made = shard(count, 3, 1, 2)
-        made.start_at(2, consumed)
-        return made
-
-    ours, order = images_of(many, sampler)
-    theirs, their_order = images_of(many, sampler, workers=1, backend="dali-cpu")
-    assert their_order == order and len(order) == (30 - consumed) // 6 * 3
-    assert_close(theirs, ours)
-
-
-class Kept(tree.Tree):
-    """Read by itself, and counted, as a pack or a cache is."""
-
-    in_files, reads = False, 0
-
-    def read(self, number):
-        Kept.reads += 1
-        return super().read(number)
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_dali_decodes_what_is_in_no_file_alike(many, train, monkeypatch):
-    def sampler(count):
-        return shard(count, 7, 0, 1) if train else InOrder(count, 7)
-
-    from_files, order = images_of(many, sampler, train, workers=2, backend="dali-cpu")
-    plain = tree.load
-    monkeypatch.setattr(tree, "load", lambda folder: Kept(**vars(plain(folder))))
-    read, their_order = images_of(many, sampler, train, workers=2, backend="dali-kspeed")
-    assert their_order == order and Kept.reads >= len(order)
-    assert_equal(read, from_files)
-
-
-def test_dali_goes_on_after_a_picture_that_it_cannot_decode(many, capfd):
-    files = tree.load(str(many))
-    number = files.names.index("class1/13.jpg")
-    content = Path(files.path(number)).read_bytes()
-    Path(files.path(number)).write_bytes(content[:200] + bytes(len(content) - 202) + b"\xff\xd9")
-    ours, order = images_of(many, lambda count: InOrder(count, 4), train=False)
-    theirs, their_order = images_of(many, lambda count: InOrder(count, 4), train=False, workers=1, backend="dali-cpu")
-    assert their_order == order and torch.equal(theirs[number][0], ours[number + 1][0])
-    assert_close(theirs, ours)
-    assert capfd.readouterr().out.count("warning: DALI cannot make a batch of epoch 1") == 1
-
-
-class Fails:
-    def __init__(self, message):
-        self.run = lambda: (_ for _ in ()).throw(RuntimeError(message))
-
-
-@pytest.mark.parametrize(
-    ("message", "of_the_machine"),
-    [
-        ("CUDA runtime API error cudaErrorMemoryAllocation (2): out of memory", True),
-        ("nvJPEG error (5) : NVJPEG_STATUS_ALLOCATOR_FAILURE", True),
-        ("std::bad_alloc", True),
-        ("Unrecognized image format. Supported formats are: JPEG, PNG", False),
-    ],
-)
-def test_dali_without_memory_ends_the_run_and_does_not_train_on_from_torch(many, message, of_the_machine, monkeypatch, capfd):
-    monkeypatch.setattr(DaliBatches, "_pipeline", lambda *_: Fails(f"Critical error: encountered:\n\n{message}"))
-    with pytest.raises(RuntimeError, match=re.escape(message)) if of_the_machine else contextlib.nullcontext():
-        images_of(many, lambda count: InOrder(count, 4), train=False, workers=1, backend="dali-cpu")
-    assert ("so torch makes it" in capfd.readouterr().out) != of_the_machine
-
-
-def test_dalis_decoder_for_gpus_interpolates_colours_as_the_others_do(monkeypatch):
-    from nvidia.dali import fn
-
-    asked = []
-    monkeypatch.setattr(fn.decoders, "image", lambda *_, **how: asked.append(how))
-    monkeypatch.setattr(fn.decoders, "image_slice", lambda *_, **how: asked.append(how) or 1 / 0)
-    pipeline.decoded(None, "mixed")
-    with pytest.raises(ZeroDivisionError):
-        batches._train_graph(None, None, None, None, 8, "mixed")
-    assert [how["jpeg_fancy_upsampling"] for how in asked] == [True, True] and asked[0]["device"] == "mixed"
 
 
 def test_fewer_samples_come_from_all_over_the_classes(folder):
