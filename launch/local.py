@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -75,7 +76,7 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 }  # fmt: skip
 
 
-def start(options: argparse.Namespace, node: int, port: int) -> "subprocess.Popen[bytes]":
+def start(options: argparse.Namespace, node: int, port: int, secret: str) -> "subprocess.Popen[bytes]":
     """Start a node as the platform would, in a process group of its own."""
     injected, env = PLATFORMS[options.platform](node, options.nodes, port)
     if options.procs:
@@ -83,6 +84,8 @@ def start(options: argparse.Namespace, node: int, port: int) -> "subprocess.Pope
     threads = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))
+    if "ANYRANK_SECRET_FILE" not in os.environ:
+        env["ANYRANK_SECRET"] = secret
     if options.nodes > 1 and options.gpus:
         share = len(options.gpus) // options.nodes
         env["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[node * share : (node + 1) * share])
@@ -105,7 +108,8 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
 def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]]) -> list[int]:
     """Start every node once and wait for all of them; their exit codes."""
     port = free_port()
-    nodes = [start(options, node, port) for node in range(options.nodes)]
+    secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # what the nodes share (docs/security.md)
+    nodes = [start(options, node, port, secret) for node in range(options.nodes)]
     relays = [threading.Thread(target=relay, args=(node, process.stdout)) for node, process in enumerate(nodes)]
     timers = [threading.Timer(seconds, kill, [nodes[node]]) for node, seconds in kill_at]
 

@@ -13,6 +13,8 @@ import threading
 import time
 import urllib.parse
 
+from tests.jobs import PATIENCE
+
 ERRORS = {
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "500": (500, "InternalError", "We encountered an internal error."),
@@ -110,7 +112,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             self.close_connection = True
             if fault == "stall":
-                self.server.over.wait(120)
+                self.server.over.wait(PATIENCE)
             if fault == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()

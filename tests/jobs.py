@@ -13,6 +13,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PATIENCE = 600  # seconds, for what takes some on an idle machine: only what hangs takes so long on a busy one
+
 # A whole run in a few seconds: 4 steps an epoch on a network of a few thousand parameters.
 TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "4", "--epochs", "2"]
 
@@ -28,7 +30,7 @@ def command(job, *options):
     return [sys.executable, str(ROOT / "jobs" / f"{job}.py"), *map(str, options)]
 
 
-def run_job(job, folder, *options, env=None, check=0, timeout=240, launcher=()):
+def run_job(job, folder, *options, env=None, check=0, timeout=PATIENCE, launcher=()):
     """Run jobs/JOB.py in `folder` with the output in folder/out; returns the finished process, its exit code asserted.
 
     It is forked from a process that has done the imports; with a launcher, which may be Python alone, it is started from nothing.
@@ -55,7 +57,7 @@ def starter():
     return subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def forked(words, folder, *environments, timeout=240):
+def forked(words, folder, *environments, timeout=PATIENCE):
     """Run the script words[0] in `folder` once per environment, all at a time; returns the finished processes."""
     with tempfile.TemporaryDirectory() as temporary:
         outputs = [Path(temporary) / str(number) for number in range(len(environments))]
@@ -75,7 +77,7 @@ def forked(words, folder, *environments, timeout=240):
     return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts)]
 
 
-def run_forked(words, folder, env=None, check=0, timeout=240):
+def run_forked(words, folder, env=None, check=0, timeout=PATIENCE):
     """The same once, its exit code asserted."""
     (done,) = forked(words, folder, env or {}, timeout=timeout)
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -91,7 +93,7 @@ def start(folder, *options, job="train"):
 
 
 def wait_for(condition, process, what):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None, f"the job ended before {what}"
         assert time.monotonic() < deadline, f"no {what} in time"

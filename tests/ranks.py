@@ -1,11 +1,12 @@
 """The DDP job in the tests: two ranks that together take the batches of tests.jobs.TINY, their ledgers and their processes."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.jobs import ROOT, TINY, command, environment, forked
+from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked
 from tests.objectstore import free_port
 
 TWO = [*TINY[:4], "--batch_size", "32", *TINY[6:], "--ledger", "true"]  # two ranks: a global batch of 64, as in TINY
@@ -22,7 +23,7 @@ def check_ledger(*folders):
 def run_variant(job, folder, *options):
     """A changed job from nothing, with the output in folder/out; returns the finished process, however it ended."""
     script = [sys.executable, str(job), *map(str, options), "--output_dir", str(folder / "out")]
-    return subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 def fork_ranks(job, folder, *options):
@@ -42,6 +43,17 @@ def run_ranks(folder, *options):
 def children(process):
     """The processes that this one has started."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def listening(pids):
+    """The addresses at which these processes accept connections, as the kernel writes them."""
+    sockets = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {words[1].split(":")[0] for words in lines if words[3] == "0A" and words[9] in sockets}
 
 
 def workers_of(pids):

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 
-from tests.jobs import ROOT, environment
+from tests.jobs import PATIENCE, ROOT, environment
 
 
 class RayHosts:
@@ -61,7 +61,7 @@ class RayHosts:
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(PATIENCE)
         self._process.stdout.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from common import arguments
 from common.errors import UserError
 from datasets import cifar10
-from tests.jobs import command, environment
+from tests.jobs import PATIENCE, command, environment
 
 PARSER = cifar10.parser("A job.")
 
@@ -166,7 +166,7 @@ def test_random_argument_lists_as_whole_processes(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         script = command("train", *words, "--custom_data=false", "--data_url", folder, f"--output_dir={folder}/out")
-        done = subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode in (0, 2), (words, done.stderr)
         assert "Traceback" not in done.stderr, (words, done.stderr)
         assert not os.path.exists(folder / "etc")

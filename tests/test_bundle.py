@@ -12,7 +12,7 @@ import pytest
 from common.errors import UserError
 from common.version import VERSION
 from launch.bundle import command as bundle
-from tests.jobs import ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
 from tests.test_train import LEAVES, SMALLER
 
 JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
@@ -163,7 +163,7 @@ def test_a_spawned_process_finds_the_modules_too(empty):
         lambda text: change(text).replace("from common import arguments, devices", "from common import devices"),
     )
     done = subprocess.run(
-        [sys.executable, str(path)], cwd=empty, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, str(path)], cwd=empty, env=environment(), capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.stdout.startswith("0.25\n"), done.stdout + done.stderr
 
@@ -177,7 +177,7 @@ def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
     process = subprocess.Popen(local, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     wait_for(saved(empty, 384), process, "the third step")
     process.send_signal(signal.SIGTERM)
-    log, _ = process.communicate(timeout=120)
+    log, _ = process.communicate(timeout=PATIENCE)
     assert "stopped by SIGTERM; saved after step" in log
     steps = int(re.search(r"saved after step (\d+)", log)[1])
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

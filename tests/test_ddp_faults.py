@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
+from tests.jobs import PATIENCE, ROOT, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
 from tests.ranks import LONG, TWO, check_ledger, children, workers_of
 
 # --- A dead peer never hangs the rest ----------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def test_a_killed_or_stopped_rank_is_named_and_everyone_stops(tmp_path, number, 
     workers = workers_of(children(process))
     assert sorted(workers) == [0, 1]
     os.kill(workers[1], number)
-    assert process.wait(10) == 1
+    assert process.wait(PATIENCE) == 1
     log = (tmp_path / "log").read_text()
     assert re.search(rf"error: {line}, in phase \w+; stopping all 2 ranks", log), log
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
@@ -40,7 +40,7 @@ def test_a_worker_that_dies_is_started_again_from_the_last_checkpoint(two_ranks,
     process = start(tmp_path, *options, "--resume", "never", "--overwrite", "true", job="train_ddp")
     wait_for(saved(tmp_path, 128), process, "a few steps")
     os.kill(workers_of(children(process))[1], signal.SIGKILL)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     assert "restart 1 of 1 from the last checkpoint" in (tmp_path / "log").read_text()
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
     check_ledger(tmp_path / "out")
@@ -80,7 +80,7 @@ def listening(port):
 
 
 def outcome(process):
-    text, _ = process.communicate(timeout=90)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in text, text
     return process.returncode, text.splitlines()[-1]
 
@@ -96,7 +96,7 @@ def test_a_stop_while_waiting_for_the_other_nodes_ends_at_once(tmp_path):
     process = node(tmp_path, 29657, 0, 2)
     wait_for(lambda: listening(29657), process, "listening for the others")
     process.terminate()
-    assert process.wait(20) == 143
+    assert process.wait(PATIENCE) == 143
 
 
 def test_two_nodes_with_the_same_rank_are_both_named(tmp_path):
@@ -175,5 +175,5 @@ def test_under_torchrun_the_ranks_themselves_compare(tmp_path):
             )
         )
     for process in nodes:
-        text, _ = process.communicate(timeout=90)
+        text, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode and "arguments differs: lr=0.1 on rank 0" in text and "lr=0.2 on rank 1" in text, text

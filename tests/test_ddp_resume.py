@@ -10,7 +10,19 @@ import torch
 
 from common.processes import norms
 from tests import gradients
-from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    TINY,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    run_job,
+    saved,
+    start,
+    wait_for,
+)
 from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
 
 
@@ -59,7 +71,7 @@ def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
     process = subprocess.Popen(script, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 1  # torchrun's own
+    assert process.wait(PATIENCE) == 1  # torchrun's own
     assert "stopped by SIGTERM; saved after step" in (tmp_path / "log").read_text()
     run_ranks(tmp_path, *TWO)
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
@@ -74,7 +86,7 @@ def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path)
         env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     ranks = torch.load(tmp_path / "ranks", weights_only=True)

@@ -10,7 +10,7 @@ import pytest
 from common import arguments, world
 from datasets import cifar10
 from launch import blocks, local
-from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
+from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
 from tests.ranks import TWO, check_ledger
 
 
@@ -54,7 +54,7 @@ def test_srun_starts_one_task_per_process(two_ranks, tmp_path):
         subprocess.Popen(script, cwd=tmp_path, env=environment(**env, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)))
         for n in range(2)
     ]
-    assert [task.wait(120) for task in tasks] == [0, 0]
+    assert [task.wait(PATIENCE) for task in tasks] == [0, 0]
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
@@ -90,7 +90,7 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platfor
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout
     assert ", platform torchrun (" not in done.stdout, "the workers know what their parent recognised"
@@ -101,7 +101,7 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platfor
 def test_a_mistake_is_not_started_again(tmp_path):
     words = ["--restarts", "3", str(ROOT / "jobs" / "train_ddp.py"), "--", "--ephocs", "3"]
     script = [sys.executable, "-m", "launch", "local", *words]
-    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and done.stdout.count("did you mean --epochs?") == 1, done.stdout + done.stderr
 
 
@@ -130,7 +130,7 @@ def test_the_commands_of_the_how_to_start_block_run(path, two_ranks, tmp_path):
             sys.executable if word == "python" else str(ROOT / word) if word.startswith("jobs/") else word for word in words
         ]
         script = [*words, *(TWO if several else [*TINY, "--epochs", "1"]), "--output_dir", str(folder / "out")]
-        done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, (line, done.stderr)
         if several:
             assert_same_bits(final_state(folder), final_state(two_ranks[0]))

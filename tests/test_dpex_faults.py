@@ -11,7 +11,7 @@ import torch
 
 from common.errors import TrainingFailed
 from datasets.dpex import DpexDataLoader
-from tests.jobs import assert_same_bits, command, environment, final_state
+from tests.jobs import PATIENCE, assert_same_bits, command, environment, final_state
 from tests.ranks import TWO
 from tests.rayhosts import RayHosts
 from tests.test_dpex import Squares, Stream
@@ -97,7 +97,7 @@ def test_a_killed_worker_is_replaced(loader, hosts, seed):
         os.kill(draw.choice(sorted(hosts.workers())), signal.SIGKILL)
 
     with pytest.warns(UserWarning, match="made again elsewhere; a transform that draws"):
-        assert epoch(loader, kill, draw.randrange(5, 40))[0] < STALL
+        assert epoch(loader, kill, draw.randrange(5, 40))[0] < PATIENCE
 
 
 class Slowly(Stream):
@@ -140,7 +140,7 @@ def test_more_is_on_its_way_than_the_hosts_have_room_for(hosts):
 
 def test_a_host_is_lost_and_another_one_comes(loader, hosts):
     with pytest.warns(UserWarning, match="was lost"):
-        assert epoch(loader, lambda: hosts.kill(0))[0] < STALL
+        assert epoch(loader, lambda: hosts.kill(0))[0] < PATIENCE
     hosts.add()
     epoch(loader)
     assert hosts.raylets[-1] in hosts.workers().values()
@@ -151,14 +151,12 @@ def test_the_head_is_lost(loader, hosts):
     strict = iter(DpexDataLoader(Pictures(), True, hosts.address, batch_size=2, num_workers=1, head_lost="stop"))
     next(strict)
     with pytest.warns(UserWarning, match="the Ray cluster is gone: .* on this machine from here on"):
-        longest, folders, _ = epoch(loader, hosts.kill_head)
-    assert longest < 45 and any("py_modules" not in folder for folder in folders)
-    begun = time.monotonic()
+        _, folders, _ = epoch(loader, hosts.kill_head)  # how long it takes is for make chaos
+    assert any("py_modules" not in folder for folder in folders)
     with pytest.raises(TrainingFailed, match="head_lost='stop' was asked for"):
         for _ in strict:
             pass
-    assert time.monotonic() - begun < 45  # Ray itself takes a minute
-    assert epoch(loader)[0] < STALL  # and so does the next epoch
+    assert epoch(loader)[0] < PATIENCE  # and so does the next epoch
 
 
 # --- Jobs ------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from common import errors
-from tests.jobs import ROOT, environment
+from tests.jobs import PATIENCE, ROOT, environment
 
 # A job that writes where a platform would look, in a folder of the test; what it does is the test's.
 JOB = """
@@ -40,7 +40,7 @@ def platform(tmp_path):
         job = tmp_path / "job.py"
         job.write_text(JOB.format(root=str(ROOT), ml=str(ml), log=str(log), does=does))
         words = [sys.executable, str(job), *options, "--enable_gpu", "false"]
-        done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
         places = [path.read_text() if path.exists() else None for path in (ml / "failure", log)]
         return done, places
 

@@ -14,6 +14,7 @@ import torch
 from tests.gpu import __main__ as runner
 from tests.gpu import judge, report, runs
 from tests.gpu.table import ROWS
+from tests.jobs import PATIENCE
 
 ONES, NAN = torch.ones(3), torch.tensor([1.0, 1.0, float("nan")])
 FELL = ([8.0, 4.0, 4.0], [False, False, True])  # the scale before and after two steps, and whether the weights moved
@@ -79,7 +80,7 @@ def test_numbers_are_judged_on_a_gpu_and_not_on_a_stand_in(found, on_a_gpu, rehe
 
 def run(folder, *words):
     words = [sys.executable, "-m", "tests.gpu", "--out", folder, *words]
-    return subprocess.run(words, cwd=runner.ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "REHEARSAL_GPUS": "0"})  # fmt: skip
+    return subprocess.run(words, cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, "REHEARSAL_GPUS": "0"})  # fmt: skip
 
 
 def test_a_row_that_is_done_is_not_done_again_and_a_failed_one_is_the_exit_code(tmp_path):

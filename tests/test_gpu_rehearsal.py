@@ -12,7 +12,7 @@ from tests import packages
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs
 from tests.gpu.table import ROWS
-from tests.jobs import ROOT, command, environment, saved, wait_for
+from tests.jobs import PATIENCE, ROOT, command, environment, saved, wait_for
 
 pytestmark = pytest.mark.rehearsal  # minutes
 
@@ -133,7 +133,7 @@ def test_a_stop_saves_and_the_next_start_goes_on(tmp_path):
     process = subprocess.Popen(words, cwd=tmp_path, env=environment(**rehearsal.environment()), stdout=subprocess.DEVNULL)
     wait_for(saved(tmp_path, 256), process, "the first checkpoint")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    assert process.wait(PATIENCE) == 143
     assert "going on from" in rehearse(tmp_path, *words, "--max_steps", 1)
 
 

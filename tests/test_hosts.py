@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.hosts import OUTSIDE, Hosts, need_namespaces, wait_all
-from tests.jobs import assert_same_bits, final_state, saved, wait_for
+from tests.jobs import PATIENCE, assert_same_bits, final_state, saved, wait_for
 from tests.objectstore import ObjectStore
 from tests.ranks import LONG, TWO, check_ledger, run_ranks, workers_of
 from tests.test_data import write_folder
@@ -34,7 +34,7 @@ def hosts(tmp_path):
 
 
 def run_everywhere(some, nodes, *options):
-    codes, _ = wait_all([some.start(number, nodes, *options) for number in range(nodes)], 120)
+    codes, _ = wait_all([some.start(number, nodes, *options) for number in range(nodes)], PATIENCE)
     assert codes == [0] * nodes, [some.log(number) for number in range(nodes)]
 
 
@@ -84,7 +84,7 @@ def test_a_cut_cable_stops_both_sides_and_each_names_the_other(hosts):
     some = hosts(2)
     processes = started(some, 2)
     some.cut(1)
-    codes, _ = wait_all(processes, 60)  # how fast they are is for make chaos
+    codes, _ = wait_all(processes, PATIENCE)  # how fast they are is for make chaos
     assert codes == [1, 1]
     assert re.search(r"error: node 1 \(rank 1\) has been silent for [56] s \(machine or network\)", some.log(0)), some.log(0)
     assert re.search(r"error: node 0 \(rank 0\) has been silent for [56] s \(machine or network\)", some.log(1)), some.log(1)
@@ -97,7 +97,7 @@ def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
     processes = [some.start(number, 2, *options) for number in range(2)]
     wait_for(saved(some.folders[0], 128), processes[0], "a few steps")
     os.kill(workers_of(some.pids(1))[1], signal.SIGKILL)
-    assert wait_all(processes, 90)[0] == [0, 0], some.log(0)
+    assert wait_all(processes, PATIENCE)[0] == [0, 0], some.log(0)
     for number in range(2):
         assert "error: rank 1 (node 1" in some.log(number) and "restart 1 of 1 from the last checkpoint" in some.log(number)
     check_ledger(*(folder / "out" for folder in some.folders))
@@ -108,7 +108,7 @@ def test_a_host_that_is_gone_is_named_by_the_others(hosts, gone):
     some = hosts(3)
     processes = started(some, 3)
     some.kill(gone)
-    codes, _ = wait_all(processes, 60)
+    codes, _ = wait_all(processes, PATIENCE)
     for number in {0, 1, 2} - {gone}:
         assert codes[number] == 1
         assert f"error: node {gone} (rank {gone}) is gone; stopping all 3 ranks" in some.log(number), some.log(number)
@@ -139,7 +139,7 @@ def test_data_and_output_in_a_bucket_killed_and_started_again_on_empty_disks(hos
         wait_all(processes, 30)
         again = hosts(2, outside=True)
         processes = [again.start(number, 2, *options, output=None, env=store.environment) for number in range(2)]
-        assert wait_all(processes, 120)[0] == [0, 0], again.log(0) + again.log(1)
+        assert wait_all(processes, PATIENCE)[0] == [0, 0], again.log(0) + again.log(1)
         assert "fetched checkpoint" in again.log(0) and "going on from" in again.log(0)
         assert_same_bits(final_state(again.folders[0], "output_dir/s3/data/out"), final_state(whole))
         ledgers = [folder / "output_dir/s3/data/out" for folder in again.folders]

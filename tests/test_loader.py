@@ -19,6 +19,7 @@ from datasets.photos import labelled, packed, tree
 from datasets.sampler import EpochSampler
 from jobs import train_imagenet, train_restore
 from launch.pack import command as pack
+from tests.jobs import PATIENCE
 from tests.memcached import Memcached
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_ahead_works_no_further_ahead_than_it_may():
 
     found = ahead(items(), 3)
     assert next(found) == 0
-    assert reached.wait(30) and len(asked) <= 5  # one is with us, three wait, one may be on its way
+    assert reached.wait(PATIENCE) and len(asked) <= 5  # one is with us, three wait, one may be on its way
     found.close()
     assert not working() and len(asked) <= 5
 

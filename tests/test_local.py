@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from launch import local
-from tests.jobs import ROOT, environment
+from tests.jobs import PATIENCE, ROOT, environment
 
 # Runs the verb as `python -m launch` does, and fails when it has loaded one of the heavy packages.
 SCRIPT = """
@@ -25,7 +25,7 @@ def test_it_never_waits_for_torch(tmp_path, nodes):
     (tmp_path / "nothing.py").write_text("import sys\nprint(sys.argv[1:3])\n")
     words = ["--nodes", str(nodes), str(tmp_path / "nothing.py"), "--", "--a", "b"] if nodes else ["--help"]
     script = [sys.executable, "-c", SCRIPT, "local", *words]
-    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("['--a', 'b']") == (nodes or 0) and ("exit codes 0 0" in done.stdout) == bool(nodes)
 
@@ -39,7 +39,7 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
     (tmp_path / "job.py").write_text("import os\nprint('gpus:', os.environ['CUDA_VISIBLE_DEVICES'])\n")
     script = [sys.executable, "-m", "launch", "local", "--nodes", str(nodes), str(tmp_path / "job.py")]
     env = environment(CUDA_VISIBLE_DEVICES=shown)
-    printed = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    printed = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
     lines = sorted(line for line in printed.splitlines() if "gpus:" in line)
     assert lines == [f"[node {node}] gpus: {gpus}" for node, gpus in enumerate(expected)]
     assert ("1 GPU for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")

@@ -16,7 +16,7 @@ from common import storage
 from common.errors import UserError
 from common.storage import once
 from tests.faultproxy import faults
-from tests.jobs import ROOT, TINY, command, environment, lock_holders, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, command, environment, lock_holders, wait_for
 from tests.stores import same, store_environment
 
 pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
@@ -99,7 +99,7 @@ def test_eight_ranks_fetch_once_also_when_the_one_that_fetches_is_killed(store, 
 
     with faults(store, plan, monkeypatch) as proxy:
         processes += start_fetchers(8, tmp_path)
-        texts = [process.communicate(timeout=120)[0] for process in processes]
+        texts = [process.communicate(timeout=PATIENCE)[0] for process in processes]
         assert len(killed) == kills
         assert sorted(process.returncode for process in processes) == [-9] * kills + [0] * (8 - kills), texts
         assert same("input_dir/s3/data/set")
@@ -112,7 +112,7 @@ def test_a_failure_is_told_to_those_who_wait_and_not_to_a_later_start(store, mon
 
     def plan(request):
         if "prefix" in request.query:
-            gate.wait(60)
+            gate.wait(PATIENCE)
             return "denied"
 
     with faults(store, plan, monkeypatch) as proxy:
@@ -121,7 +121,7 @@ def test_a_failure_is_told_to_those_who_wait_and_not_to_a_later_start(store, mon
         wait_for(lambda: lock_file.exists() and len(waiting_on(lock_file)) == 4, processes[0], "four processes at the lease")
         begun = time.monotonic()
         gate.set()
-        texts = [process.communicate(timeout=60)[0] for process in processes]
+        texts = [process.communicate(timeout=PATIENCE)[0] for process in processes]
         assert time.monotonic() - begun < 60, "without an answer they would wait for three minutes"
         assert all("403 AccessDenied" in text for text in texts), texts
         assert len(proxy.log) == 1, "nobody else asked"
@@ -156,7 +156,7 @@ def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeyp
 
     def work(held):
         done.append(1)
-        ready.wait(30)
+        ready.wait(PATIENCE)
 
     ready, path = threading.Event(), str(tmp_path / "x")
     threads = [threading.Thread(target=once.once_per_node, args=(path, work)) for _ in range(3)]
@@ -198,7 +198,7 @@ def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collecti
             nodes.append(
                 subprocess.Popen(script, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             )
-        texts = [node.communicate(timeout=90)[0] for node in nodes]
+        texts = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
         assert all(node.returncode for node in nodes)
         assert all("403 SignatureDoesNotMatch: the secret key does not belong" in text for text in texts), texts
         port += 1

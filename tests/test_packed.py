@@ -26,7 +26,7 @@ from common.storage import bucket, once
 from datasets.photos import packed, tree
 from launch.pack import command as pack
 from tests.faultproxy import faults
-from tests.jobs import ROOT, environment
+from tests.jobs import PATIENCE, ROOT, environment
 
 SMALL_SHARDS = 0.05  # MiB: about eight of the pictures below
 
@@ -201,7 +201,7 @@ def open_descriptors():
 def test_packed_again_it_has_the_same_bytes(root, whole, tmp_path, workers):
     words = [str(root), "again", "--shard_mb", str(SMALL_SHARDS), "--workers", workers]
     process = start("-m", "launch", "pack", *words, cwd=tmp_path)
-    last = process.communicate(timeout=60)[0].splitlines()[-1]
+    last = process.communicate(timeout=PATIENCE)[0].splitlines()[-1]
     assert process.returncode == 0
     assert contents(tmp_path / "again") == contents(whole)
     assert not (tmp_path / "again" / ".tree").exists() and os.listdir(tmp_path) == ["again"], "nothing is left elsewhere"

@@ -13,7 +13,7 @@ from common.run import output
 from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults
-from tests.jobs import TINY, assert_same_bits, command, environment, final_state, run_forked, wait_for
+from tests.jobs import PATIENCE, TINY, assert_same_bits, command, environment, final_state, run_forked, wait_for
 from tests.permissions import of_anybody
 from tests.ranks import check_ledger
 from tests.stores import remote_names, store_environment
@@ -28,7 +28,7 @@ def run_here(folder, url, *options, check=0, **env):
     env = {**store_environment(), **env}
     if not check:
         return run_forked(script[1:], folder, env)
-    done = subprocess.run(script, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(script, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == check, done.stdout + done.stderr
     return done
 
@@ -67,7 +67,7 @@ def test_on_an_empty_disk_the_run_goes_on_from_the_bucket_to_the_same_bits(store
         "a checkpoint in the bucket",
     )
     process.send_signal(how)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143}[how], errors
     done = run_here(second, url, *options)
     assert "fetched checkpoint" in done.stdout and "going on from" in done.stdout, done.stdout + done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from common import streams
 from common.job import run_job
-from tests.jobs import ROOT, TINY, assert_same_bits, command, environment, final_state, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, command, environment, final_state, wait_for
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -82,7 +82,7 @@ def test_ctrl_c_during_the_imports_ends_a_job_without_a_traceback(tmp_path, job)
     process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "imports").exists, process, "import of torch")
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
+    assert process.communicate(timeout=PATIENCE) == ("", "") and process.returncode == -signal.SIGINT
 
 
 def test_ctrl_c_after_the_imports_is_the_jobs_own_again(capsys):

@@ -164,6 +164,15 @@ def test_slurm_gives_the_cores_and_the_memory_to_the_step_too(tmp_path):
     assert directives == list(range(1, len(directives) + 1))  # sbatch reads none after the first command
 
 
+def test_slurm_makes_a_secret_for_the_nodes_of_each_start(tmp_path):
+    request = exits_with(tmp_path, nodes=2)
+    (line,) = [line for line in slurm.build(request).splitlines() if "ANYRANK_SECRET" in line]
+    assert "ANYRANK_SECRET" not in slurm.build(dataclasses.replace(request, nodes=1))
+    shell = ["bash", "-c", f'{line}; printf "%s" "$ANYRANK_SECRET"']
+    made = {subprocess.run(shell, capture_output=True, text=True, check=True).stdout for _ in range(2)}
+    assert len(made) == 2 and all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made)
+
+
 # What the tools of a login node do with a job, in a folder in place of a cluster.
 SBATCH = """#!/bin/sh
 [ "$1" = --parsable ] || exit 1

@@ -19,6 +19,7 @@ from common.version import VERSION
 from datasets import cifar10
 from datasets.sampler import EpochSampler
 from tests.jobs import (
+    PATIENCE,
     ROOT,
     TINY,
     assert_same_bits,
@@ -73,7 +74,12 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
     """Under a pseudo-terminal, as a person has it."""
     script = f"import pty, sys; sys.exit(pty.spawn({command('train', *TINY, '--epochs', 1, '--output_dir', tmp_path / 'out')!r}) >> 8)"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(TERM="xterm"), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment(TERM="xterm"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0 and "epoch 1/1:" in done.stdout and "100%" in done.stdout and "images_per_s=" not in done.stdout
 
@@ -136,7 +142,7 @@ def test_a_stop_signal_saves_within_a_step(finished, tmp_path, number, code):
     process = start(tmp_path, *TINY, "--save_steps", 1, "--keep", 100)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     process.send_signal(number)
-    assert process.wait(60) == code
+    assert process.wait(PATIENCE) == code
     log = (tmp_path / "log").read_text()
     assert f"stopped by {number.name}; saved after step" in log and "Traceback" not in log
     done = run_job("train", tmp_path, *TINY)
@@ -160,7 +166,7 @@ def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp
         lambda: (tmp_path / "log").read_text().count("step=") and attempt.read_bytes()[:8] == b"\xff" * 8, process, "evaluation"
     )
     process.terminate()
-    assert process.wait(60) == 143
+    assert process.wait(PATIENCE) == 143
     done = run_job("train", tmp_path, *TINY)
     assert "going on from" in done.stdout
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
@@ -257,7 +263,7 @@ def test_two_deaths_in_the_same_step_are_reported_with_its_samples(tmp_path):
     script = [sys.executable, "-c", poison, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
     for _ in range(2):
         done = subprocess.run(
-            script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120
+            script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=PATIENCE
         )
         assert done.returncode == 9 and "both died" not in done.stdout
     done = run_job("train", tmp_path, *TINY)

@@ -30,7 +30,8 @@ def status(rank, phase, steps, idle, median=0.1):
     ],
 )
 def test_who_holds_the_others_up(what, statuses, culprit):
-    found = worker.stalled(statuses)
+    found = worker.stalled([worker.summary([status]) for status in statuses])
+    assert found == worker.stalled([worker.summary(statuses)]), "whether on one node or on two"
     assert (found and found["rank"]) == culprit, what
 
 

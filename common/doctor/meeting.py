@@ -2,14 +2,11 @@
 
 import datetime
 import json
-import os
 import time
 
-from torch import distributed
-
-from common.doctor.table import Finding, bad, refusal, spans
+from common.doctor.table import Finding, bad, refusal
 from common.errors import UserError, one_line
-from common.processes import channel
+from common.processes import naming, store
 from common.world import World
 
 KEYS = "anyrank/doctor"
@@ -20,22 +17,22 @@ class Meeting:
 
     def __init__(self, here: World, seconds: float):
         self._here, self._seconds = here, seconds
-        self._store = _store(here, seconds)
+        self._store = store.of_all_ranks(here, seconds)
         if self._store.add(f"{KEYS}/claimed/{here.restart_count}/{here.rank}", 1) > 1:
             raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
 
     def hold(self, findings: list) -> tuple[str, list[tuple]]:
         """("ranks 1-2", which have not come, or ""; on rank 0: [(node or None, findings, clock ahead)] of the others)"""
-        here, store = self._here, self._store
+        here, keys = self._here, self._store
         node = None if here.local_rank else here.node_rank
-        store.set(f"{KEYS}/came/{here.rank}", json.dumps({"node": node, "findings": findings}))
+        keys.set(f"{KEYS}/came/{here.rank}", json.dumps({"node": node, "findings": findings}))
         missing = self._be_counted() if here.rank else self._count()
-        named = f"rank{'s' * (len(missing) > 1)} {spans(missing)}" if missing else ""
+        named = naming.describe_ranks(missing) if missing else ""
         if here.rank:
             return named, []
         others = []
         for rank in set(range(1, here.world_size)) - set(missing):
-            theirs, clock = json.loads(store.get(f"{KEYS}/came/{rank}")), float(store.get(f"{KEYS}/clock/{rank}"))
+            theirs, clock = json.loads(keys.get(f"{KEYS}/came/{rank}")), float(keys.get(f"{KEYS}/clock/{rank}"))
             others.append((theirs["node"], theirs["findings"], clock - time.time()))
         return named, others
 
@@ -68,17 +65,3 @@ def not_met(here: World, error: object) -> Finding:
     if "did not come" in text:
         return bad("ranks", text, f"see that it was started and reaches port {here.master_port} of {here.master_addr}")
     return refusal("master" if "port" in text else "ranks", error)
-
-
-def _store(here, seconds):
-    """The key-value store that all ranks of the platform share; on rank 0, unless torchrun's agent has it."""
-    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if here.rank and not theirs:
-        channel.connect(here.master_addr, here.master_port, seconds, lambda text: None).close()
-    where, timeout = (here.master_addr, here.master_port), datetime.timedelta(seconds=seconds)
-    keeps = here.rank == 0 and not theirs
-    try:
-        return distributed.TCPStore(*where, is_master=keeps, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:
-        where = f"{here.master_addr}:{here.master_port}"
-        raise UserError(f"the ranks cannot meet at {where}, {one_line(error)[:200]}; see MASTER_ADDR and MASTER_PORT") from None

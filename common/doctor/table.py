@@ -6,6 +6,7 @@ from typing import NamedTuple, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB
+from common.processes import naming
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
 ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "network", "shm", "disk", "output", "data", "job",
@@ -61,7 +62,7 @@ def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
     lines = ["doctor: " + ", ".join(f"{number} {severity}" for number, severity in zip(numbers, SEVERITIES))]
     for finding, nodes in rows.values():
         nodes = sorted(nodes - {None}) if several else []
-        where = f"node{'s' * (len(nodes) > 1)} {spans(nodes)}: " if nodes else ""
+        where = f"node{'s' * (len(nodes) > 1)} {naming.spans(nodes)}: " if nodes else ""
         lines.append(f"{finding.severity:8}  {finding.what:9}  {where}{finding.found}")
         if finding.do:
             lines.append(f"{'':19}-> {finding.do}")
@@ -71,14 +72,3 @@ def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
 def _place_in_table(line):
     node, finding = line
     return SEVERITIES.index(finding.severity), ORDER.index(finding.what), node or 0
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """0-2, 5 for [0, 1, 2, 5]"""
-    groups = []
-    for number in numbers:
-        if groups and number == groups[-1][1] + 1:
-            groups[-1][1] = number
-        else:
-            groups.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in groups)

@@ -1,4 +1,4 @@
-"""What all ranks do together on the CPU, apart from the gradients: add, compare, send and gather bytes.
+"""What all ranks do together on the CPU, apart from the gradients: add, compare and send bytes.
 
 Everything goes through a Gloo group: the main one where that is Gloo, else a second one.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from common.errors import UserError
-from common.processes.channel import first_difference
+from common.processes.naming import first_difference
 
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice a dead peer within seconds
 
@@ -51,59 +51,63 @@ def reduce(values: list, operation: str) -> list[float]:
     return tensor.tolist()
 
 
-def broadcast(content: bytes) -> bytes:
-    """Rank 0's bytes on every rank, verified by a digest; `content` of the other ranks is ignored."""
+def broadcast(content: bytes, source: int = 0) -> bytes:
+    """The bytes of the rank `source` on every rank, verified by a digest; `content` of the other ranks is ignored."""
     length, digest = torch.tensor([len(content)]), _tensor(hashlib.sha256(content).digest())
-    distributed.broadcast(length, 0, group=GROUP.control())
-    distributed.broadcast(digest, 0, group=GROUP.control())
-    body = _tensor(content) if distributed.get_rank() == 0 else torch.zeros(int(length), dtype=torch.uint8)
+    distributed.broadcast(length, source, group=GROUP.control())
+    distributed.broadcast(digest, source, group=GROUP.control())
+    body = _tensor(content) if distributed.get_rank() == source else torch.zeros(int(length), dtype=torch.uint8)
     if len(body):
-        distributed.broadcast(body, 0, group=GROUP.control())
+        distributed.broadcast(body, source, group=GROUP.control())
     received = body.numpy().tobytes()
     if hashlib.sha256(received).digest() != digest.numpy().tobytes():
-        raise RuntimeError("the bytes that rank 0 sent arrived changed")
+        raise RuntimeError(f"the bytes that rank {source} sent arrived changed")
     return received
-
-
-def gather(content: bytes) -> list[bytes]:
-    """The bytes of every rank, in the order of their ranks."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(lengths, torch.tensor([len(content)]), group=GROUP.control())
-    mine = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-    mine[: len(content)] = _tensor(content)
-    everyone = [torch.zeros_like(mine) for _ in lengths]
-    distributed.all_gather(everyone, mine, group=GROUP.control())
-    return [bytes(tensor[: int(length)].numpy()) for tensor, length in zip(everyone, lengths)]
 
 
 def _tensor(content):
     return torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8))
 
 
+def _digest(content):
+    """A whole number of 63 bits, which is not 0."""
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1 or 1
+
+
 def compare(facts: dict) -> None:
-    """Stop every rank, naming two that differ, unless all have the same facts."""
+    """Stop every rank, naming two that differ, unless all have the same facts; the cost does not grow with their number."""
     if distributed.get_world_size() == 1:
         return
-    mine = {"host": socket.gethostname(), **{name: str(value) for name, value in facts.items()}}
-    first, *others = [json.loads(content) for content in gather(json.dumps(mine).encode())]
-    for name in facts:
-        for rank, other in enumerate(others, 1):
-            if other[name] != first[name]:
-                ours, theirs = first_difference(first[name], other[name])
-                raise UserError(
-                    f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {rank} (host {other['host']})"
-                )
+    mine = {name: str(value) for name, value in facts.items()}
+    digest = _digest(json.dumps(mine))
+    extremes = torch.tensor([digest, -digest])
+    distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=GROUP.control())
+    if extremes[0] == -extremes[1]:
+        return
+    first = json.loads(broadcast(json.dumps({**mine, "host": socket.gethostname()}).encode()))
+    name = next((name for name in facts if mine[name] != first[name]), None)
+    rank, size = rank_and_size()
+    lowest = torch.tensor([size if name is None else rank])
+    distributed.all_reduce(lowest, op=distributed.ReduceOp.MIN, group=GROUP.control())
+    other = json.loads(broadcast(json.dumps({**mine, "host": socket.gethostname()}).encode(), int(lowest)))
+    name = next(name for name in facts if other[name] != first[name])
+    ours, theirs = first_difference(first[name], other[name])
+    raise UserError(
+        f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {int(lowest)} (host {other['host']})"
+    )
 
 
 def one_device_each(identity: str) -> None:
     """Stop every rank, naming two that compute on one GPU. `identity`: the same only for the same GPU of the same host."""
-    mine = json.dumps([socket.gethostname(), identity])
-    everyone = [tuple(json.loads(content)) for content in gather(mine.encode())]
-    first: dict[tuple, int] = {}
-    for rank, place in enumerate(everyone):
+    mine = torch.tensor([_digest(json.dumps([socket.gethostname(), identity])) if identity else 0])
+    everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(everyone, mine, group=GROUP.control())
+    first: dict[int, int] = {}
+    for rank, place in enumerate(map(int, everyone)):
         other = first.setdefault(place, rank)
-        if other != rank and place[1]:
+        if other != rank and place:
+            host = broadcast(socket.gethostname().encode(), rank).decode()
             raise UserError(
-                f"ranks {other} and {rank} compute on the same GPU of host {place[0]}: give each process its own "
+                f"ranks {other} and {rank} compute on the same GPU of host {host}: give each process its own "
                 "(srun --gpus-per-task=1, or as many processes as GPUs)"
             )

@@ -23,7 +23,7 @@ from torch import distributed
 
 from common import arguments, devices, heartbeat, moments
 from common.errors import UserError
-from common.processes import network
+from common.processes import network, store
 from common.processes.collectives import GROUP, TIMEOUT, compare, one_device_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +79,13 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     else:
         os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
-        GROUP.store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=timeout))
-        distributed.init_process_group(backend, store=GROUP.store, rank=here.rank, world_size=here.world_size, timeout=timeout)
+        keys = store.of_all_ranks(here, args.join_seconds)
+        store.meet(here, keys, args.join_seconds)
+        keys.set_timeout(timeout)
+        prefixed = distributed.PrefixStore(
+            f"start {here.restart_count}", keys
+        )  # torchrun's agent keeps those of earlier starts
+        distributed.init_process_group(backend, store=prefixed, rank=here.rank, world_size=here.world_size, timeout=timeout)
     atexit.register(_leave)
     compare(_alike(args))
     one_device_each(devices.identity(device))

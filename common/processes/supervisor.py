@@ -18,9 +18,9 @@ from typing import Any
 
 from common import cores, heartbeat, malloc, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, show
-from common.processes import channel, network
-from common.processes.channel import BEAT_SECONDS, SILENCE_SECONDS
-from common.processes.worker import STOP, Worker, cause, stalled
+from common.processes import channel, hub, naming, network, secret
+from common.processes.channel import SILENCE_SECONDS
+from common.processes.worker import STOP, Worker, cause, stalled, summary
 from common.world import World
 
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
@@ -32,6 +32,7 @@ class Supervisor:
         self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
         self.host = socket.gethostname()
         self._home = f"node {here.node_rank}, host {self.host}"
+        self.key = secret.of_this_job()
         self.hello = {
             "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
             "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
@@ -42,6 +43,7 @@ class Supervisor:
         self.statuses, self.finished, self.ready = {}, set(), set()
         self.suspects = []
         self.attempt = 0
+        self.beat_seconds = channel.beat_seconds(here.num_nodes)
         self.stop_signal: Any = None
         self.stop_began: Any = None
         self.verdict: Any = None  # what node 0 has decided
@@ -75,9 +77,11 @@ class Supervisor:
         if here.num_nodes == 1:
             return {"attempt": 0, "address": "127.0.0.1", "port": network.free_port()}
         if here.node_rank:
-            self.line, go = channel.join(here.master_addr, here.master_port, self.hello, self.join_seconds, self.say)
+            self.line, go = channel.join(here.master_addr, here.master_port, self.hello, self.join_seconds, self.say, self.key)
             return go
-        self.hub = channel.Hub(here.master_port, self.hello, self.say)
+        if not self.key:
+            self.say(secret.UNPROTECTED.format(port=here.master_port))
+        self.hub = hub.Hub(hub.listen(here.master_port), self.hello, self.say, self.key)
         try:
             self.hub.meet(self.join_seconds)
         except UserError:
@@ -170,7 +174,8 @@ class Supervisor:
                 worker.look()
                 self._suspect(worker)
             now = time.monotonic()
-            if now - told >= BEAT_SECONDS:
+            beat = now - told >= self.beat_seconds
+            if beat:
                 told = now
                 self._beat()
             if self.stop_signal and not self.verdict:
@@ -180,7 +185,7 @@ class Supervisor:
             elif self._all_finished():
                 return 0
             if not self.line and not self.stop_signal:
-                self._judge()
+                self._judge(beat)
             if self.verdict:
                 return self._carry_out()
 
@@ -215,7 +220,7 @@ class Supervisor:
             self.line = None
             return
         how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
-        text = f"{channel.describe_nodes([node], self.here.local_world_size)} {how}"
+        text = f"{naming.describe_nodes([node], self.here.local_world_size)} {how}"
         report = {**cause(text), "restart": False}
         if self.hub:
             self.suspects.append((time.monotonic(), report))
@@ -238,7 +243,7 @@ class Supervisor:
             self.suspects.append((time.monotonic(), report))
 
     def _beat(self):
-        mine = [worker.status() for worker in self.workers]
+        mine = summary([worker.status() for worker in self.workers])
         if self.line:
             self.line.tell(status=mine)
             if self._own_finished():
@@ -251,7 +256,7 @@ class Supervisor:
                 self.hub.send(end=True)
                 self.finished.add(0)
 
-    def _judge(self):
+    def _judge(self, stalls):
         """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
         now = time.monotonic()
         causes = [report for _, report in self.suspects if report["direct"]]
@@ -260,8 +265,8 @@ class Supervisor:
             self.verdict = causes[0]
         elif victims and now - victims[0][0] > CASCADE_SECONDS:
             self.verdict = victims[0][1]
-        elif not self.suspects and not self.stop_signal:
-            status = stalled([status for statuses in self.statuses.values() for status in statuses])
+        elif stalls and not self.suspects and not self.stop_signal:
+            status = stalled(self.statuses.values())
             if status:
                 name, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
                 report = cause(f"{name} has made no progress for {status['idle']:.0f} s {where}")

@@ -6,6 +6,7 @@ import json
 import signal
 import statistics
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -19,7 +20,7 @@ STOP = "stop"  # no fault: the platform has told this worker to stop
 
 def cause(text: str, direct: bool = True, code: int = 1, restart: bool = True) -> dict[str, Any]:
     """What happened; `direct`: not because of another worker; the exit code; and whether a restart could help."""
-    return {"text": text, "direct": direct, "code": code, "restart": restart}
+    return {"text": text[:2000], "direct": direct, "code": code, "restart": restart}
 
 
 class Worker:
@@ -98,16 +99,29 @@ class Worker:
         return f"rank {self.rank} did not write its stack"
 
 
-def stalled(statuses: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
+def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
+    """What node 0 needs of the workers of a node to find a stall, however many they are."""
+    limits = [(status, heartbeat.PHASES[status["phase"]]) for status in statuses]
+    training = [status for status, limit in limits if limit is None]
+    return {
+        "late": next((status for status, limit in limits if limit is not None and status["idle"] > limit), None),
+        "last": min(training, key=_progress, default=None),
+        "idle": min(status["idle"] for status in statuses),
+        "median": max(status["median"] for status in statuses),
+        "training": len(training) == len(statuses),
+    }
+
+
+def _progress(status):
+    return status["steps"], heartbeat.TRAINING.index(status["phase"]), status["rank"]
+
+
+def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
     """The status of the worker that the others wait for, if the whole job has made no progress for too long."""
-    for status in statuses:
-        limit = heartbeat.PHASES[status["phase"]]
-        if limit is not None and status["idle"] > limit:
-            return status
-    training = [status for status in statuses if status["phase"] in heartbeat.TRAINING]
-    if not training or len(training) < len(statuses):
-        return None  # a rank saves or evaluates within the limit of its phase, and the others wait for it
-    limit = max(STALL_SECONDS, STALL_STEPS * max(status["median"] for status in training))
-    if min(status["idle"] for status in training) <= limit:
+    late = next((node["late"] for node in summaries if node["late"]), None)
+    if late or not summaries or not all(node["training"] for node in summaries):
+        return late  # a rank saves or evaluates within the limit of its phase, and the others wait for it
+    limit = max(STALL_SECONDS, STALL_STEPS * max(node["median"] for node in summaries))
+    if min(node["idle"] for node in summaries) <= limit:
         return None
-    return min(training, key=lambda status: (status["steps"], heartbeat.TRAINING.index(status["phase"]), status["rank"]))
+    return min((node["last"] for node in summaries), key=_progress)

@@ -6,6 +6,7 @@ GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -17,6 +18,7 @@ from launch.submit.request import Request
 SERVICE = "Kubernetes"
 CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool"
 CODE = "/code"
+VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # of the nodes: what they read, and its name in the Secret
 GRACE_SECONDS = 60
 GPU = "nvidia.com/gpu"
 
@@ -127,7 +129,7 @@ def _container(request: Request) -> dict[str, Any]:
         "name": "pytorch",  # Kubeflow looks for this one
         "image": request.image,
         "command": requests.command(request, code, request.data_url, request.output_url),
-        "env": _variables(request),
+        "env": [*_variables(request), *_of_the_nodes(request)],
         "resources": _resources(request),
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
         **_secret(request),
@@ -163,10 +165,20 @@ def _fetcher(request: Request) -> dict[str, Any]:
     }
 
 
-def _variables(request: Request) -> list[dict[str, str]]:
+def _variables(request: Request) -> list[dict[str, Any]]:
     region = {"AWS_REGION": request.region} if request.region else {}
     given = {"PYTHONUNBUFFERED": "1", **region, **request.environment}
     return [{"name": name, "value": value} for name, value in given.items()]
+
+
+def _of_the_nodes(request: Request) -> list[dict[str, Any]]:
+    """The variable by which the nodes prove to each other that they belong to this job (docs/security.md)."""
+    kept = {"secretKeyRef": {"name": _secret_name(request), "key": KEY}}
+    return [{"name": VARIABLE, "valueFrom": kept}] if request.nodes > 1 else []
+
+
+def _secret_name(request: Request) -> str:
+    return f"{request.name}-nodes"
 
 
 def _secret(request: Request) -> dict[str, Any]:
@@ -210,7 +222,20 @@ def _objects(client: Any) -> Any:
 
 
 def send(client: Any, request: Request, body: Any) -> str:
-    return _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]["name"]
+    """The job, then the Secret that its nodes share: their pods wait for it, and the cluster deletes it with the job."""
+    created = _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]
+    if request.nodes > 1:
+        from kubernetes.client import CoreV1Api
+
+        core: Any = CoreV1Api(client)
+        owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": created["name"], "uid": created["uid"]}
+        metadata = {"name": _secret_name(request), "ownerReferences": [owner]}
+        try:
+            core.create_namespaced_secret(request.namespace, {"metadata": metadata, "stringData": {KEY: secrets.token_hex(32)}})
+        except Exception:
+            stop(client, request, created["name"])
+            raise
+    return created["name"]
 
 
 def console(request: Request, job_id: str) -> str:

@@ -1,0 +1,72 @@
+"""The messages that the nodes of a job send each other: a line of JSON each, and the form that each must have."""
+
+import contextlib
+import ipaddress
+from typing import Any, Callable
+
+from common import heartbeat
+from common.errors import STOP_SIGNALS
+
+
+def whole(low: int, high: int) -> Callable:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def text(longest: int) -> Callable:
+    return lambda value: isinstance(value, str) and len(value) <= longest
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e12
+
+
+def is_true(value: Any) -> bool:
+    return value is True
+
+
+def record(optional: tuple = (), **fields: Callable) -> Callable:
+    """A dict with these fields and no others, each of its form."""
+
+    def fits(value):
+        known = isinstance(value, dict) and set(value) <= set(fields)
+        return known and all(fits(value[name]) if name in value else name in optional for name, fits in fields.items())
+
+    return fits
+
+
+def is_address(value: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return isinstance(value, str) and bool(ipaddress.ip_address(value))
+    return False
+
+
+RANK, STEPS = whole(0, 10**7), whole(0, 1 << 62)
+STATUS = record(rank=RANK, steps=STEPS, idle=is_number, median=is_number, phase=lambda value: value in list(heartbeat.PHASES))
+STALL = record(
+    late=lambda value: value is None or STATUS(value), last=lambda value: value is None or STATUS(value), idle=is_number,
+    median=is_number, training=lambda value: type(value) is bool,
+)  # fmt: skip
+REPORT = record(
+    optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),
+    restart=lambda value: type(value) is bool, stack_of=RANK,
+)  # fmt: skip
+GO = record(attempt=whole(0, 10**6), address=is_address, port=whole(1, 65535))
+
+# With these a connection begins.
+HELLO = record(
+    optional=("findings",), findings=lambda value: isinstance(value, list),  # of the doctor
+    app=text(100), job=text(1000), host=text(1000), node=whole(0, 10**6), nodes=whole(1, 10**6), workers=whole(1, 10**6),
+    alike=lambda value: isinstance(value, dict), clock=is_number,
+)  # fmt: skip
+PROOF = record(nonce=text(64), proof=text(64))
+
+# What every later message may hold: one of these.
+FORMS = {
+    "beat": is_true, "waiting": is_true, "finished": is_true, "end": is_true, "refused": text(4000), "go": GO,
+    "verdict": REPORT, "fault": REPORT, "status": STALL, "ready": whole(0, 10**6),
+    "stop": lambda value: type(value) is int and value in STOP_SIGNALS,
+}  # fmt: skip
+
+
+def is_valid(message: dict) -> bool:
+    return len(message) == 1 and all(name in FORMS and FORMS[name](value) for name, value in message.items())

@@ -1,0 +1,40 @@
+"""How nodes, ranks and differences between them are named in the log, in few letters however many there are."""
+
+LONGEST_LIST = 200
+
+
+def first_difference(one: str, other: str) -> tuple[str, str]:
+    """The first words in which two texts differ."""
+    for left, right in zip(one.split(" "), other.split(" ")):
+        if left != right:
+            return left, right
+    return one, other
+
+
+def spans(numbers: list[int], longest: int = LONGEST_LIST) -> str:
+    """ "1-3, 7" for [1, 2, 3, 7], at most so many letters."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    whole_text = ", ".join(shown)
+    if len(whole_text) <= longest:
+        return whole_text
+    while shown and len(", ".join(shown)) > longest - 24:
+        shown.pop()
+    left = sum(last - first + 1 for first, last in ranges[len(shown) :])
+    return f"{', '.join(shown)} and {left} more"
+
+
+def describe_nodes(nodes: list[int], workers: int) -> str:
+    """ "node 1 (ranks 2-3)", "nodes 1-3 (ranks 2-7)": so that a person can find the machines in the console."""
+    ranks = [rank for node in nodes for rank in range(node * workers, (node + 1) * workers)]
+    half = LONGEST_LIST // 2 - 12
+    return f"node{'s' * (len(nodes) > 1)} {spans(nodes, half)} ({describe_ranks(ranks, half)})"
+
+
+def describe_ranks(ranks: list[int], longest: int = LONGEST_LIST) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks, longest)}"

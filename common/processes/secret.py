@@ -1,0 +1,55 @@
+"""The secret of a job, which all of its nodes have and nobody else, and how two of them prove to each other that they have it.
+
+Each side sends a random number, and then the HMAC of both numbers under the secret. The secret itself is never sent. Without
+one the same words are exchanged under a key that everybody knows.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from common.errors import UserError, one_line
+
+VARIABLE = "ANYRANK_SECRET"
+FILE = "ANYRANK_SECRET_FILE"
+SHORTEST = 16
+UNPROTECTED = (
+    f"the nodes have no common secret, so anybody who reaches port {{port}} can join: set {VARIABLE} or {FILE} on every node"
+)
+DIFFERS = f"the secrets of the nodes differ: give every node the same {VARIABLE}, or the same content of {FILE}"
+
+
+def of_this_job(environ: MutableMapping[str, str] = os.environ) -> bytes:
+    """The secret that the environment gives, or b"". The variable is removed, so that no child process has it."""
+    given, path = environ.pop(VARIABLE, "").strip(), environ.get(FILE)
+    if given and path:
+        raise UserError(f"{VARIABLE} and {FILE} are both set: give one of them")
+    if path:
+        try:
+            given = Path(path).read_text().strip()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{FILE} is {path!r}, which cannot be read: {one_line(error)}") from None
+    if not given and not path:
+        return b""
+    if len(given) < SHORTEST:
+        name = FILE if path else VARIABLE
+        raise UserError(
+            f"{name} has a secret of {len(given)} characters: give at least {SHORTEST}, such as `openssl rand -hex 32`"
+        )
+    return given.encode()
+
+
+def nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def proof(secret: bytes, side: str, hub: str, node: str) -> str:
+    """What `side` sends after both numbers are known. It names the side, so that none can send back what it was sent."""
+    return hmac.new(b"anyrank " + secret, f"{side} {hub} {node}".encode(), hashlib.sha256).hexdigest()
+
+
+def proves(given: object, secret: bytes, side: str, hub: str, node: str) -> bool:
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, side, hub, node).encode())

@@ -1,0 +1,90 @@
+"""The keys and values that all ranks of a job share, by which they meet and form a process group.
+
+Rank 0 keeps them, or torchrun's agent. torch's store lets anybody who reaches it set a key (docs/security.md), so ours listens
+only where the other ranks connect to.
+"""
+
+import datetime
+import ipaddress
+import os
+import socket
+import time
+from typing import Any, Optional
+
+from torch import distributed
+
+from common.errors import UserError, one_line
+from common.processes import channel, naming
+from common.processes.collectives import GROUP
+from common.world import World
+
+POLL_SECONDS = 0.05
+CAME, ALL = "anyrank/came", "anyrank/all came"  # keys
+
+
+def of_all_ranks(here: World, seconds: float) -> Any:
+    """The store of this job, opened once per process; `seconds`: how long to wait for it, and then for a key."""
+    if GROUP.store is None:
+        GROUP.store = _opened(here, seconds)
+    GROUP.store.set_timeout(datetime.timedelta(seconds=seconds))
+    return GROUP.store
+
+
+def meet(here: World, store: Any, seconds: float) -> None:
+    """Wait until every rank has come; rank 0 names those that it waits for."""
+    if store.add(f"{CAME}/{here.rank}", 1) > 1:
+        raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
+    if here.rank:
+        why = store.get(ALL) if _came(store, ALL, 2 * seconds) else b"rank 0 has not counted the ranks"
+        if why:
+            raise UserError(why.decode())
+        return
+    begun = told = time.monotonic()
+    missing = list(range(1, here.world_size))
+    while missing := [rank for rank in missing if not store.check([f"{CAME}/{rank}"])]:
+        now = time.monotonic()
+        if now - begun > seconds:
+            why = f"{naming.describe_ranks(missing)} did not come within {seconds:.0f} s (--join_seconds)"
+            store.set(ALL, why)
+            raise UserError(why)
+        if now - told > channel.WAITING_LINE_SECONDS:
+            told = now
+            print(f"waiting for {naming.describe_ranks(missing)}, {now - begun:.0f} s", flush=True)
+        time.sleep(POLL_SECONDS)
+    store.set(ALL, "")
+
+
+def _came(store, key, seconds):
+    try:
+        store.wait([key], datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _opened(here, seconds):
+    where, timeout = (here.master_addr, here.master_port), datetime.timedelta(seconds=seconds)
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    keeps = here.rank == 0 and not with_agent
+    listener = _listener(here) if keeps else None
+    if here.rank and not with_agent:  # it says what it waits for, and torch does not
+        channel.connect(*where, seconds, lambda text: print(f"rank {here.rank}: {text}", flush=True)).close()
+    more: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
+    try:
+        keys = distributed.TCPStore(*where, is_master=keeps, timeout=timeout, wait_for_workers=False, **more)
+    except RuntimeError as error:
+        place = f"{here.master_addr}:{here.master_port}"
+        raise UserError(f"the ranks cannot meet at {place}, {one_line(error)[:200]}; see MASTER_ADDR and MASTER_PORT") from None
+    return distributed.PrefixStore(f"start {here.restart_count}", keys)  # torchrun's agent keeps the keys of earlier starts
+
+
+def _listener(here: World) -> Optional[socket.socket]:
+    """A socket at the master's address alone; None where that may be another one for the other nodes: torch takes all."""
+    found = socket.getaddrinfo(here.master_addr, here.master_port, type=socket.SOCK_STREAM)
+    family, *_, address = found[0]
+    if here.num_nodes > 1 and any(ipaddress.ip_address(place[0]).is_loopback for *_, place in found):
+        return None
+    try:
+        return socket.create_server(address[:2], family=family, backlog=4096)
+    except OSError:  # a service's address, which no interface has; or a port that is taken, as torch will say
+        return None

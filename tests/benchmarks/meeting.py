@@ -1,0 +1,137 @@
+"""How long thousands of nodes take to meet, and what they cost node 0 afterwards.
+
+    python -m tests.benchmarks.meeting [--nodes 64 256 1024 4096] [--seconds 10]
+
+Node 0 is the real parent of a job's workers, with a worker that does nothing. One other process plays all the other nodes over
+loopback: it has their sockets and says what they would say. So the seconds are those of two cores that do the work of thousands.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import selectors
+import socket
+import sys
+import time
+
+from common.processes import channel, hub, secret
+from common.processes.supervisor import Supervisor
+from common.processes.worker import summary
+from common.world import World
+from tests.benchmarks.base import machine
+
+KEY = b"a secret of this benchmark"
+STATUS = {"rank": 1, "phase": "step", "steps": 7, "idle": 0.1, "median": 0.1}
+
+
+class Idle:
+    """A worker that trains for ever."""
+
+    code, reported, last = None, False, ("step", 7)
+
+    def look(self):
+        pass
+
+    def fault(self, _home):
+        return None
+
+    def status(self):
+        return STATUS
+
+
+class Node:
+    """One of the others: answers the challenge, says hello, then its status with every beat of its own."""
+
+    def __init__(self, number, port, hello):
+        self.number, self.hello, self.state = number, hello, "new"
+        self.line = channel.Line(socket.create_connection(("127.0.0.1", port)))
+
+    def hear(self):
+        for message in self.line.receive():
+            if self.state == "new":
+                mine = secret.nonce()
+                self.line.send(nonce=mine, proof=secret.proof(KEY, "node", message["nonce"], mine))
+                self.state = "proved"
+            elif self.state == "proved":
+                self.line.send(**self.hello, node=self.number, clock=time.time())
+                self.state = "waiting"
+            elif "refused" in message:
+                raise RuntimeError(message["refused"])
+
+
+def play(port, count, hello, beats):
+    """The nodes 1 to count - 1, until node 0 closes the connections."""
+    _allow(2 * count)
+    selector, nodes = selectors.DefaultSelector(), []
+    words, told = json.dumps({"status": summary([STATUS])}).encode() + b"\n", time.monotonic()
+    try:
+        while True:
+            for _ in range(64 if len(nodes) < count - 1 else 0):
+                if len(nodes) < count - 1:
+                    nodes.append(Node(len(nodes) + 1, port, hello))
+                    selector.register(nodes[-1].line, selectors.EVENT_READ, nodes[-1])
+            for key, _ in selector.select(0.01 if len(nodes) < count - 1 else 0.2):
+                key.data.hear()
+            if time.monotonic() - told > beats:
+                told = time.monotonic()
+                for node in nodes:
+                    if node.state == "waiting":
+                        node.line.connection.send(words)
+    except channel.Gone:
+        os._exit(0)
+
+
+def _allow(files):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, files + 200), hard))
+
+
+def measured(count, seconds):
+    """(seconds until all have met, the share of a core that node 0 then takes)"""
+    port = 29600 + count % 97
+    here = World("plain", "", "node", 0, count, 0, 1, 0, count, "127.0.0.1", port)
+    os.environ[secret.VARIABLE] = KEY.decode()
+    parent = Supervisor(here, 0, 60.0, {})
+    parent.say = lambda text: None
+    hello = {name: value for name, value in parent.hello.items() if name != "node"}
+    parent.hub = hub.Hub(hub.listen(port), parent.hello, print, KEY)
+    players = multiprocessing.get_context("fork").Process(target=play, args=(port, count, hello, parent.beat_seconds))
+    begun = time.perf_counter()
+    players.start()
+    parent.hub.meet(60)
+    met = time.perf_counter() - begun
+    parent.workers = [Idle()]
+    end, used, began = time.monotonic() + seconds, time.process_time(), time.perf_counter()
+
+    def until_the_end():
+        if time.monotonic() > end:
+            raise TimeoutError
+        return messages()
+
+    messages, parent._messages = parent._messages, until_the_end
+    try:
+        parent._watch()
+        raise RuntimeError(f"the job has ended: {parent.verdict}")
+    except TimeoutError:
+        share = (time.process_time() - used) / (time.perf_counter() - began)
+    parent.hub.close()
+    players.join()
+    return met, share
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--seconds", type=float, default=10)
+    options = parser.parse_args()
+    print(f"{machine()}\n\n| nodes | meet within, s | then node 0 takes, cores |\n|---|---|---|")
+    for count in options.nodes:
+        met, share = measured(count, options.seconds)
+        print(f"| {count:,} | {met:.2f} | {share:.3f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

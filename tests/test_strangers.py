@@ -1,0 +1,269 @@
+"""Whoever reaches the port of node 0 without the secret of the job neither joins it nor stops it."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from common.errors import UserError
+from common.processes import channel, hub, naming, secret
+from tests.jobs import PATIENCE, command, environment, saved, start, wait_for
+from tests.objectstore import free_port
+from tests.ranks import LONG, children, listening
+
+KEY = b"0123456789abcdef"
+GO = {"attempt": 0, "address": "127.0.0.1", "port": 29500}
+LOOPBACK = "0100007F"  # 127.0.0.1, as the kernel writes it
+REPORT = {"text": "", "direct": True, "code": 1, "restart": True}
+
+
+def hello(node, nodes=2, **changes):
+    same = {"app": "anyrank", "job": "", "host": f"host-{node}", "workers": 1, "alike": {"code": "1"}}
+    return {**same, "node": node, "nodes": nodes, **changes}
+
+
+@contextlib.contextmanager
+def meeting(nodes=2, key=KEY, seconds=PATIENCE):
+    """A hub that waits for its nodes in a thread, as `meet`; `said` is its log."""
+    listener, said = socket.create_server(("127.0.0.1", 0)), []
+    one = hub.Hub(listener, hello(0, nodes), said.append, key)
+    one.port, one.said, one.error = listener.getsockname()[1], said, None
+
+    def meet():
+        try:
+            one.meet(seconds)
+        except UserError as error:
+            one.error = str(error)
+
+    one.thread = threading.Thread(target=meet)
+    one.thread.start()
+    try:
+        yield one
+    finally:
+        one.thread.join(PATIENCE)
+        one.close()
+
+
+def join(one, node=1, key=KEY, seconds=PATIENCE, **changes):
+    """Its line, as soon as it has proved to belong; the hub's thread ends with the last node that is missing."""
+    line = channel.Line(channel.connect("127.0.0.1", one.port, seconds, one.said.append))
+    channel._prove(line, key)
+    line.send(**hello(node, **changes), clock=time.time())
+    return line
+
+
+def stranger(one):
+    return socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE)
+
+
+def read(connection):
+    with contextlib.suppress(OSError):
+        return connection.recv(65536)
+    return b""
+
+
+# --- The secret --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mine", [b"", b"another secret of the job"])
+def test_without_the_secret_nobody_joins_and_both_say_so(mine):
+    with meeting() as one:
+        with pytest.raises(UserError, match="the secrets of the nodes differ: give every node the same ANYRANK_SECRET"):
+            join(one, key=mine)
+        assert not one.lines
+        line = join(one)
+        one.thread.join(PATIENCE)
+        assert list(one.lines) == [1]
+        line.close()
+    assert any("1 the secrets of the nodes differ" in text for text in one.said), one.said
+
+
+def test_a_node_notices_a_node_0_that_does_not_have_the_secret():
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pretend():
+        connection = listener.accept()[0]
+        connection.sendall(json.dumps({"app": "anyrank", "nonce": "1"}).encode() + b"\n")
+        theirs = json.loads(read(connection))
+        connection.sendall(json.dumps({"proof": theirs["proof"]}).encode() + b"\n")  # all it knows: what it was sent
+        read(connection)
+
+    threading.Thread(target=pretend, daemon=True).start()
+    with pytest.raises(UserError, match=r"is not node 0 of this job .the secrets of the nodes differ"):
+        channel.join("127.0.0.1", listener.getsockname()[1], hello(1), PATIENCE, print, KEY)
+
+
+def test_where_the_secret_comes_from(tmp_path):
+    (tmp_path / "secret").write_text("of a file, long enough\n")
+    env = {"ANYRANK_SECRET": " 0123456789abcdef ", "A": "b"}
+    assert secret.of_this_job(env) == KEY and env == {"A": "b"}, "no child process has it"
+    assert secret.of_this_job({"ANYRANK_SECRET_FILE": str(tmp_path / "secret")}) == b"of a file, long enough"
+    assert secret.of_this_job({}) == b""
+    for wrong, words in (
+        ({"ANYRANK_SECRET": "short"}, "ANYRANK_SECRET has a secret of 5 characters: give at least 16"),
+        ({"ANYRANK_SECRET_FILE": "/no/such"}, "ANYRANK_SECRET_FILE is '/no/such', which cannot be read"),
+        ({"ANYRANK_SECRET": "x" * 20, "ANYRANK_SECRET_FILE": "/no"}, "are both set: give one of them"),
+    ):
+        with pytest.raises(UserError, match=words):
+            secret.of_this_job(wrong)
+
+
+# --- What strangers do -------------------------------------------------------------------------------------------------
+
+LINES = [
+    {**hello(1), "clock": 1.0},
+    {**hello(1, job=""), "nodes": 99, "clock": 1.0},
+    {"nonce": "1", "proof": "2"},
+    {"nonce": "1", "proof": ["2"]},
+    {"nonce": 10**400, "proof": "2"},
+    {"beat": True},
+    {"go": GO},
+    {"verdict": REPORT},
+    {"finished": True},
+    {},
+]
+
+
+def test_what_a_stranger_says_stops_nobody():
+    draw = random.Random(1)
+    with meeting() as one:
+        for number in range(500):
+            words = json.dumps(draw.choice(LINES)).encode() if number % 2 else draw.randbytes(draw.randrange(1, 3000))
+            words = words.replace(b'"2"', b"9" * 5000) if number % 7 == 0 else words
+            words = b"[" * 100_000 if number % 50 == 0 else words
+            with contextlib.suppress(OSError), stranger(one) as connection:
+                connection.sendall(words + b"\n" * (number % 3))
+                if number % 5 == 0:
+                    read(connection)
+        line = join(one)
+        one.thread.join(PATIENCE)
+        assert not one.thread.is_alive() and list(one.lines) == [1] and not one.error
+        line.close()
+
+
+def test_idle_strangers_are_few_and_wait_for_a_short_time():
+    """A thousand of them, and a process that may open only a few files more: the last node still joins."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with meeting() as one:
+        held = []
+        try:
+            for _ in range(300):
+                held.append(stranger(one))
+            assert len(one._strangers) <= hub.STRANGERS + 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+            spare = held.pop()  # the test itself needs a descriptor of this process
+            spare.close()
+            line = join(one)
+            one.thread.join(PATIENCE)
+            assert list(one.lines) == [1] and not one.error
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for connection in held:
+                connection.close()
+        line.close()
+    assert sum(" made room for others" in text for text in one.said) >= 1, one.said
+
+
+def test_accept_survives_every_error(monkeypatch):
+    with meeting() as one:
+        plain, errors = one._listener, [24, 23, 105, 12, 103, 1, 71]
+        one._selector.unregister(plain)
+
+        class Listener:
+            def accept(self):
+                if errors:
+                    raise OSError(errors.pop(), "no")
+                return plain.accept()
+
+            fileno, close = plain.fileno, plain.close
+
+        one._listener = Listener()
+        one._selector.register(one._listener, 1)
+        line = join(one)
+        one.thread.join(PATIENCE)
+        assert list(one.lines) == [1] and not errors
+        line.close()
+
+
+def test_members_that_contradict_each_other_still_stop_all():
+    with meeting(3) as one:
+        first = join(one, 1, nodes=3)
+        second = join(one, 1, nodes=3)
+        one.thread.join(PATIENCE)
+        assert one.error == "duplicate rank: host host-1 and host host-1 both say they are node 1"
+        for line in (first, second):
+            with pytest.raises(UserError, match="duplicate rank"):
+                channel._wait_for_go(line, PATIENCE)
+
+
+# --- What a false node 0 answers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "go",
+    [
+        {**GO, "port": -1}, {**GO, "port": 70000}, {**GO, "port": "29500"}, {**GO, "address": "a b"}, {**GO, "attempt": -1},
+        {**GO, "attempt": True}, {**GO, "more": 1}, {"port": 29500}, [], "now", None,
+    ],
+)  # fmt: skip
+def test_an_answer_that_makes_no_sense_starts_no_node(go):
+    with meeting() as one:
+        line = join(one)
+        one.thread.join(PATIENCE)
+        one.send(go=go)
+        with pytest.raises(channel.Gone, match="it sends no messages of this program"):
+            channel._wait_for_go(line, PATIENCE)
+        line.close()
+
+
+def test_who_only_sends_beats_makes_nobody_wait_for_ever():
+    with meeting(3) as one:
+        line = join(one, 1, nodes=3)
+        with pytest.raises(channel.Gone, match="it has not started the nodes for 1 s"):
+            channel._wait_for_go(line, 1)
+        join(one, 2, nodes=3)
+        one.thread.join(PATIENCE)
+
+
+# --- Where a job listens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["the parent of the node", "a platform that starts every rank"])
+def test_a_job_on_one_node_listens_on_the_loopback_alone(tmp_path, launcher):
+    options = [*LONG, "--save_steps", 1]
+    if launcher == "the parent of the node":
+        parents = [start(tmp_path, *options, "--nproc_per_node", 2, job="train_ddp")]
+    else:
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        words = [*command("train_ddp", *options), "--output_dir", str(tmp_path / "out")]
+        parents = [
+            subprocess.Popen(words, cwd=tmp_path, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)))
+            for rank in range(2)
+        ]
+    try:
+        wait_for(saved(tmp_path, 64), parents[0], "a step")
+        pids = [pid for parent in parents for pid in [parent.pid, *children(parent)]]
+        assert listening(pids) == {LOOPBACK}
+    finally:
+        for parent in parents:
+            parent.kill()
+            parent.wait()
+
+
+# --- Thousands of nodes ------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_thousands_is_short():
+    assert naming.describe_nodes([1], 1) == "node 1 (rank 1)"
+    assert naming.describe_nodes([1], 2) == "node 1 (ranks 2-3)"
+    assert naming.describe_nodes(list(range(1, 4096)), 8) == "nodes 1-4095 (ranks 8-32767)"
+    scattered = naming.describe_nodes(list(range(1, 4096, 2)), 8)
+    assert len(scattered) <= 200 and " and " in scattered and scattered.startswith("nodes 1, 3, 5")
+    assert naming.spans([0, 1, 2, 5]) == "0-2, 5" and naming.spans([]) == ""
