@@ -164,6 +164,16 @@ def test_slurm_gives_the_cores_and_the_memory_to_the_step_too(tmp_path):
     assert directives == list(range(1, len(directives) + 1))  # sbatch reads none after the first command
 
 
+def test_slurm_runs_the_code_that_is_there_and_leaves_it_as_it_is(tmp_path, monkeypatch):
+    request = exits_with(tmp_path)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 77\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(words_of(request)) == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 # What the tools of a login node do with a job, in a folder in place of a cluster.
 SBATCH = """#!/bin/sh
 [ "$1" = --parsable ] || exit 1
