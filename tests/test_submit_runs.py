@@ -184,7 +184,8 @@ SHOW = """#!/bin/sh
 [ "$*" = "-o show job 77" ] || { echo "Invalid job id specified" >&2; exit 1; }
 line=$(head -n 1 "$QUEUE/states"); sed -i 1d "$QUEUE/states"
 echo "step of $line" >> "$QUEUE/log"
-echo "JobId=77 JobName=run-7 JobState=$line Reason=None StdOut=$QUEUE/log"
+[ $line = PENDING ] && reason=Resources || reason=None
+echo "JobId=77 JobName=run-7 JobState=$line Reason=$reason StdOut=$QUEUE/log"
 """
 
 
@@ -203,7 +204,7 @@ def test_a_slurm_job_is_sent_followed_and_stopped(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out.splitlines()
     assert (tmp_path / "script").read_text() == slurm.build(request)
     assert printed[:2] == ["submitted 77", "see it at squeue -j 77"]
-    assert [line for line in printed if " is " in line] == ["77 is PENDING", "77 is RUNNING", "77 is COMPLETED"]
+    assert [line for line in printed if " is " in line] == ["77 is PENDING (Resources)", "77 is RUNNING", "77 is COMPLETED"]
     assert "step of PENDING" in printed and "step of RUNNING" in printed
     assert main(["--platform", "slurm", "--stop", "77"]) == 0
     assert (tmp_path / "cancelled").read_text() == "77\n"
