@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,17 +32,19 @@ def need_namespaces():
 
 
 NUMBERS = itertools.count()
+NAMED = Path("/etc/netns")  # where ip finds what a host has in place of /etc/hosts
 OUTSIDE = "10.77.0.254"  # this machine, as the hosts see it
 
 
 class Hosts:
-    """`count` hosts, 10.77.0.1 and up, each able to reach the others and, if asked, this machine."""
+    """`count` hosts, 10.77.0.1 and up, each able to reach the others, by their names if `called` has some, and, if asked, this machine."""
 
-    def __init__(self, count, folder, outside=False):
+    def __init__(self, count, folder, outside=False, called=()):
         own = f"{os.getpid()}{next(NUMBERS)}"  # the kernel takes a moment to forget a name
         self.names = [f"ar{own}-{number}" for number in range(count)]
         self.bridge = f"ar{own}"
         self.folders = [folder / f"host{number}" for number in range(count)]
+        self.called = called
         self.processes = []
         ip("link", "add", self.bridge, "type", "bridge")
         if outside:
@@ -58,6 +61,10 @@ class Hosts:
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+            if called:
+                addresses = [f"10.77.0.{other + 1} {word}\n" for other, word in enumerate(called)]
+                (NAMED / name).mkdir(parents=True)
+                (NAMED / name / "hosts").write_text("".join(["127.0.0.1 localhost\n", *addresses]))
 
     def start(self, number, nodes, *options, rank=None, job="train_ddp", root=ROOT, launcher=None, env=None, output="out"):
         """The job on one host, as a platform starts it; the output in the host's own folder."""
@@ -69,13 +76,22 @@ class Hosts:
 
     def run(self, number, *words, env=None):
         """Any program on one host; what it prints is in log(number)."""
-        words = ["ip", "netns", "exec", self.names[number], *map(str, words)]
         log = open(self.folders[number] / "log", "a")  # noqa: SIM115 (the process owns it)
         process = subprocess.Popen(
-            words, cwd=self.folders[number], env=environment(**(env or {})), stdout=log, stderr=log, start_new_session=True
+            self.words(number, *words),
+            cwd=self.folders[number],
+            env=environment(**(env or {})),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         self.processes.append(process)
         return process
+
+    def words(self, number, *words):
+        """The command that runs this one there."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.called[number]] if self.called else []
+        return ["ip", "netns", "exec", self.names[number], *named, *map(str, words)]
 
     def log(self, number):
         return (self.folders[number] / "log").read_text()
@@ -104,6 +120,7 @@ class Hosts:
             process.wait()
         for name in self.names:
             ip("netns", "del", name)
+            shutil.rmtree(NAMED / name, ignore_errors=True)
         ip("link", "del", self.bridge)
 
 

@@ -173,6 +173,16 @@ def test_slurm_makes_a_secret_for_the_nodes_of_each_start(tmp_path):
     assert len(made) == 2 and all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made)
 
 
+def test_slurm_runs_the_code_that_is_there_and_leaves_it_as_it_is(tmp_path, monkeypatch):
+    request = exits_with(tmp_path)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 77\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(words_of(request)) == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 # What the tools of a login node do with a job, in a folder in place of a cluster.
 SBATCH = """#!/bin/sh
 [ "$1" = --parsable ] || exit 1
@@ -183,7 +193,8 @@ SHOW = """#!/bin/sh
 [ "$*" = "-o show job 77" ] || { echo "Invalid job id specified" >&2; exit 1; }
 line=$(head -n 1 "$QUEUE/states"); sed -i 1d "$QUEUE/states"
 echo "step of $line" >> "$QUEUE/log"
-echo "JobId=77 JobName=run-7 JobState=$line Reason=None StdOut=$QUEUE/log"
+[ $line = PENDING ] && reason=Resources || reason=None
+echo "JobId=77 JobName=run-7 JobState=$line Reason=$reason StdOut=$QUEUE/log"
 """
 
 
@@ -202,7 +213,7 @@ def test_a_slurm_job_is_sent_followed_and_stopped(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out.splitlines()
     assert (tmp_path / "script").read_text() == slurm.build(request)
     assert printed[:2] == ["submitted 77", "see it at squeue -j 77"]
-    assert [line for line in printed if " is " in line] == ["77 is PENDING", "77 is RUNNING", "77 is COMPLETED"]
+    assert [line for line in printed if " is " in line] == ["77 is PENDING (Resources)", "77 is RUNNING", "77 is COMPLETED"]
     assert "step of PENDING" in printed and "step of RUNNING" in printed
     assert main(["--platform", "slurm", "--stop", "77"]) == 0
     assert (tmp_path / "cancelled").read_text() == "77\n"

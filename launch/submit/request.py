@@ -113,8 +113,7 @@ class Request:
     @property
     def upload_url(self) -> Optional[str]:
         """Where the code is uploaded to; None where the job runs from a folder that has it already."""
-        is_there = self.platform == "local" or (self.platform in CLUSTERS and not is_address(self.code_url))
-        return None if is_there else self.code_url
+        return self.code_url if self.platform != "local" and is_address(self.code_url) else None
 
     @property
     def options(self) -> list[str]:

@@ -118,10 +118,10 @@ def send(client: Any, request: Request, body: Any) -> str:
         return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
     except UserError as error:
         sizes = _sizes(request)
-        if "node configuration" not in str(error) or not sizes:
+        if not re.search("node configuration|generic resource", str(error)) or not sizes:
             raise
         asked = f"{sizes.get('cpus-per-task', 'some')} cores, {sizes.get('mem', '0G')[:-1]} GiB and {request.gpus} GPUs"
-        hint = f"each node has to have {asked}; --cpus 0 --memory 0 leave the first two to the cluster"
+        hint = f"each node has to have {asked}; --cpus 0 --memory 0 leave the first two to the cluster, --gpus 0 asks for none"
         raise UserError(f"{error}: {hint}") from None
 
 
@@ -130,8 +130,10 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    name = _fields(job_id).get("JobState", "UNKNOWN")
-    return name, ENDED.get(name)
+    """With the reason, since SLURM lets a job wait for ever for what no node has."""
+    fields = _fields(job_id)
+    name, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
+    return name if reason == "None" else f"{name} ({reason})", ENDED.get(name)
 
 
 def _fields(job_id: str) -> dict[str, str]:
