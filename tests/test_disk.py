@@ -1,5 +1,6 @@
 """A disk that is full or fails: a run goes on without what it can do without, and ends in one line where it cannot."""
 
+import argparse
 import errno
 import json
 import os
@@ -10,7 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import heartbeat, job
-from common.run import events
+from common.errors import TrainingFailed, UserError
+from common.run import events, output
 from common.run.display import Display
 from common.run.output import Ledger
 from tests.check_ledger import steps_that_count
@@ -110,3 +112,23 @@ def test_any_other_file_is_one_line_too(number, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         f"error: /data/x: {os.strerror(number)}; mend that and start again: the run goes on from its last checkpoint\n"
     )
+
+
+def failing(monkeypatch, name, number=errno.ENOSPC):
+    """From now on this function of os finds the disk full."""
+
+    def fail(*given, **how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize(
+    "number, kind", [(errno.ENOSPC, TrainingFailed), (errno.EIO, TrainingFailed), (errno.EACCES, UserError)]
+)
+def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch, number, kind):
+    """A platform does not start a job with a mistake again."""
+    failing(monkeypatch, "fsync", number)
+    args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
+    with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
+        output.make_folders(args)

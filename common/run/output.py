@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import torch
 
-from common.errors import TrainingFailed, UserError
+from common.errors import TrainingFailed, UserError, of_a_file
 from common.files import TEMPORARY, write_atomically
 from common.run.spare import append
 
@@ -26,7 +26,7 @@ LEFT_BY_A_RUN = re.compile(
 
 
 def make_folders(args: argparse.Namespace) -> None:
-    """Make the output folders; UserError where one cannot be written to."""
+    """Make the output folders; an error where one cannot be written to."""
     for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -38,7 +38,7 @@ def make_folders(args: argparse.Namespace) -> None:
 
 
 def _not_writable(folder, error):
-    return UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir")
+    return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
 def lock(folder: str) -> int:
