@@ -8,6 +8,7 @@ import struct
 import sys
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import heartbeat, job
@@ -15,6 +16,9 @@ from common.errors import TrainingFailed, UserError
 from common.run import events, output
 from common.run.display import Display
 from common.run.output import Ledger
+from datasets.loader import DeviceLoader, torch_batches
+from datasets.photos import decode, packed
+from datasets.sampler import InOrder
 from tests.check_ledger import steps_that_count
 from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_job
 
@@ -132,3 +136,47 @@ def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch
     args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
     with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
         output.make_folders(args)
+
+
+# --- Reading ------------------------------------------------------------------------------------------------------------
+
+
+class Unreadable:
+    """A data set of which the second batch cannot be read."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def __getitem__(self, place):
+        if 0 not in place[1]:
+            raise OSError(self._number, os.strerror(self._number), "/data/photographs/2.jpg")
+        return torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_a_loader_process_cannot_read_is_one_line_that_names_it(workers, capfd, monkeypatch):
+    monkeypatch.delenv(heartbeat.FILES, raising=False)
+    sampler = InOrder(2, 1)
+    batches = torch_batches(Unreadable(errno.EIO), sampler, workers)
+    loader = DeviceLoader(batches, sampler, torch.device("cpu"), (0.5,) * 3, (0.5,) * 3)
+    with pytest.raises(SystemExit) as ended:
+        job.run_job(lambda: [None for _ in loader] and None)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == (
+        "error: /data/photographs/2.jpg: Input/output error; mend that and start again: the run goes on from its last checkpoint\n"
+    )
+
+
+def test_any_other_failure_of_a_loader_process_keeps_its_traceback():
+    batches = torch_batches(Unreadable(errno.ENOENT), InOrder(2, 1), 1)
+    with pytest.raises(OSError, match="in __getitem__"):
+        list(batches)
+
+
+def test_no_sample_takes_the_place_of_one_that_a_failing_disk_does_not_give(monkeypatch):
+    def read(number):
+        return packed._from_file("/proc/self/mem", 0, 8)  # where nothing is mapped
+
+    with pytest.raises(OSError) as raised:
+        decode.Substitutes("images", 3).decode(0, 5, read, str)
+    assert raised.value.errno == errno.EIO and raised.value.filename == "/proc/self/mem"

@@ -107,6 +107,9 @@ def read(path: str) -> bytes:
             return file.read(os.fstat(file.fileno()).st_size)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), path) from None
+    except OSError as error:
+        error.filename = path  # which a read that fails does not name
+        raise
 
 
 def picture(file: IO[bytes]) -> "Image.Image":
