@@ -20,7 +20,7 @@ from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
 from datasets.sampler import InOrder
 from tests.check_ledger import steps_that_count
-from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_job
+from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -136,6 +136,26 @@ def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch
     args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
     with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
         output.make_folders(args)
+
+
+KILLED = """
+import os, runpy, signal, sys
+from common.run.display import Display
+from common.run.saver import Saver
+save = Saver.save
+Saver.save = lambda self, *given: (save(self, *given), self.wait())
+Display.report = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_that_is_killed_while_it_writes_its_report_writes_it_at_the_next_start(finished, tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    words = [tmp_path / "killed.py", *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
+    run_forked(words, tmp_path, {"PYTHONPATH": str(ROOT)}, check=-9)
+    run_job("train", tmp_path, *TINY)
+    assert (tmp_path / "out" / "report.txt").read_text() == (finished[0] / "out" / "report.txt").read_text()
 
 
 # --- Reading ------------------------------------------------------------------------------------------------------------
