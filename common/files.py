@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import stat
 from typing import BinaryIO, Union
@@ -47,6 +48,26 @@ def create(path: str) -> BinaryIO:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b")
+
+
+def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
+    """Append all of it, or nothing where that fails."""
+    size, left = file.seek(0, os.SEEK_END), memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def drop_half_a_line(file: io.FileIO) -> None:
+    """The last one, which a kill or a lost machine may have cut off: the next one would be appended to it."""
+    end = file.seek(0, os.SEEK_END)
+    if end and file.seek(end - 1) and file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.readall().rfind(b"\n") + 1)
 
 
 def open_regular(path: str) -> BinaryIO:

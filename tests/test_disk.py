@@ -19,6 +19,7 @@ from common.run.output import Ledger
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
 from datasets.sampler import InOrder
+from jobs import speedrun
 from tests.check_ledger import steps_that_count
 from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
 
@@ -156,6 +157,13 @@ def test_a_run_that_is_killed_while_it_writes_its_report_writes_it_at_the_next_s
     run_forked(words, tmp_path, {"PYTHONPATH": str(ROOT)}, check=-9)
     run_job("train", tmp_path, *TINY)
     assert (tmp_path / "out" / "report.txt").read_text() == (finished[0] / "out" / "report.txt").read_text()
+
+
+def test_half_a_line_that_a_kill_has_left_of_a_speedrun_is_dropped(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"seed": 1}\n{"se')
+    args = argparse.Namespace(net="small", target=0.8, held_out=False, output_dir=str(tmp_path), output_url=None)
+    speedrun.keep(args, torch.device("cpu"), {"seed": 2})
+    assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").open()] == [1, 2]
 
 
 # --- Reading ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Any, Callable
 import torch
 
 from common.errors import TrainingFailed, UserError, of_a_file
-from common.files import TEMPORARY, write_atomically
-from common.run.spare import append
+from common.files import TEMPORARY, append, drop_half_a_line, write_atomically
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
@@ -140,7 +139,7 @@ class Ledger:
             folder = os.path.join(output_dir, "ledger")
             os.makedirs(folder, exist_ok=True)
             self._file = open(os.path.join(folder, f"rank_{rank}.jsonl"), "a+b", buffering=0)  # noqa: SIM115 (for the whole run)
-            _drop_half_a_line(self._file)
+            drop_half_a_line(self._file)
 
     def start(self, epoch: int, consumed: int) -> None:
         if self._file:
@@ -155,11 +154,3 @@ class Ledger:
             append(self._file, json.dumps({**line, "t": time.time()}).encode() + b"\n")
         except OSError as error:  # without this line it would be untrue
             raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
-
-
-def _drop_half_a_line(file):
-    """The last one, which a lost machine may have cut off: the next one would be appended to it."""
-    end = file.seek(0, os.SEEK_END)
-    if end and file.seek(end - 1) and file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.readall().rfind(b"\n") + 1)
