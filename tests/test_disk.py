@@ -20,6 +20,7 @@ from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
 from datasets.sampler import InOrder
 from jobs import speedrun
+from launch.pack import command as pack
 from tests.check_ledger import steps_that_count
 from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
 
@@ -164,6 +165,13 @@ def test_half_a_line_that_a_kill_has_left_of_a_speedrun_is_dropped(tmp_path):
     args = argparse.Namespace(net="small", target=0.8, held_out=False, output_dir=str(tmp_path), output_url=None)
     speedrun.keep(args, torch.device("cpu"), {"seed": 2})
     assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").open()] == [1, 2]
+
+
+def test_a_pack_that_was_killed_before_it_was_marked_is_not_taken_for_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack.packed, "read_index", lambda *given: pytest.fail("there is none"))
+    (tmp_path / ".train-pack.json.unfinished").write_text('{"ident')
+    pack._clear(str(tmp_path), [argparse.Namespace(split="train", identity="1")], overwrite=False)
+    assert not list(tmp_path.iterdir())
 
 
 # --- Reading ------------------------------------------------------------------------------------------------------------
