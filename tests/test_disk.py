@@ -11,9 +11,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import heartbeat, job
+from common import files, heartbeat, job
 from common.errors import TrainingFailed, UserError
-from common.run import events, output
+from common.run import checkpoint, events, output
 from common.run.display import Display
 from common.run.output import Ledger
 from datasets.loader import DeviceLoader, torch_batches
@@ -129,6 +129,14 @@ def failing(monkeypatch, name, number=errno.ENOSPC):
     monkeypatch.setattr(os, name, fail)
 
 
+def test_a_file_that_cannot_get_its_name_leaves_nothing(tmp_path, monkeypatch):
+    failing(monkeypatch, "replace")
+    for save in (files.write_atomically, lambda path, _: checkpoint.write(str(tmp_path), {}, {"samples_seen": 1})):
+        with pytest.raises(OSError):
+            save(str(tmp_path / "file"), b"content")
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "number, kind", [(errno.ENOSPC, TrainingFailed), (errno.EIO, TrainingFailed), (errno.EACCES, UserError)]
 )
@@ -138,6 +146,15 @@ def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch
     args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
     with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
         output.make_folders(args)
+
+
+def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_path, monkeypatch):
+    output.Attempt(str(tmp_path), print, True).set(0, 64)
+    with monkeypatch.context() as full:
+        failing(full, "open")
+        attempt = output.Attempt(str(tmp_path), print, True)
+    attempt.done()
+    assert not list(tmp_path.iterdir())
 
 
 KILLED = """

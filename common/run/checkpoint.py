@@ -150,7 +150,12 @@ def write(folder: str, state: dict, about: dict) -> None:
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     write_aside(f"{path}.pt", content)
     write_aside(f"{path}.json", _encode_manifest(manifest))
-    give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
+    try:
+        give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
+    except OSError:
+        for suffix in (".pt", ".json"):
+            remove(path + suffix + TEMPORARY)
+        raise
     give_name(f"{path}.json")
 
 

@@ -86,7 +86,7 @@ class Attempt:
 
     def __init__(self, folder: str, say: Callable[[str], None], active: bool):
         self.died_twice_in = self._file = None
-        self._say, self._warned = say, False
+        self._say, self._warned, self._active = say, False, active
         if not active:
             return
         self._path = os.path.join(folder, ".attempt")
@@ -106,10 +106,11 @@ class Attempt:
                 os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def done(self) -> None:
-        """The run ends as it should: the file goes."""
-        if self._file is not None:
-            with self._spare():
-                os.close(self._file)
+        """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
+        if self._active:
+            with self._spare(), contextlib.suppress(FileNotFoundError):
+                if self._file is not None:
+                    os.close(self._file)
                 os.unlink(self._path)
 
     @contextlib.contextmanager
