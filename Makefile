@@ -32,14 +32,15 @@ test: lint
 rehearsal: $(VENV)/ready
 	$(BIN)/python -m pytest -m rehearsal
 
-# The last program keeps its rows between calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
+# All of it, or what FAULT names: a program (kill, store, ray, disk) or a row of the last one. The last two keep their rows between
+# calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
+chosen = $(filter $(1),$(or $(FAULT),$(1)))
 chaos: $(VENV)/ready
-ifndef FAULT
-	$(BIN)/python -m tests.chaos.kill --runs $(or $(TRIALS),100) --seed 1
-	$(BIN)/python -m tests.chaos.store --trials $(or $(TRIALS),100) --seed 1
-	$(BIN)/python -m tests.chaos.ray --trials $(or $(TRIALS),20) --seed 1
-endif
-	$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)")
+	$(if $(call chosen,kill),$(BIN)/python -m tests.chaos.kill --runs $(or $(TRIALS),100) --seed 1)
+	$(if $(call chosen,store),$(BIN)/python -m tests.chaos.store --trials $(or $(TRIALS),100) --seed 1)
+	$(if $(call chosen,ray),$(BIN)/python -m tests.chaos.ray --trials $(or $(TRIALS),20) --seed 1)
+	$(if $(call chosen,disk),$(BIN)/python -m tests.chaos.disk --seed 1)
+	$(if $(filter-out kill store ray disk,$(or $(FAULT),all)),$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)"))
 
 # DATA=FOLDER with imagenet/{train,val}/CLASS/*.JPEG and cifar-10-batches-py adds what needs real images; ONLY="base ddp" measures those.
 bench: $(VENV)/ready

@@ -8,11 +8,12 @@
 """
 
 import contextlib
+import errno
 import os
 import re
 import signal
 import sys
-from typing import Optional
+from typing import Optional, Union
 
 from common.secrets import mask
 
@@ -38,6 +39,19 @@ class TrainingFailed(RuntimeError):
     """The run cannot go on, though it was started correctly."""
 
     exit_code = 1
+
+
+# What a full or failing disk, or a limit of the system, answers: nothing was asked for wrongly, and later it may go well.
+OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+
+
+def is_of_the_system(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in OF_THE_SYSTEM
+
+
+def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
+    """The error with this text: what was asked for is impossible, or the system has failed, and a platform may start again."""
+    return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
 
 
 def one_line(text: object) -> str:

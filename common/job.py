@@ -12,10 +12,10 @@ import traceback
 from typing import Callable, NoReturn, Optional
 
 from common import heartbeat, moments, streams
-from common.errors import TrainingFailed, UserError, is_victim, one_line, show
+from common.errors import OF_THE_SYSTEM, TrainingFailed, UserError, is_victim, one_line, show
 from common.secrets import mask
 
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed
 
 
 class _CallTheDoctor:

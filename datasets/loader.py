@@ -18,6 +18,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices
+from common.errors import TrainingFailed, UserError, is_of_the_system
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 
@@ -71,6 +72,8 @@ class DeviceLoader:
                 batch = next(batches, None)
             if batch is None:
                 return
+            if isinstance(batch, Exception):
+                raise batch
             images, labels, ids = batch
             with self._clock as clock:
                 images = self._move(images)
@@ -164,7 +167,7 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.data.DataLoader:
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
     loader = torch.utils.data.DataLoader(
-        data_set,
+        HandsOnErrors(data_set),
         sampler=WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
         num_workers=workers,
@@ -175,6 +178,26 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
     if workers:
         atexit.register(_end_workers, weakref.ref(loader))
     return loader
+
+
+class HandsOnErrors:
+    """A data set in a worker process, whose errors of one line come out as they are, in place of a batch.
+
+    torch would make a text with a traceback of each. DeviceLoader raises them.
+    """
+
+    def __init__(self, data_set: Any):
+        self._data_set = data_set
+
+    def __getitem__(self, place: Any) -> Any:
+        try:
+            return self._data_set[place]
+        except (UserError, TrainingFailed) as error:
+            return error
+        except OSError as error:
+            if is_of_the_system(error):
+                return error
+            raise
 
 
 class WithEpoch:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError, one_line
+from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import MIB, open_regular
 
 
@@ -54,6 +54,8 @@ def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
             raise ValueError(f"it lacks {', '.join(missing)}")
         os.rename(unfinished, folder)
     except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
+        if is_of_the_system(error):
+            raise TrainingFailed(f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again") from None
         raise UserError(f"{archive} cannot be unpacked: {one_line(error)}; delete it and fetch it again") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

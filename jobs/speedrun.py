@@ -40,6 +40,7 @@ from tqdm import tqdm
 
 from common import arguments, devices, storage, world
 from common.errors import UserError
+from common.files import append, drop_half_a_line
 from common.job import run_job
 from common.models import resnet18
 from common.run import bucket_run
@@ -121,8 +122,10 @@ def keep(args, device, row):
     os.makedirs(args.output_dir, exist_ok=True)
     if args.output_url:
         bucket_run.bring_what_grows(args)
-    with open(os.path.join(args.output_dir, "runs.jsonl"), "a") as file:
-        file.write(json.dumps({**row, **about, "torch": str(torch.__version__)}) + "\n")
+    line = json.dumps({**row, **about, "torch": str(torch.__version__)}).encode()
+    with open(os.path.join(args.output_dir, "runs.jsonl"), "a+b", buffering=0) as file:
+        drop_half_a_line(file)
+        append(file, line + b"\n")
     if args.output_url:
         storage.publish(args.output_dir, args.output_url)
 

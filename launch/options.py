@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Callable, NoReturn, Optional, Union
 
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.secrets import HIDDEN, is_secret
 
 
@@ -60,6 +60,6 @@ def exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) ->
     except OSError as error:
         words = (error.filename or place, error.strerror or error)
         print(f"error: {': '.join(one_line(word) for word in words if word)}", file=sys.stderr, flush=True)
-        return UserError.exit_code
+        return of_a_file(error, "").exit_code
     except KeyboardInterrupt:
         return 130

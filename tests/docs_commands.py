@@ -68,6 +68,7 @@ NOT_RUN = {
     "takes hours": [
         "make chaos",
         'make chaos FAULT="rank killed" TRIALS=5',
+        "make chaos FAULT=disk",
         "make bench DATA=FOLDER",
         'make bench DATA=FOLDER ONLY="base ddp"',
         "python -m tests.benchmarks.base",

@@ -1,5 +1,6 @@
 """Order, augmentation and the ways CIFAR-10 arrives: whole, missing, damaged or hostile."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from datasets import cifar10, untrusted
 
 # --- CIFAR-10 from a folder, an archive, a server ------------------------------------------------------------------------
@@ -90,6 +91,16 @@ def test_a_folder_with_the_archive_is_unpacked_once(archive, tmp_path):
     assert len(cifar10.load(arguments(data, tmp_path))[0]) == 20
     (data / archive.name).unlink()  # the second start needs it no more
     assert len(cifar10.load(arguments(data, tmp_path))[0]) == 20
+
+
+def test_an_archive_that_finds_no_room_is_not_said_to_be_damaged(archive, tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "rename", full)
+    names = sorted(path.name for path in (archive.parent / "cifar-10-batches-py").iterdir())
+    with pytest.raises(TrainingFailed, match=r"cannot be unpacked: \[Errno 28\] No space left on device; mend that"):
+        untrusted.unpack(str(archive), str(tmp_path / "data"), names, cifar10.MAX_UNPACKED)
 
 
 def test_a_folder_with_neither_names_both(tmp_path):

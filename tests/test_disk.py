@@ -1,5 +1,6 @@
 """A disk that is full or fails: a run goes on without what it can do without, and ends in one line where it cannot."""
 
+import argparse
 import errno
 import json
 import os
@@ -7,14 +8,21 @@ import struct
 import sys
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import heartbeat, job
-from common.run import events
+from common import files, heartbeat, job
+from common.errors import TrainingFailed, UserError
+from common.run import checkpoint, events, output
 from common.run.display import Display
 from common.run.output import Ledger
+from datasets.loader import DeviceLoader, torch_batches
+from datasets.photos import decode, packed
+from datasets.sampler import InOrder
+from jobs import speedrun
+from launch.pack import command as pack
 from tests.check_ledger import steps_that_count
-from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_job
+from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -110,3 +118,118 @@ def test_any_other_file_is_one_line_too(number, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         f"error: /data/x: {os.strerror(number)}; mend that and start again: the run goes on from its last checkpoint\n"
     )
+
+
+def failing(monkeypatch, name, number=errno.ENOSPC):
+    """From now on this function of os finds the disk full."""
+
+    def fail(*given, **how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, fail)
+
+
+def test_a_file_that_cannot_get_its_name_leaves_nothing(tmp_path, monkeypatch):
+    failing(monkeypatch, "replace")
+    for save in (files.write_atomically, lambda path, _: checkpoint.write(str(tmp_path), {}, {"samples_seen": 1})):
+        with pytest.raises(OSError):
+            save(str(tmp_path / "file"), b"content")
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "number, kind", [(errno.ENOSPC, TrainingFailed), (errno.EIO, TrainingFailed), (errno.EACCES, UserError)]
+)
+def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch, number, kind):
+    """A platform does not start a job with a mistake again."""
+    failing(monkeypatch, "fsync", number)
+    args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
+    with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
+        output.make_folders(args)
+
+
+def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_path, monkeypatch):
+    output.Attempt(str(tmp_path), print, True).set(0, 64)
+    with monkeypatch.context() as full:
+        failing(full, "open")
+        attempt = output.Attempt(str(tmp_path), print, True)
+    attempt.done()
+    assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, runpy, signal, sys
+from common.run.display import Display
+from common.run.saver import Saver
+save = Saver.save
+Saver.save = lambda self, *given: (save(self, *given), self.wait())
+Display.report = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_that_is_killed_while_it_writes_its_report_writes_it_at_the_next_start(finished, tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    words = [tmp_path / "killed.py", *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
+    run_forked(words, tmp_path, {"PYTHONPATH": str(ROOT)}, check=-9)
+    run_job("train", tmp_path, *TINY)
+    assert (tmp_path / "out" / "report.txt").read_text() == (finished[0] / "out" / "report.txt").read_text()
+
+
+def test_half_a_line_that_a_kill_has_left_of_a_speedrun_is_dropped(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"seed": 1}\n{"se')
+    args = argparse.Namespace(net="small", target=0.8, held_out=False, output_dir=str(tmp_path), output_url=None)
+    speedrun.keep(args, torch.device("cpu"), {"seed": 2})
+    assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").open()] == [1, 2]
+
+
+def test_a_pack_that_was_killed_before_it_was_marked_is_not_taken_for_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack.packed, "read_index", lambda *given: pytest.fail("there is none"))
+    (tmp_path / ".train-pack.json.unfinished").write_text('{"ident')
+    pack._clear(str(tmp_path), [argparse.Namespace(split="train", identity="1")], overwrite=False)
+    assert not list(tmp_path.iterdir())
+
+
+# --- Reading ------------------------------------------------------------------------------------------------------------
+
+
+class Unreadable:
+    """A data set of which the second batch cannot be read."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def __getitem__(self, place):
+        if 0 not in place[1]:
+            raise OSError(self._number, os.strerror(self._number), "/data/photographs/2.jpg")
+        return torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_a_loader_process_cannot_read_is_one_line_that_names_it(workers, capfd, monkeypatch):
+    monkeypatch.delenv(heartbeat.FILES, raising=False)
+    sampler = InOrder(2, 1)
+    batches = torch_batches(Unreadable(errno.EIO), sampler, workers)
+    loader = DeviceLoader(batches, sampler, torch.device("cpu"), (0.5,) * 3, (0.5,) * 3)
+    with pytest.raises(SystemExit) as ended:
+        job.run_job(lambda: [None for _ in loader] and None)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == (
+        "error: /data/photographs/2.jpg: Input/output error; mend that and start again: the run goes on from its last checkpoint\n"
+    )
+
+
+def test_any_other_failure_of_a_loader_process_keeps_its_traceback():
+    batches = torch_batches(Unreadable(errno.ENOENT), InOrder(2, 1), 1)
+    with pytest.raises(OSError, match="in __getitem__"):
+        list(batches)
+
+
+def test_no_sample_takes_the_place_of_one_that_a_failing_disk_does_not_give(monkeypatch):
+    def read(number):
+        return packed._from_file("/proc/self/mem", 0, 8)  # where nothing is mapped
+
+    with pytest.raises(OSError) as raised:
+        decode.Substitutes("images", 3).decode(0, 5, read, str)
+    assert raised.value.errno == errno.EIO and raised.value.filename == "/proc/self/mem"

@@ -52,7 +52,7 @@ def test_a_missing_job_is_refused_with_the_same_words_by_every_verb(words, capsy
         (UserError("give\nless"), 2, "error: give\\nless\n"),
         (TrainingFailed("no cache server answers"), 1, "error: no cache server answers\n"),
         (OSError(13, "Permission denied", "out\n"), 2, "error: out\\n: Permission denied\n"),
-        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

@@ -1,15 +1,19 @@
 """Results in a bucket: published while the training goes on, and a run that starts again from there."""
 
+import argparse
+import contextlib
+import itertools
 import os
 import re
 import signal
 import subprocess
 
 import pytest
+import torch
 
 from common import storage
 from common.errors import TrainingFailed, UserError
-from common.run import output
+from common.run import bucket_run, checkpoint, output
 from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults
@@ -50,6 +54,31 @@ def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch,
     local = tmp_path / "output_dir/s3/data/runs/one"
     files = [os.path.relpath(os.path.join(where, name), local) for where, _, names in os.walk(local) for name in names]
     assert remote_names(store, "runs/one/") == sorted(name for name in files if not os.path.basename(name).startswith("."))
+
+
+def test_a_good_checkpoint_is_in_the_bucket_at_every_moment_while_its_number_is_saved_again(store, tmp_path, monkeypatch):
+    """Each time the job is dead from one change of the bucket on, and the next start has an empty disk."""
+    found = []
+    for number in range(9):
+        folder, url = tmp_path / f"{number}", f"s3://data/runs/twice-{number}"
+        for value in (1.0, 2.0):
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            checkpoint.write(str(folder / "checkpoints"), {"model": torch.full((50,), value)}, {"samples_seen": 512})
+            changes = itertools.count() if value == 2.0 else itertools.repeat(-1)
+
+            def plan(request, changes=changes, number=number):
+                return "denied" if request.method != "GET" and next(changes) >= number else None
+
+            with faults(store, plan, monkeypatch), contextlib.suppress(UserError):
+                storage.publish(str(folder), url)
+        (empty := tmp_path / f"{number}-next").mkdir()
+        assert bucket_run.bring_newest(
+            argparse.Namespace(output_url=url, output_dir=str(folder), checkpoint_dir=str(empty)), print
+        )
+        state, _, _ = checkpoint.newest(str(empty))
+        found.append(state["model"][0].item())
+    assert found == sorted(found) and {1.0, 2.0} == set(found)
+    assert remote_names(store, "runs/twice-8/checkpoints/") == ["000000000512.json", "000000000512.pt"]
 
 
 @pytest.mark.rehearsal

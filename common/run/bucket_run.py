@@ -9,6 +9,7 @@ from typing import Callable
 
 from common import storage
 from common.errors import UserError
+from common.files import TEMPORARY
 from common.run import checkpoint, output
 from common.storage import bucket, download
 from common.world.folders import local_folder
@@ -46,15 +47,22 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
 
 
 def _bring(place, items, number, folder):
-    names = [f"{number:012d}.pt", f"{number:012d}.json"]
+    names = _files_of(f"{number:012d}")
     if f"checkpoints/{names[0]}" not in items:
         raise download.Damaged(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
     for name in names:  # the manifest last, as when it was written
+        if f"checkpoints/{name}" not in items:
+            continue
         download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
     try:
         checkpoint.read_verified(os.path.join(folder, names[0]))
     except UserError as error:
         raise download.Damaged(str(error)) from None
+
+
+def _files_of(name):
+    """Of a checkpoint; the second is there alone where an upload of its number, which was there already, has been cut off."""
+    return [f"{name}.pt", f"{name}.json{TEMPORARY}", f"{name}.json"]
 
 
 def _refuse_another_history(place, theirs, ours, args):
@@ -83,13 +91,13 @@ def local_checkpoint(path: str, say: Callable) -> str:
         return storage.fetch(path, say=say)
     url, name = os.path.split(path)
     place, folder = bucket.Bucket(url, say), local_folder(url, "input_dir")
-    names = [name, name.removesuffix("pt") + "json"]
+    names = _files_of(name.removesuffix(".pt"))
     items = {place.relative(item.key): item for item in place.items(place.below())}
-    for name in names:
-        if name not in items:
-            raise UserError(f"--resume {path}: there is no {name} in {url}; give a .pt that has its .json there")
+    for needed in (names[0], names[-1]):
+        if needed not in items:
+            raise UserError(f"--resume {path}: there is no {needed} in {url}; give a .pt that has its .json there")
     os.makedirs(folder, exist_ok=True)
-    download.fetch_items(place, {name: items[name] for name in names}, folder)
+    download.fetch_items(place, {name: items[name] for name in names if name in items}, folder)
     return os.path.join(folder, names[0])
 
 
@@ -106,5 +114,6 @@ def delete(args: argparse.Namespace, say: Callable) -> None:
     """Remove what a run wrote to the bucket, and nothing else; the manifests first."""
     place = bucket.Bucket(args.output_url, say)
     names = [place.relative(item.key) for item in place.items(place.below())]
-    for name in sorted(filter(output.LEFT_BY_A_RUN.fullmatch, names), key=lambda name: not name.endswith(".json")):
+    ours = [name for name in names if output.LEFT_BY_A_RUN.fullmatch(name.removesuffix(TEMPORARY))]
+    for name in sorted(ours, key=lambda name: not name.removesuffix(TEMPORARY).endswith(".json")):
         place.ask("delete_object", place.below() + name)

@@ -150,7 +150,12 @@ def write(folder: str, state: dict, about: dict) -> None:
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     write_aside(f"{path}.pt", content)
     write_aside(f"{path}.json", _encode_manifest(manifest))
-    give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
+    try:
+        give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
+    except OSError:
+        for suffix in (".pt", ".json"):
+            remove(path + suffix + TEMPORARY)
+        raise
     give_name(f"{path}.json")
 
 
@@ -268,7 +273,8 @@ def surplus(names: Iterable[str], keep: int, about: dict) -> list[str]:
     an earlier one.
     """
     best, now = about["best"] or {}, about["samples_seen"]
-    files = [(name, match) for name in names if (match := re.fullmatch(r"(?:checkpoints/)?(\d{12})\.(json|pt)", name))]
+    form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # the last is in a bucket, after a kill
+    files = [(name, match) for name in names if (match := form.fullmatch(name))]
     numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")}
     old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]

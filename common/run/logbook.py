@@ -234,9 +234,9 @@ class Run:
             f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{self._skipped()}{shown} seconds={seconds:.1f}"
         )
         self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
-        self.save(weights_of_epoch=self.epoch if whole else None)
-        if scores is not None and self._limit():
+        if scores is not None and self._limit():  # before the checkpoint, after which a start does not evaluate again
             self._display.report(scores.confusion, scores.classes)
+        self.save(weights_of_epoch=self.epoch if whole else None)
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self._draw_curves()
         self._busy = False

@@ -12,9 +12,8 @@ from typing import Any, Callable
 
 import torch
 
-from common.errors import TrainingFailed, UserError
-from common.files import TEMPORARY, write_atomically
-from common.run.spare import append
+from common.errors import TrainingFailed, UserError, of_a_file
+from common.files import TEMPORARY, append, drop_half_a_line, write_atomically
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
@@ -26,7 +25,7 @@ LEFT_BY_A_RUN = re.compile(
 
 
 def make_folders(args: argparse.Namespace) -> None:
-    """Make the output folders; UserError where one cannot be written to."""
+    """Make the output folders; an error where one cannot be written to."""
     for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -38,7 +37,7 @@ def make_folders(args: argparse.Namespace) -> None:
 
 
 def _not_writable(folder, error):
-    return UserError(f"cannot write to {folder}: {error.strerror}; give another --output_dir")
+    return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
 def lock(folder: str) -> int:
@@ -87,7 +86,7 @@ class Attempt:
 
     def __init__(self, folder: str, say: Callable[[str], None], active: bool):
         self.died_twice_in = self._file = None
-        self._say, self._warned = say, False
+        self._say, self._warned, self._active = say, False, active
         if not active:
             return
         self._path = os.path.join(folder, ".attempt")
@@ -107,10 +106,11 @@ class Attempt:
                 os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def done(self) -> None:
-        """The run ends as it should: the file goes."""
-        if self._file is not None:
-            with self._spare():
-                os.close(self._file)
+        """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
+        if self._active:
+            with self._spare(), contextlib.suppress(FileNotFoundError):
+                if self._file is not None:
+                    os.close(self._file)
                 os.unlink(self._path)
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class Ledger:
             folder = os.path.join(output_dir, "ledger")
             os.makedirs(folder, exist_ok=True)
             self._file = open(os.path.join(folder, f"rank_{rank}.jsonl"), "a+b", buffering=0)  # noqa: SIM115 (for the whole run)
-            _drop_half_a_line(self._file)
+            drop_half_a_line(self._file)
 
     def start(self, epoch: int, consumed: int) -> None:
         if self._file:
@@ -155,11 +155,3 @@ class Ledger:
             append(self._file, json.dumps({**line, "t": time.time()}).encode() + b"\n")
         except OSError as error:  # without this line it would be untrue
             raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
-
-
-def _drop_half_a_line(file):
-    """The last one, which a lost machine may have cut off: the next one would be appended to it."""
-    end = file.seek(0, os.SEEK_END)
-    if end and file.seek(end - 1) and file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.readall().rfind(b"\n") + 1)

@@ -1,11 +1,9 @@
 """Files that a run can do without: where one cannot be written, a warning says so, it is tried again, and the run goes on."""
 
-import contextlib
-import io
 import os
 from typing import Callable, Union
 
-from common.files import write_atomically
+from common.files import append, write_atomically
 
 
 class Spare:
@@ -43,15 +41,3 @@ class Spare:
             if path in self._warned:
                 self._warned.remove(path)
                 self._say(f"{path} is written again")
-
-
-def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
-    """Append all of it, or nothing where that fails."""
-    size, left = file.seek(0, os.SEEK_END), memoryview(content)
-    try:
-        while left:
-            left = left[file.write(left) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(size)
-        raise

@@ -11,7 +11,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.files import create
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore
@@ -104,7 +104,7 @@ class Transfer:
                 for task in [objects.submit(self._large, *pair) for pair in self._grown]:
                     task.result()
             except OSError as error:
-                raise UserError(f"cannot write to {self._folder}: {one_line(error.strerror)}") from None
+                raise of_a_file(error, f"cannot write to {self._folder}: {one_line(error.strerror)}") from None
             finally:
                 self._patience.give_up()
                 self._requests.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ import urllib.parse
 from typing import Optional
 
 from common import files
-from common.errors import UserError, one_line
+from common.errors import UserError, of_a_file, one_line
 from common.storage import bucket, download, https, index, once, upload
 from common.storage.bucket import Say
 from common.world.folders import is_address, is_name, local_folder
@@ -34,7 +34,8 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
             path, lease = os.path.join(folder, name), os.path.join(index.notes(folder), name)
             once.once_per_node(lease, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
     except OSError as error:
-        raise UserError(f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}") from None
+        text = f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}"
+        raise of_a_file(error, text) from None
     return folder
 
 

@@ -115,7 +115,9 @@ class Publisher:
             if name in manifests and not self._has_file_of(name):
                 continue
             try:
+                self._announce(name)
                 self._upload(name, content)
+                self._announced(name)
             except FileNotFoundError:  # no longer kept
                 continue
             except OSError as error:  # of the file: an answer of the store raises none
@@ -158,6 +160,22 @@ class Publisher:
         for folder, folders, names in os.walk(self._folder, onerror=unread.append):
             folders[:] = [name for name in folders if name != FETCHING]
             yield from (os.path.join(folder, name) for name in names)
+
+    def _announce(self, name: str) -> None:
+        """Before a checkpoint's file: its manifest under the temporary name, since the bucket may have that number already.
+
+        From when the file is replaced until its manifest is, that one counts for a reader.
+        """
+        if (match := CHECKPOINT.fullmatch(name)) and match[2] == "pt":
+            manifest = re.sub(r"pt$", "json", name)
+            content = self._read(manifest + TEMPORARY) or self._read(manifest)  # in this order they get their names here, too
+            if content:
+                self._put(manifest + TEMPORARY, content)
+
+    def _announced(self, name: str) -> None:
+        """After a checkpoint's manifest: it has its name."""
+        if (match := CHECKPOINT.fullmatch(name)) and match[2] == "json":
+            self._bucket.ask("delete_object", self._key(name + TEMPORARY), self._patience)
 
     def _has_file_of(self, manifest: str) -> bool:
         """Whether the checkpoint that this manifest describes is in the bucket as it is in the folder."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.errors import TrainingFailed, one_line
+from common.errors import TrainingFailed, is_of_the_system, one_line
 from datasets.photos import files
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Substitutes:
             try:
                 return used, decode(used)
             except (Undecodable, OSError) as error:
+                if is_of_the_system(error):  # the picture may be good: a start on a mended disk has to see the same ones
+                    raise
                 self._warn(used, one_line(name(used)), error)
         raise TrainingFailed(
             f"{self._most} {self._what} in a row cannot be decoded, from {one_line(name(number))}: fetch the data set again"

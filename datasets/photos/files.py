@@ -9,7 +9,7 @@ import os
 from typing import IO, TYPE_CHECKING
 
 from common import arguments
-from common.errors import UserError, one_line
+from common.errors import UserError, of_a_file, one_line
 from common.files import open_regular
 
 if TYPE_CHECKING:
@@ -81,10 +81,9 @@ def _refuse_circle(where: str, name: str) -> None:
         raise UserError(f"{one_line(path)} is a link to a folder that it is in, whose images would count twice: delete it")
 
 
-def unreadable(error: OSError) -> UserError:
-    return UserError(
-        f"{one_line(error.filename)} cannot be read ({error.strerror}): make it readable, or take it out of the data set"
-    )
+def unreadable(error: OSError) -> Exception:
+    text = f"{one_line(error.filename)} cannot be read ({error.strerror}): make it readable, or take it out of the data set"
+    return of_a_file(error, text)
 
 
 def opened(path: str) -> IO[bytes]:
@@ -108,6 +107,9 @@ def read(path: str) -> bytes:
             return file.read(os.fstat(file.fileno()).st_size)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), path) from None
+    except OSError as error:
+        error.filename = path  # which a read that fails does not name
+        raise
 
 
 def picture(file: IO[bytes]) -> "Image.Image":

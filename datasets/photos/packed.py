@@ -134,7 +134,11 @@ def load(folder: str, split: str) -> Packed:
 def _from_file(path, begin, length):
     """pread leaves the file's position, which threads and forked workers share, as it is."""
     shard = _opened(path)  # keeps it open until it has been read, also where the cache drops it meanwhile
-    return os.pread(shard.fileno(), length, begin)
+    try:
+        return os.pread(shard.fileno(), length, begin)
+    except OSError as error:
+        error.filename = path
+        raise
 
 
 @functools.lru_cache(OPEN_SHARDS)

@@ -206,6 +206,7 @@ def judge(path: str) -> Verdict:
             else:
                 verdict = _judge_other(file)
     except OSError as error:
+        error.filename = path
         raise files.unreadable(error) from None
     except ValueError as error:  # it is no file, or too large
         return str(error)

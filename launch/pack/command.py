@@ -115,7 +115,10 @@ def _marker(folder: str, split: str) -> str:
 
 def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
     """Keep the files of this pack; delete those of another where that is allowed."""
-    names = [name for name in os.listdir(folder) if OURS.fullmatch(name.removesuffix(TEMPORARY))]
+    for name in os.listdir(folder):  # first: a pack that was killed before it was marked is no pack of others
+        if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
+            os.unlink(os.path.join(folder, name))
+    names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
     for plan in plans:
         there = [name for name in names if name.lstrip(".").startswith(f"{plan.split}-")]
         if there and _identity(folder, plan.split) != plan.identity:
@@ -126,9 +129,6 @@ def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
                 )
             for name in sorted(there, reverse=True):  # the index before its shards
                 os.unlink(os.path.join(folder, name))
-    for name in names:
-        if name.endswith(TEMPORARY):
-            remove(os.path.join(folder, name))
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
