@@ -180,7 +180,7 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
     return loader
 
 
-class HandsOnErrors:
+class HandsOnErrors(torch.utils.data.Dataset):
     """A data set in a worker process, whose errors of one line come out as they are, in place of a batch.
 
     torch would make a text with a traceback of each. DeviceLoader raises them.
