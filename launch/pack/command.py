@@ -116,8 +116,9 @@ def _marker(folder: str, split: str) -> str:
 def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
     """Keep the files of this pack; delete those of another where that is allowed."""
     names = [name for name in os.listdir(folder) if OURS.fullmatch(name.removesuffix(TEMPORARY))]
+    whole = [name for name in names if not name.endswith(TEMPORARY)]  # an unfinished file says nothing of whose it is
     for plan in plans:
-        there = [name for name in names if name.lstrip(".").startswith(f"{plan.split}-")]
+        there = [name for name in whole if name.lstrip(".").startswith(f"{plan.split}-")]
         if there and _identity(folder, plan.split) != plan.identity:
             if not overwrite:
                 raise UserError(
