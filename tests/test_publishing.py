@@ -86,6 +86,16 @@ def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_used(sto
     assert "going on from" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
 
 
+def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_nothing_to_save(store, tmp_path):
+    run_here(tmp_path / "first", url := "s3://data/runs/left")
+    names = remote_names(store, "runs/left/checkpoints/")
+    store.client().put_object(
+        Bucket="data", Key="runs/left/checkpoints/000000000064.pt", Body=b"whole, but without its manifest"
+    )
+    assert "nothing to do" in run_here(tmp_path / "second", url).stdout
+    assert remote_names(store, "runs/left/checkpoints/") == names
+
+
 def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, tmp_path):
     store.client().put_object(Bucket="data", Key="runs/fresh/notes.txt", Body=b"mine")
     url, never = "s3://data/runs/fresh", ["--resume", "never"]

@@ -332,7 +332,7 @@ class Run:
             self._lock = output.lock(self.args.checkpoint_dir)
             checkpoint.sweep(self.args.checkpoint_dir)
             found = restore.choose(self.args, self._identity, self.say)
-            self._saver.start_publishing()
+            self._saver.start_publishing(found[1] if found else None)
             return found
 
         return choose() if self.world_size == 1 else restore.from_rank_0(choose)

@@ -58,7 +58,7 @@ class Publisher:
         self._thread.start()
 
     def saved(self, surplus: Surplus) -> None:
-        """A checkpoint was written; `surplus(names)` says which of the bucket's objects are no longer kept."""
+        """A checkpoint was written or found; `surplus(names)` says which of the bucket's objects are no longer kept."""
         self._surplus = surplus
         self._wake.set()
 
