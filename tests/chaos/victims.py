@@ -166,11 +166,11 @@ class Published(Job):
 
 
 def announce_changes(flag):
-    """In a start: the file `flag` is there while the bucket is being changed. Files go in the smallest parts that stores take."""
+    """In a start: the file `flag` is there while the bucket is being changed. Files go in parts that fit these small ones."""
     from common.storage import upload
     from common.storage.bucket import Bucket
 
-    upload.PART, ask = 5 << 20, Bucket.ask
+    upload.PART, ask = 150 << 10, Bucket.ask
 
     def announcing(self, request, *given, **how):
         if request.startswith(("get", "list", "head")):
@@ -216,5 +216,5 @@ VICTIMS = {
     "train_dp": Job("train_dp"),
     "train_dpex": Ray("train_dpex", "--workers", "1"),
     "pack": Pack("pack"),
-    "publisher": Published("publisher", "--max_samples", "128", "--width", "16", "--epochs", "2"),
+    "publisher": Published("publisher", "--max_samples", "128", "--epochs", "2"),
 }
