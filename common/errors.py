@@ -40,6 +40,15 @@ class TrainingFailed(RuntimeError):
     exit_code = 1
 
 
+class SampleError(Exception):
+    """A data set could not give a sample. It is no RuntimeError: words of a lost connection in it are not of another rank."""
+
+    @property
+    def line(self) -> str:
+        """The number of the sample and its error. Torch puts the traceback of a loader's worker before them."""
+        return str(self).rpartition(f"{type(self).__name__}: ")[2].strip()
+
+
 def one_line(text: object) -> str:
     """`text` without secrets, and with control characters escaped: a file name must not be able to forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))

@@ -18,6 +18,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices
+from common.errors import SampleError, TrainingFailed, UserError, one_line
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 
@@ -164,7 +165,7 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.data.DataLoader:
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
     loader = torch.utils.data.DataLoader(
-        data_set,
+        Named(data_set),
         sampler=WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
         num_workers=workers,
@@ -175,6 +176,34 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
     if workers:
         atexit.register(_end_workers, weakref.ref(loader))
     return loader
+
+
+class Named(torch.utils.data.Dataset):
+    """The data set; an error in it names the sample."""
+
+    def __init__(self, data_set: Any):
+        self._data_set = data_set
+
+    def __len__(self) -> int:
+        return len(self._data_set)
+
+    def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> Any:
+        try:
+            return self._data_set[epoch_and_ids]
+        except (UserError, TrainingFailed):  # they say what they are about
+            raise
+        except Exception as error:
+            text = f"{self._culprit(*epoch_and_ids)}: {type(error).__name__}: {one_line(error)[:300]}"
+            raise SampleError(text) from error
+
+    def _culprit(self, epoch, ids):
+        """The first sample that fails by itself."""
+        for number in range(len(ids)):
+            try:
+                self._data_set[epoch, ids[number : number + 1]]
+            except Exception:
+                return f"sample {ids[number]}"
+        return f"one of samples {', '.join(map(str, ids))}"
 
 
 class WithEpoch:

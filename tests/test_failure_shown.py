@@ -59,6 +59,7 @@ def platform(tmp_path):
             "error: argument --epochs: 'none' is not a whole number at least 1; --help lists every option",
         ),
         ("{}['key']", [], 1, "error: KeyError: 'key'"),
+        ("raise errors.SampleError('sample 17: KeyError: 1')", [], 1, "error: sample 17: KeyError: 1"),
         (
             "raise errors.TrainingFailed('gone')",
             ["--nproc_per_node", "1", "--max_restarts", "1"],
@@ -67,7 +68,15 @@ def platform(tmp_path):
         ),
         ("raise errors.UserError('bad value')", ["--nproc_per_node", "2"], 2, "error: rank "),
     ],
-    ids=["a mistake", "a failed training", "an option", "any other error", "a worker, after a restart", "one of two workers"],
+    ids=[
+        "a mistake",
+        "a failed training",
+        "an option",
+        "any other error",
+        "a sample",
+        "a worker, after a restart",
+        "one of two workers",
+    ],
 )
 def test_the_reason_stands_at_the_end_of_the_log_and_where_the_platform_looks(does, options, code, line, platform):
     done, places = platform(does, *options)

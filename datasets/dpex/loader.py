@@ -30,7 +30,7 @@ from common.errors import TrainingFailed, UserError, one_line
 from datasets import cifar10
 from datasets.dpex.client import Bridge, ClusterLost, IdleWorkers, Workers, bridge
 from datasets.dpex.worker import End
-from datasets.loader import DeviceLoader, WithEpoch, leave_signals_to_the_parent
+from datasets.loader import DeviceLoader, Named, WithEpoch, leave_signals_to_the_parent
 
 DEFAULT_WORKERS = 2  # of a job without --workers
 WINDOW_BYTES = 1 << 30  # of requested batches, at most
@@ -270,7 +270,7 @@ class RayIterator(_BaseDataLoaderIter):
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
     """datasets.loader.torch_batches over Ray: `data_set[epoch, ids]` gives a whole batch."""
     return DpexDataLoader(
-        data_set, True, "auto", batch_size=None, sampler=WithEpoch(sampler), num_workers=workers or DEFAULT_WORKERS,
+        Named(data_set), True, "auto", batch_size=None, sampler=WithEpoch(sampler), num_workers=workers or DEFAULT_WORKERS,
         persistent_workers=True, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
     )  # fmt: skip
 
