@@ -103,11 +103,13 @@ class KSpeedCallable(KSpeedFolder):
         iplist: Servers = None,
         user: Optional[str] = None,
         password: Optional[str] = None,
+        max_megapixels: int = files.MEGAPIXELS,
     ):
+        """Photographs of more than `max_megapixels` million pixels are left out, as in the jobs."""
         super().__init__(root, iplist=iplist, user=user, password=password)
         self._login = iplist, user, password
-        files = tree.load(self.root)
-        self.files, self.labels = files.names, files.labels
+        found = tree.load(self.root).within(max_megapixels)
+        self.files, self.labels = found.names, found.labels
         shard_size = len(self.files) // num_shards
         self.shard_offset = shard_size * shard_id
         self.full_iters = shard_size // batch_size
