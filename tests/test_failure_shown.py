@@ -1,7 +1,9 @@
 """The line that says why a job failed, where platforms show it: in a file of the platform's, and at the end of the log."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -98,3 +100,13 @@ def test_a_place_that_does_not_exist_is_not_made(tmp_path, monkeypatch, capsys):
     errors.show("why\nnot")
     assert capsys.readouterr().err == "error: why\\nnot\n"
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_of_processes_started_one_by_one_the_first_cause_stays_and_that_of_an_earlier_start_goes(tmp_path, monkeypatch):
+    place = tmp_path / "failure"
+    monkeypatch.setattr(errors, "SHOWN", {str(place): str(tmp_path)})
+    place.write_text("error: of a start an hour ago, and longer than what comes\n")
+    os.utime(place, (time.time() - 3600,) * 2)
+    for cause in ("first", "second"):
+        errors.show(cause)
+    assert place.read_text() == "error: first\n"
