@@ -34,15 +34,19 @@ def run_here(folder, url, *options, check=0, **env):
 
 
 def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch, tmp_path):
-    """In the order of the requests every manifest follows its file, and what is no longer kept loses its manifest first."""
+    """In the order of the requests every manifest follows its file and the weights of its epoch, and what is no longer kept
+    loses its manifest first."""
     with faults(store, lambda request: None, monkeypatch) as proxy:
         done = run_here(tmp_path, "s3://data/runs/one", "--epochs", 4, "--save_steps", 1)
         assert "published to s3://data/runs/one" in done.stdout, done.stdout + done.stderr
-    there = set()
+    there, weights = set(), set()
     for request in proxy.log:
+        weights.add(request.path.rpartition("/")[2])
         match = re.search(r"/checkpoints/(\d{12})\.(pt|json)$", request.path)
         if match and request.method == "PUT":
             assert match[2] == "pt" or f"{match[1]}.pt" in there, request
+            epoch, rest = divmod(int(match[1]), 256)
+            assert match[2] == "pt" or rest or f"epoch_{epoch}.pth.sha256" in weights, request
             there.add(f"{match[1]}.{match[2]}")
         if match and request.method == "DELETE":
             assert match[2] == "json" or f"{match[1]}.json" not in there, request
