@@ -9,7 +9,7 @@ import pytest
 
 from common import storage
 from common.errors import TrainingFailed, UserError
-from common.run import output
+from common.run import checkpoint, output
 from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults
@@ -98,6 +98,10 @@ def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_no
     )
     assert "nothing to do" in run_here(tmp_path / "second", url).stdout
     assert remote_names(store, "runs/left/checkpoints/") == names
+    left = ["checkpoints/000000000128.pt", "checkpoints/000000000192.pt", "checkpoints/000000000192.json"]
+    assert (
+        checkpoint.surplus(left, 2, {"best": {"samples_seen": 128}, "samples_seen": 192}) == left[:1]
+    )  # though it was the best
 
 
 def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, tmp_path):

@@ -103,7 +103,8 @@ class Pack(Job):
 class Published(Job):
     """A run whose output is in a bucket: what is there, and that a start on an empty disk goes on from it.
 
-    With a kill, the disk is lost in one of two cases.
+    With a kill, the disk is lost in one of two cases. Not compared is what a start on an empty disk cannot make again:
+    the curves and the report, and the checkpoints before the newest, of which each has to be whole.
     """
 
     def open(self, folder):
@@ -154,12 +155,10 @@ class Published(Job):
         found = {}
         for name in ("out", "further"):
             found.update({f"{name}, {part}": digest(value) for part, value in final_state(folder, name).items()})
-            there = sorted(path for path in (folder / name).rglob("*") if "tensorboard" not in path.parts)
-            found[f"{name}, names"] = digest([str(path.relative_to(folder)) for path in there])
-            for path in there:
+            for path in (folder / name).rglob("*"):
                 if path.suffix == ".pt":
                     read_verified(str(path))
-                if path.suffix in (".pth", ".sha256"):
+                if path.suffix in (".pth", ".sha256", ".jsonl"):
                     found[str(path.relative_to(folder))] = digest(path.read_bytes())
         uploads = self._client.list_multipart_uploads(Bucket="data", Prefix=f"{folder.name}/").get("Uploads", [])
         return {**found, "unfinished uploads": len(uploads)}
