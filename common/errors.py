@@ -9,10 +9,12 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import signal
 import sys
+import time
 from typing import Optional, Union
 
 from common.secrets import mask
@@ -54,6 +56,15 @@ def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
     return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
 
 
+class SampleError(Exception):
+    """A data set could not give a sample. It is no RuntimeError: words of a lost connection in it are not of another rank."""
+
+    @property
+    def line(self) -> str:
+        """The number of the sample and its error. Torch puts the traceback of a loader's worker before them."""
+        return str(self).rpartition(f"{type(self).__name__}: ")[2].strip()
+
+
 def one_line(text: object) -> str:
     """`text` without secrets, and with control characters escaped: a file name must not be able to forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))
@@ -66,9 +77,30 @@ def show(text: object) -> None:
     for path, there in SHOWN.items():
         with contextlib.suppress(OSError):
             if os.path.exists(there):
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-                with open(file, "w", errors="replace") as opened:
-                    opened.write(line[: SHOWN_CHARACTERS - 1] + "\n")
+                _write_first(path, line[: SHOWN_CHARACTERS - 1] + "\n")
+
+
+def _write_first(path: str, line: str) -> None:
+    """The first cause stays, where a node's processes were started one by one; one of an earlier start is replaced."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    with open(file, "w", errors="replace") as opened:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process is writing its cause
+            return
+        except OSError:
+            pass  # not every disk has locks
+        status = os.fstat(file)
+        if not status.st_size or status.st_mtime < _started():
+            os.ftruncate(file, 0)
+            opened.write(line)
+
+
+def _started() -> float:
+    """When this process was, by the clock of files; the kernel counts from the start of the machine."""
+    with open("/proc/self/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def count(number: int, one: str, several: Optional[str] = None) -> str:

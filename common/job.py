@@ -12,7 +12,7 @@ import traceback
 from typing import Callable, NoReturn, Optional
 
 from common import heartbeat, moments, streams
-from common.errors import OF_THE_SYSTEM, TrainingFailed, UserError, is_victim, one_line, show
+from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
 from common.secrets import mask
 
 DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed
@@ -55,7 +55,7 @@ def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
 
 
 def _end_with_a_traceback(error: Exception) -> NoReturn:
-    text = f"{type(error).__name__}: {one_line(error)[:300]}"
+    text = one_line(error.line) if isinstance(error, SampleError) else f"{type(error).__name__}: {one_line(error)[:300]}"
     if not heartbeat.has_parent() or not is_victim(error):
         print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
     if heartbeat.has_parent():

@@ -18,7 +18,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices
-from common.errors import TrainingFailed, UserError, is_of_the_system
+from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 
@@ -181,23 +181,37 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
 
 
 class HandsOnErrors(torch.utils.data.Dataset):
-    """A data set in a worker process, whose errors of one line come out as they are, in place of a batch.
+    """A data set whose errors name the sample.
 
-    torch would make a text with a traceback of each. DeviceLoader raises them.
+    Those of one line come out of a worker process as they are, in place of a batch, and DeviceLoader raises them: torch would
+    make a text with a traceback of each. That of another error shows the code of whoever wrote the data set.
     """
 
     def __init__(self, data_set: Any):
         self._data_set = data_set
 
-    def __getitem__(self, place: Any) -> Any:
+    def __len__(self) -> int:
+        return len(self._data_set)
+
+    def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> Any:
         try:
-            return self._data_set[place]
-        except (UserError, TrainingFailed) as error:
+            return self._data_set[epoch_and_ids]
+        except (UserError, TrainingFailed) as error:  # they say what they are about
             return error
-        except OSError as error:
+        except Exception as error:
             if is_of_the_system(error):
                 return error
-            raise
+            text = f"{self._culprit(*epoch_and_ids)}: {type(error).__name__}: {one_line(error)[:300]}"
+            raise SampleError(text) from error
+
+    def _culprit(self, epoch, ids):
+        """The first sample that fails by itself."""
+        for number in range(len(ids)):
+            try:
+                self._data_set[epoch, ids[number : number + 1]]
+            except Exception:
+                return f"sample {ids[number]}"
+        return f"one of samples {', '.join(map(str, ids))}"
 
 
 class WithEpoch:

@@ -82,7 +82,8 @@ def configure(folder, port):
             f"[app:{service}-server]\nuse = egg:swift#{service}\nmb_per_sync = 64\ncontainer_update_timeout = 30\n"
         )
     filters = {
-        "s3api": "location = us-east-1\ns3_acl = false\nstorage_domain = localhost\ndns_compliant_bucket_names = true",
+        "s3api": "location = us-east-1\ns3_acl = false\nstorage_domain = localhost\ndns_compliant_bucket_names = true\n"
+        "min_segment_size = 1",
         "tempauth": f"user_test_tester = {SECRET} .admin",
         "versioned_writes": "allow_object_versioning = true",
     }

@@ -5,14 +5,21 @@ import sys
 
 import pytest
 
+from tests.chaos.victims import VICTIMS
 from tests.jobs import ROOT, environment
 
+RUNS = {"train": 3, "pack": 3}
+QUICK = ["pack"]
 
-@pytest.mark.rehearsal
-def test_three_runs_killed_at_random_end_with_the_bits_of_the_untouched_one(tmp_path):
-    script = [sys.executable, "-m", "tests.chaos.kill", "--runs", "3", "--seed", "5"]
+
+@pytest.mark.parametrize("job", [job if job in QUICK else pytest.param(job, marks=pytest.mark.rehearsal) for job in VICTIMS])
+def test_what_was_killed_at_random_ends_with_the_bits_of_the_untouched_one(tmp_path, job):
+    runs, results = str(RUNS.get(job, 1)), tmp_path / "results"
+    script = [sys.executable, "-m", "tests.chaos.kill", "--job", job, "--runs", runs, "--seed", "5", "--results", results]
     done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "| SAME | 3 |" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"| {job} | {runs} | {runs} |" in done.stdout, done.stdout + done.stderr
+    again = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and again.stdout.strip() == done.stdout[done.stdout.index("| what") :].strip(), again.stdout
 
 
 @pytest.mark.rehearsal

@@ -1,7 +1,9 @@
 """The line that says why a job failed, where platforms show it: in a file of the platform's, and at the end of the log."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -59,6 +61,7 @@ def platform(tmp_path):
             "error: argument --epochs: 'none' is not a whole number at least 1; --help lists every option",
         ),
         ("{}['key']", [], 1, "error: KeyError: 'key'"),
+        ("raise errors.SampleError('sample 17: KeyError: 1')", [], 1, "error: sample 17: KeyError: 1"),
         (
             "raise errors.TrainingFailed('gone')",
             ["--nproc_per_node", "1", "--max_restarts", "1"],
@@ -67,7 +70,15 @@ def platform(tmp_path):
         ),
         ("raise errors.UserError('bad value')", ["--nproc_per_node", "2"], 2, "error: rank "),
     ],
-    ids=["a mistake", "a failed training", "an option", "any other error", "a worker, after a restart", "one of two workers"],
+    ids=[
+        "a mistake",
+        "a failed training",
+        "an option",
+        "any other error",
+        "a sample",
+        "a worker, after a restart",
+        "one of two workers",
+    ],
 )
 def test_the_reason_stands_at_the_end_of_the_log_and_where_the_platform_looks(does, options, code, line, platform):
     done, places = platform(does, *options)
@@ -89,3 +100,13 @@ def test_a_place_that_does_not_exist_is_not_made(tmp_path, monkeypatch, capsys):
     errors.show("why\nnot")
     assert capsys.readouterr().err == "error: why\\nnot\n"
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_of_processes_started_one_by_one_the_first_cause_stays_and_that_of_an_earlier_start_goes(tmp_path, monkeypatch):
+    place = tmp_path / "failure"
+    monkeypatch.setattr(errors, "SHOWN", {str(place): str(tmp_path)})
+    place.write_text("error: of a start an hour ago, and longer than what comes\n")
+    os.utime(place, (time.time() - 3600,) * 2)
+    for cause in ("first", "second"):
+        errors.show(cause)
+    assert place.read_text() == "error: first\n"

@@ -13,8 +13,9 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from common.errors import UserError
-from datasets import imagenet
+from datasets import imagenet, kspeed
 from datasets.photos import decode, files, tree
+from launch.pack import command as pack
 from tests.permissions import of_anybody
 from tests.test_photos import JPEG, encoded, folder, picture  # noqa: F401 (folder: a fixture)
 
@@ -80,7 +81,9 @@ def test_what_cannot_be_listed_or_opened_is_an_error_that_names_it(folder):
         tree.load(str(folder))
 
 
-def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(tmp_path, monkeypatch, capsys):
+def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(
+    tmp_path, tmp_path_factory, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
@@ -96,3 +99,10 @@ def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(
     assert [len(split) for split in imagenet.load(args)] == [2, 1]
     with pytest.raises(UserError, match="every image has more than --max_megapixels 0"):
         tree.load(str(tmp_path / "val")).within(0)
+    folder = str(tmp_path_factory.mktemp("packs"))
+    assert pack.main([str(tmp_path), f"{folder}/some"]) == 0
+    assert "has 2 images" in (said := capsys.readouterr().out) and "more than 80 million pixels (--max_megapixels): 1" in said
+    assert pack.main([str(tmp_path), f"{folder}/all", "--max_megapixels", "100"]) == 0
+    assert "has 3 images" in capsys.readouterr().out
+    for more, count in (({}, 1), ({"max_megapixels": 100}, 2)):
+        assert len(kspeed.KSpeedCallable(tmp_path / "train", 1, iplist="127.0.0.1:1", **more).files) == count

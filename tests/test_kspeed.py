@@ -23,6 +23,7 @@ from datasets.photos import tree
 from launch import kspeed as verb
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached
+from tests.permissions import of_anybody
 from tests.samples import LOGIN, PATIENT, folder, images_below, listed, locked, patient, rewrite_unseen, server, servers  # noqa: F401 (fixtures)
 
 # --- Data sets ----------------------------------------------------------------------------------------------------------------
@@ -44,6 +45,16 @@ def test_it_stands_in_for_imagefolder(folder, server):
     old = rewrite_unseen(path)
     assert ours.folder.getBIN(path) == old and ours.folder.size(path) == len(old)
     assert np.array_equal(ours.folder.getPIL(path), Image.open(io.BytesIO(old)).convert("RGB"))
+
+
+def test_a_folder_that_cannot_be_listed_or_has_no_image_is_named(folder):
+    (folder / "train" / "cat" / "more").mkdir(mode=0)
+    with of_anybody(), pytest.raises(UserError, match=r"train/cat/more cannot be read \(Permission denied\)"):
+        kspeed.KSpeedImageFolder(folder / "train", iplist="127.0.0.1:1")
+    (folder / "train" / "cow").mkdir()
+    (folder / "train" / "cat" / "more").chmod(0o755)
+    with pytest.raises(UserError, match="train has no image of cow: add some, or delete the folders"):
+        kspeed.KSpeedImageFolder(folder / "train", iplist="127.0.0.1:1")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

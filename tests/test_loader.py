@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ import torch
 from PIL import Image
 
 from common import arguments, cores
+from common.errors import SampleError, TrainingFailed, is_victim
 from common.run import timing
 from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
-from datasets.loader import Clock, DeviceLoader, ahead
+from datasets.loader import Clock, DeviceLoader, ahead, torch_batches
 from datasets.photos import labelled, packed, tree
-from datasets.sampler import EpochSampler
+from datasets.sampler import EpochSampler, InOrder
 from jobs import train_imagenet, train_restore
 from launch.pack import command as pack
 from tests.jobs import PATIENCE
@@ -258,3 +260,39 @@ def test_memory_is_flat_over_50_epochs(sources, backend):
         resident.append(resident_bytes() / 2**20)
     assert max(resident[-25:]) < max(resident[:SETTLED]) + 16, resident
     assert len(os.listdir("/proc/self/fd")) < 200
+
+
+# --- A data set that fails ---------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A user's own: it cannot read one sample, or no two together."""
+
+    def __init__(self, error, number=None):
+        self.error, self.number = error, number
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, epoch_and_ids):
+        _, ids = epoch_and_ids
+        if self.number in ids or (self.number is None and len(ids) > 1):
+            raise self.error
+        return ids
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_data_set_names_the_sample_and_shows_where_it_was(workers):
+    error = RuntimeError("connection reset\nby peer")  # such words are no reason to take another rank for lost
+    with pytest.raises(SampleError) as failed:
+        list(torch_batches(Broken(error, 17), EpochSampler(64, 16, seed=1), workers))
+    assert failed.value.line == "sample 17: RuntimeError: connection reset\\nby peer" and not is_victim(failed.value)
+    assert "raise self.error" in "".join(traceback.format_exception(failed.value))
+    with pytest.raises(SampleError) as failed:
+        list(torch_batches(Broken(KeyError("pair")), InOrder(64, 2), workers))
+    assert failed.value.line == "one of samples 0, 1: KeyError: 'pair'"
+
+
+def test_an_error_that_says_what_it_is_about_stays_as_it_is():
+    with pytest.raises(TrainingFailed, match=r"^fetch the data set again$"):
+        list(torch_batches(Broken(TrainingFailed("fetch the data set again"), 17), InOrder(64, 16)))

@@ -57,8 +57,8 @@ def root(tmp_path_factory):
     return write_tree(tmp_path_factory.mktemp("photographs"))
 
 
-def settings(**other):
-    return types.SimpleNamespace(**{"form": "original", "shard_mb": SMALL_SHARDS, "workers": 2, "overwrite": False, **other})
+def settings(form="original", shard_mb=SMALL_SHARDS, workers=2, overwrite=False, max_megapixels=80):
+    return types.SimpleNamespace(**locals())
 
 
 @pytest.fixture(scope="session")

@@ -141,3 +141,11 @@ def test_a_damaged_index_is_refused_in_one_line(copied):
             packed.load(str(copied), "train")
         assert "\n" not in str(refused.value)
     assert not os.path.exists("ran")
+
+
+def test_killed_before_it_had_written_whose_pack_it_is_it_goes_on(root, whole, tmp_path):
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    (folder / ".train-pack.json.unfinished").write_bytes(b"{")
+    run(root, folder, "--shard_mb", SMALL_SHARDS)
+    assert contents(folder) == contents(whole) and not list(folder.glob("*.unfinished"))

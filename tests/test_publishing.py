@@ -38,15 +38,19 @@ def run_here(folder, url, *options, check=0, **env):
 
 
 def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch, tmp_path):
-    """In the order of the requests every manifest follows its file, and what is no longer kept loses its manifest first."""
+    """In the order of the requests every manifest follows its file and the weights of its epoch, and what is no longer kept
+    loses its manifest first."""
     with faults(store, lambda request: None, monkeypatch) as proxy:
         done = run_here(tmp_path, "s3://data/runs/one", "--epochs", 4, "--save_steps", 1)
         assert "published to s3://data/runs/one" in done.stdout, done.stdout + done.stderr
-    there = set()
+    there, weights = set(), set()
     for request in proxy.log:
+        weights.add(request.path.rpartition("/")[2])
         match = re.search(r"/checkpoints/(\d{12})\.(pt|json)$", request.path)
         if match and request.method == "PUT":
             assert match[2] == "pt" or f"{match[1]}.pt" in there, request
+            epoch, rest = divmod(int(match[1]), 256)
+            assert match[2] == "pt" or rest or f"epoch_{epoch}.pth.sha256" in weights, request
             there.add(f"{match[1]}.{match[2]}")
         if match and request.method == "DELETE":
             assert match[2] == "json" or f"{match[1]}.json" not in there, request
@@ -113,6 +117,20 @@ def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_used(sto
         store.client().put_object(Bucket="data", Key=f"runs/damaged/checkpoints/{names[-1]}", Body=b"damaged")
     assert re.search(r"warning: checkpoint \S+000000000512.pt is damaged", done.stdout), done.stdout
     assert "going on from" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
+
+
+def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_nothing_to_save(store, tmp_path):
+    run_here(tmp_path / "first", url := "s3://data/runs/left")
+    names = remote_names(store, "runs/left/checkpoints/")
+    store.client().put_object(
+        Bucket="data", Key="runs/left/checkpoints/000000000064.pt", Body=b"whole, but without its manifest"
+    )
+    assert "nothing to do" in run_here(tmp_path / "second", url).stdout
+    assert remote_names(store, "runs/left/checkpoints/") == names
+    left = ["checkpoints/000000000128.pt", "checkpoints/000000000192.pt", "checkpoints/000000000192.json"]
+    assert (
+        checkpoint.surplus(left, 2, {"best": {"samples_seen": 128}, "samples_seen": 192}) == left[:1]
+    )  # though it was the best
 
 
 def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, tmp_path):

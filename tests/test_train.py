@@ -197,13 +197,16 @@ def test_what_a_run_does_not_go_on_from_is_said_in_the_first_lines(finished, aga
 
 
 def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
-    run_job("train", tmp_path, *TINY, "--max_steps", 3)
+    said = run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
+    assert (
+        "--max_steps 3 is reached, 0 of 2 epochs are done: the same command with more of them, or without it, goes on" in said
+    )
     assert final_state(tmp_path)["position"]["consumed"] == 192
     assert (
         "the run has done 0 epochs, 3 steps; it goes on with more than --max_steps 3"
         in run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
     )
-    run_job("train", tmp_path, *TINY)
+    assert "is reached" not in run_job("train", tmp_path, *TINY).stdout
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 

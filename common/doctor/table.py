@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import SampleError, TrainingFailed, UserError, one_line
 from common.files import MIB
 from common.processes import naming
 
@@ -27,6 +27,8 @@ bad = functools.partial(Finding, BAD)
 
 def refusal(what: str, error: object) -> Finding:
     """The error with which a job ends; its last part says what to do."""
+    if isinstance(error, SampleError):
+        return bad(what, one_line(error.line), "see where it comes from in the log")
     if not isinstance(error, (UserError, TrainingFailed)):
         return bad(what, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log")
     text = one_line(error)

@@ -276,7 +276,7 @@ def surplus(names: Iterable[str], keep: int, about: dict) -> list[str]:
     form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # the last is in a bucket, after a kill
     files = [(name, match) for name in names if (match := form.fullmatch(name))]
     numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"})
-    kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")}
+    kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}
     old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
     weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth(\.sha256)?", name))]
     kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}

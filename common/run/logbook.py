@@ -332,7 +332,7 @@ class Run:
             self._lock = output.lock(self.args.checkpoint_dir)
             checkpoint.sweep(self.args.checkpoint_dir)
             found = restore.choose(self.args, self._identity, self.say)
-            self._saver.start_publishing()
+            self._saver.start_publishing(found[1] if found else None)
             return found
 
         return choose() if self.world_size == 1 else restore.from_rank_0(choose)
@@ -379,7 +379,11 @@ class Run:
     def _finish(self):
         self._close()
         best = f"best {self._best_by} {self.best[self._best_by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
-        self.say(f"done: {best}{self._where()}")
+        more = ""
+        if self._steps_used_up() and self.epoch < self.args.epochs:
+            more = f"--max_steps {self.args.max_steps} is reached, {self.epoch} of {self.args.epochs} epochs are done: "
+            more += "the same command with more of them, or without it, goes on. "
+        self.say(f"done: {best}{more}{self._where()}")
 
     def _on_signal(self, number, _frame):
         self._agreement.signal = number

@@ -44,11 +44,13 @@ class Saver:
         self._writer = Writer(self.last_good)
         self._publisher: Any = None  # where the output goes to a bucket
 
-    def start_publishing(self) -> None:
-        """On the rank that writes: start uploading, if the output goes to a bucket."""
+    def start_publishing(self, goes_on_from: Optional[dict] = None) -> None:
+        """On the rank that writes: start uploading, if the output goes to a bucket. `goes_on_from`: a checkpoint's manifest."""
         if self._url:
             self._publisher = Publisher(self._output_dir, self._url, self._say, output.LEFT_BY_A_RUN)
             self._publisher.start()
+            if goes_on_from:  # a killed start may have left a file without its manifest, and this one may have nothing to save
+                self._tell_surplus(goes_on_from)
             moments.listen(self)
 
     def failure(self, _error: BaseException) -> None:
@@ -89,4 +91,7 @@ class Saver:
         except OSError as error:
             self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
         if self._publisher:
-            self._publisher.saved(lambda names: checkpoint.surplus(names, self._keep, about))
+            self._tell_surplus(about)
+
+    def _tell_surplus(self, about):
+        self._publisher.saved(lambda names: checkpoint.surplus(names, self._keep, about))

@@ -28,6 +28,7 @@ FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to he
 PART = 16 << 20  # larger files go in parts of this size
 NOTHING = re.compile("(?!)")  # matches no name
 CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})\.(pt|json)")
+WEIGHTS = re.compile(r"epoch_\d+\.pth(?:\.sha256)?")
 
 Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
 
@@ -58,7 +59,7 @@ class Publisher:
         self._thread.start()
 
     def saved(self, surplus: Surplus) -> None:
-        """A checkpoint was written; `surplus(names)` says which of the bucket's objects are no longer kept."""
+        """A checkpoint was written or found; `surplus(names)` says which of the bucket's objects are no longer kept."""
         self._surplus = surplus
         self._wake.set()
 
@@ -265,7 +266,12 @@ def is_up_to_date(item: Optional[Item], path: str) -> bool:
 
 
 def _order(name: str) -> tuple:
-    """The newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last."""
+    """The newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last.
+
+    But before it the weights of its epoch: where the disk is lost, the next start does not write them again.
+    """
+    if WEIGHTS.fullmatch(name):
+        return -1, 0, name
     match = CHECKPOINT.fullmatch(name)
     return (0, -int(match[1]), match[2] == "json") if match else (1, 0, name)
 

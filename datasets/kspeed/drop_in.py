@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from datasets.kspeed import samples
 from datasets.kspeed.cache import Servers
 from datasets.photos import files, tree
@@ -80,6 +80,19 @@ def image_folder() -> type:
             self.folder = KSpeedFolder(root, fileset, workers, iplist, user, password)
             super().__init__(root, transform=transform, loader=self.folder.getPIL)
 
+        @staticmethod
+        def make_dataset(
+            directory: Union[str, Path], class_to_idx: dict[str, int], *_given: Any, **_how: Any
+        ) -> list[tuple[str, int]]:
+            """The files of all classes, as torchvision finds them; it would leave out a folder that cannot be listed."""
+            folder = os.fspath(directory)
+            names = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
+            if empty := [label for label, found in names.items() if not found]:
+                raise UserError(
+                    f"{one_line(folder)} has no image of {one_line(', '.join(empty))}: add some, or delete the folders"
+                )
+            return [(os.path.join(folder, name), class_to_idx[label]) for label, found in names.items() for name in found]
+
         def preload(self) -> None:
             self.folder.preload([path for path, _ in self.samples])
 
@@ -103,11 +116,13 @@ class KSpeedCallable(KSpeedFolder):
         iplist: Servers = None,
         user: Optional[str] = None,
         password: Optional[str] = None,
+        max_megapixels: int = files.MEGAPIXELS,
     ):
+        """Photographs of more than `max_megapixels` million pixels are left out, as in the jobs."""
         super().__init__(root, iplist=iplist, user=user, password=password)
         self._login = iplist, user, password
-        files = tree.load(self.root)
-        self.files, self.labels = files.names, files.labels
+        found = tree.load(self.root).within(max_megapixels)
+        self.files, self.labels = found.names, found.labels
         shard_size = len(self.files) // num_shards
         self.shard_offset = shard_size * shard_id
         self.full_iters = shard_size // batch_size

@@ -23,7 +23,7 @@ MOST_PIXELS = 100_000_000  # more is a decompression bomb
 MEGAPIXELS = 80  # that a photograph may have where nobody says otherwise
 
 
-def add_max_megapixels(group: "argparse._ArgumentGroup") -> None:
+def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
     most = arguments.number(int, at_least=1, below=MOST_PIXELS // 10**6 + 1)
     group.add_argument("--max_megapixels", type=most, default=MEGAPIXELS, help="photographs of more million pixels are left "
                        "out and counted, because one that is decoded takes up to 10 MB a million in its worker")  # fmt: skip

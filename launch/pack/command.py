@@ -31,7 +31,7 @@ from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
 from common.world import folders
-from datasets.photos import packed
+from datasets.photos import files, packed
 from launch.options import exit_code, new_parser
 from launch.pack.forms import FORMS
 from launch.pack.shards import Plan, make
@@ -115,7 +115,7 @@ def _marker(folder: str, split: str) -> str:
 
 def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
     """Keep the files of this pack; delete those of another where that is allowed."""
-    for name in os.listdir(folder):  # first: a pack that was killed before it was marked is no pack of others
+    for name in os.listdir(folder):  # an unfinished file says nothing of whose it is
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
             os.unlink(os.path.join(folder, name))
     names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
@@ -221,6 +221,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
     parser.add_argument("--shard_mb", type=mb, default=256.0, help="MiB of a shard at most (default: 256), or one image")
     parser.add_argument("--workers", type=threads, default=WORKERS, help=f"how many shards at a time (default: {WORKERS})")
+    files.add_max_megapixels(parser)
     what = "true: replace another pack in OUT (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=what)
     parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")

@@ -43,7 +43,7 @@ class Plan:
 
     def __init__(self, root: str, split: str, folder: str, options: argparse.Namespace) -> None:
         self.split, self.folder = split, folder
-        self.files = tree.load(os.path.join(root, split), os.path.join(folder, ".tree"))
+        self.files = tree.load(os.path.join(root, split), os.path.join(folder, ".tree")).within(options.max_megapixels)
         self.lengths, self._changed = self._stat()
         self.form, self.settings = options.form, {"form": options.form, "shard_mb": options.shard_mb}
         described = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]

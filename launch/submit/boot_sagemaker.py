@@ -5,11 +5,12 @@
 It is uploaded with the job and imports nothing of it, because it first has to install what the job needs.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 
 def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> dict[str, str]:
@@ -27,6 +28,15 @@ def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> di
     return {**named, **environ}
 
 
+def fail(why: str, path: str) -> NoReturn:
+    """End as a job does: with one line, which SageMaker shows from this file."""
+    line = f"error: {why}"
+    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        file.write(line + "\n")
+    sys.exit(1)
+
+
 def main() -> None:
     code, base = os.path.dirname(os.path.abspath(__file__)), os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")
     told = {}
@@ -34,7 +44,13 @@ def main() -> None:
         with open(f"{base}/input/config/{name}.json") as file:
             told[name] = json.load(file)
     requirements = os.path.join(code, "requirements.txt")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", requirements], check=True)
+    code_of_pip = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", requirements]).returncode
+    if code_of_pip:
+        fail(
+            f"pip install -r {requirements} ended with {code_of_pip}, see its lines above: give the job a network that reaches "
+            "a package index, or an image that has these packages",
+            f"{base}/output/failure",
+        )
     options = [word for name, value in told["hyperparameters"].items() for word in (f"--{name}", value)]
     os.environ.update(environment(base, told["resourceconfig"], dict(os.environ)))
     sys.stdout.flush()

@@ -1,52 +1,31 @@
-"""Kill a training job again and again, and compare what it ends with to a run that nobody touched.
+"""Kill a program again and again, and compare what it ends with to what it makes when nobody touches it.
 
     python -m tests.chaos.kill --runs 100 --seed 1        (make chaos)
+    python -m tests.chaos.kill --job pack --runs 5        one of them; with --results FILE a later call goes on
 
-Each run is a small job, killed with SIGKILL 1 to 3 times, at a moment drawn at random: after some time, or the moment an
-unfinished file of a save appears. Then it is left to finish. The SHA-256 over weights, optimizer, position and metrics has
-to be that of the uninterrupted run. Every start is a process of its own, forked from one that has only imported torch, so
-that the kills fall into the training and not into the imports.
+Each run is killed with SIGKILL 1 to 3 times, at a moment drawn at random: after some time, or the moment an unfinished file
+appears. Then it is left to finish. What is killed, and what is compared, is in victims.py.
 """
 
 import argparse
-import hashlib
+import gc
+import json
 import os
 import random
-import runpy
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
-from tests.jobs import ROOT
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: no thread survives a fork
 
-JOB = [str(ROOT / "jobs" / "train.py"), "--custom_data", "true", "--max_samples", "512", "--batch_size", "32", "--width", "4",
-       "--epochs", "3", "--save_steps", "2"]  # fmt: skip
+from tests.chaos.victims import VICTIMS, write_result
+from tests.starter import IMPORTS
 
-
-def digest(folder):
-    """SHA-256 over everything that must not depend on how often the run was killed."""
-    from tests.jobs import final_state
-
-    result = hashlib.sha256()
-
-    def add(value):
-        if isinstance(value, dict):
-            for key in sorted(value, key=str):
-                result.update(repr(key).encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                add(item)
-        elif hasattr(value, "numpy"):
-            result.update(value.contiguous().numpy().tobytes())
-        else:
-            result.update(repr(value).encode())
-
-    add(final_state(folder))
-    return result.hexdigest()
+POLL_SECONDS = 0.0005
 
 
 def in_child(function):
@@ -57,111 +36,160 @@ def in_child(function):
         try:
             function()
             code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
         finally:
-            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     return process
 
 
-def start(folder):
-    """One start of the job, in a process group of its own."""
+class Start:
+    """One start of a victim: its processes, in a process group of their own."""
 
-    def job():
-        os.setsid()
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        import torch
+    def __init__(self, victim, folder, words=None):
+        self._codes, self._group = {}, 0
+        number = len(list(folder.glob("log-*-0.1")))
+        for rank, env in enumerate(victim.environments()):
+            process = in_child(lambda rank=rank, env=env: self._run(victim, folder, env, f"log-{number}-{rank}", words))
+            self._group = self._group or process
+            os.setpgid(process, self._group)
+            self._codes[process] = None
 
-        torch.set_num_threads(1)
-        sys.argv = [*JOB, "--output_dir", str(folder / "out")]
-        runpy.run_path(JOB[0], run_name="__main__")
+    def _run(self, victim, folder, env, log, words):
+        os.setpgid(0, self._group)
+        victim.run(folder, env, folder / log, words)
 
-    return in_child(job)
+    def ended(self):
+        """Whether all its processes have."""
+        for process in [process for process, code in self._codes.items() if code is None]:
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                self._codes[process] = os.waitstatus_to_exitcode(status)
+        return None not in self._codes.values()
+
+    def wait(self):
+        """The exit codes."""
+        while not self.ended():
+            time.sleep(0.005)
+        return list(self._codes.values())
+
+    def kill(self, draw):
+        """All of it; or one of several processes, and the others up to a second later, as launchers do."""
+        living = [process for process, code in self._codes.items() if code is None]
+        if len(living) > 1 and draw.random() < 0.5:
+            os.kill(draw.choice(living), signal.SIGKILL)
+            time.sleep(draw.uniform(0, 1))
+        if not self.ended():
+            os.killpg(self._group, signal.SIGKILL)
+        self.wait()
 
 
-def ended(process):
-    """The exit code of a child that has ended (negative for a signal), else None."""
-    found, status = os.waitpid(process, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
-def kill_once(folder, draw, seconds):
-    """Start the job and kill it at a random moment; returns where the kill fell: "save", "run" or "late"."""
-    process, deadline = start(folder), time.monotonic() + draw.uniform(0, seconds)
+def kill_once(victim, folder, draw, seconds):
+    """Start it and kill it at a random moment; returns where the kill fell: "save", "run" or "late"."""
+    start, deadline = Start(victim, folder), time.monotonic() + draw.uniform(0, seconds)
     in_save = draw.random() < 0.5
-    checkpoints = folder / "out" / "checkpoints"
-    while True:
-        if ended(process) is not None:
-            return "late"
-        if time.monotonic() >= deadline and (not in_save or list(checkpoints.glob("*.unfinished"))):
-            os.killpg(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            return "save" if list(checkpoints.glob("*.unfinished")) else "run"
-        time.sleep(0.0005)
+    while not start.ended():
+        if time.monotonic() >= deadline and (not in_save or victim.unfinished(folder)):
+            start.kill(draw)
+            return "save" if victim.unfinished(folder) else "run"
+        time.sleep(POLL_SECONDS)
+    return "late"
 
 
-def finish(folder):
-    code = None
-    process = start(folder)
-    while code is None:
-        code = ended(process)
-        time.sleep(0.005)
-    return code
+def finish(victim, folder):
+    """Let it end; {what: digest} of what it ends with, or why there is nothing."""
+    for words in victim.endings(folder):
+        codes = Start(victim, folder, words).wait()
+        if any(codes):
+            return f"ENDED WITH {codes}"
+    os.waitpid(in_child(lambda: write_result(victim, folder)), 0)
+    return json.loads((folder / "result").read_text()) if (folder / "result").exists() else "NO RESULT"
 
 
-def one_run(reference, seconds, draw, folder):
-    """(SAME, DIFFERENT or the exit code; where the kills fell)"""
+def one_run(victim, expected, seconds, draw, folder):
+    """{outcome, kills}"""
+    folder.mkdir()
+    kills = []
     count = draw.randrange(1, 4)
-    kills = [kill_once(folder, draw, 0.8 * seconds / count) for _ in range(count)]
-    code = finish(folder)
-    return ("SAME" if digest_in_child(folder) == reference else "DIFFERENT") if code == 0 else f"EXIT {code}", kills
+    for _ in range(count):
+        kills.append(kill_once(victim, folder, draw, 0.8 * seconds / count))
+        victim.lose(folder, draw)
+    found = finish(victim, folder)
+    if isinstance(found, str):
+        return {"outcome": found, "kills": kills}
+    differ = sorted({name for name, _ in expected.items() ^ found.items()})
+    return {"outcome": f"DIFFERENT: {', '.join(differ)}"[:300] if differ else "SAME", "kills": kills}
 
 
-def digest_in_child(folder):
-    """The parent of all forks must not compute with tensors: their threads do not survive a fork."""
-    target = folder / "digest"
-    os.waitpid(in_child(lambda: target.write_text(digest(folder))), 0)
-    return target.read_text()
+def trials(name, options, results, temporary):
+    """Fill the results of one victim up to the wanted number."""
+    done = sum((row["job"], row["seed"]) == (name, options.seed) for row in results)
+    if done >= options.runs:
+        return
+    victim = VICTIMS[name]
+    victim.open(temporary)
+    try:
+        untouched = temporary / f"{name}-untouched"
+        untouched.mkdir()
+        begun = time.monotonic()
+        expected, seconds = finish(victim, untouched), time.monotonic() - begun
+        if isinstance(expected, str):
+            raise RuntimeError(f"{expected}\n{printed(untouched)}")
+        print(f"{name}, uninterrupted: {seconds:.1f} s, {len(expected)} digests", flush=True)
+        for number in range(done, options.runs):
+            folder = temporary / f"{name}-{number}"
+            found = one_run(victim, expected, seconds, random.Random(f"{options.seed}-{name}-{number}"), folder)
+            results.append({"job": name, "seed": options.seed, **found})
+            if options.results:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+            kills = found["kills"]
+            print(f"{name}, run {number}: killed {len(kills)} times ({', '.join(kills)}): {found['outcome']}", flush=True)
+            if found["outcome"] != "SAME":
+                print(printed(folder))
+            shutil.rmtree(folder)
+    finally:
+        victim.close()
+
+
+def printed(folder):
+    """What all starts of a run have printed."""
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("log-*")) if path.stat().st_size)
+
+
+def table(results):
+    rows = ["| what is killed | runs | the same in the end | killed while it writes a file | at another moment | too late |",
+            "|---|---|---|---|---|---|"]  # fmt: skip
+    for name in VICTIMS:
+        mine = [row for row in results if row["job"] == name]
+        falls = [kill for row in mine for kill in row["kills"]]
+        same = sum(row["outcome"] == "SAME" for row in mine)
+        counts = " | ".join(str(falls.count(fall)) for fall in ("save", "run", "late"))
+        rows += [f"| {name} | {len(mine)} | {same} | {counts} |"] if mine else []
+    return "\n".join(rows)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--job", choices=VICTIMS, help="unset: all of them")
+    parser.add_argument("--runs", type=int, default=100, help="of each")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, help="a file with a line for each run; those that it has are not done again")
     options = parser.parse_args(argv)
-    import torch._dynamo  # noqa: F401 (the first optimizer imports it; here once for all starts)
-
-    sys.path.insert(0, str(ROOT))
-    counts, falls = {}, {}
-    with tempfile.TemporaryDirectory() as temporary:
-        untouched = Path(temporary) / "untouched"
-        untouched.mkdir()
-        begun = time.monotonic()
-        assert finish(untouched) == 0, (untouched / "log").read_text()
-        seconds = time.monotonic() - begun
-        reference = digest_in_child(untouched)
-        print(f"uninterrupted: {seconds:.1f} s, {reference}")
-        for number in range(options.runs):
-            folder = Path(temporary) / str(number)
-            folder.mkdir()
-            outcome, kills = one_run(reference, seconds, random.Random(f"{options.seed}-{number}"), folder)
-            counts[outcome] = counts.get(outcome, 0) + 1
-            for kill in kills:
-                falls[kill] = falls.get(kill, 0) + 1
-            print(f"run {number}: killed {len(kills)} times ({', '.join(kills)}): {outcome}", flush=True)
-            if outcome == "SAME":
-                shutil.rmtree(folder)
-            else:
-                print((folder / "log").read_text())
-    print("\n| outcome | runs |\n|---|---|\n" + "\n".join(f"| {name} | {count} |" for name, count in sorted(counts.items())))
-    print(
-        "\n| the kill fell into | times |\n|---|---|\n"
-        + "\n".join(f"| {name} | {count} |" for name, count in sorted(falls.items()))
-    )
-    return 0 if set(counts) == {"SAME"} else 1
+    for name in IMPORTS:
+        __import__(name)
+    gc.freeze()  # so that no fork looks through all of it
+    has = options.results and options.results.exists()
+    results = [json.loads(line) for line in options.results.read_text().splitlines()] if has else []
+    for name in [options.job] if options.job else VICTIMS:
+        temporary = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be deleted at the end of each fork, too
+        try:
+            trials(name, options, results, temporary)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    print("\n" + table(results))
+    return 0 if all(row["outcome"] == "SAME" for row in results) else 1
 
 
 if __name__ == "__main__":
