@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import files, heartbeat, job
-from common.errors import TrainingFailed, UserError
+from common.errors import SampleError, TrainingFailed, UserError
 from common.run import checkpoint, events, output
 from common.run.display import Display
 from common.run.output import Ledger
@@ -222,7 +222,7 @@ def test_a_sample_that_a_loader_process_cannot_read_is_one_line_that_names_it(wo
 
 def test_any_other_failure_of_a_loader_process_keeps_its_traceback():
     batches = torch_batches(Unreadable(errno.ENOENT), InOrder(2, 1), 1)
-    with pytest.raises(OSError, match="in __getitem__"):
+    with pytest.raises(SampleError, match=r"in __getitem__(.|\n)*sample 1: FileNotFoundError"):
         list(batches)
 
 
