@@ -4,9 +4,12 @@ The parent names the files in one variable. The pulse is sixteen bytes of shared
 twice a second; the fault is a line of JSON, written once. A job without a parent writes neither.
 """
 
+import contextlib
+import faulthandler
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -64,7 +67,24 @@ def of_this_process() -> Pulse:
 
 
 def has_parent() -> bool:
-    return FILES in os.environ
+    return PARENT in os.environ
+
+
+def has_watcher() -> bool:
+    """Whether a process of ours watches this one, which the platform has started (processes/watcher.py)."""
+    return FILES in os.environ and not has_parent()
+
+
+def write_stack_on_signal() -> None:
+    """Who watches this process can ask for its stack."""
+    faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[FILES]}.stack", "w"))  # noqa: SIM115
+
+
+def report_end(code: object) -> None:
+    """Tell the watcher with which exit code this process ends."""
+    if has_watcher():
+        with contextlib.suppress(OSError):
+            Path(f"{os.environ[FILES]}.end").write_text(str(code if isinstance(code, int) else int(code is not None)))
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:

@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
@@ -15,6 +16,7 @@ from common import heartbeat, moments, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
 from common.secrets import mask
 
+VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
 DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed
 
 
@@ -33,6 +35,15 @@ def run_job(main: Callable[[], None]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     moments.listen(_CallTheDoctor())
     try:
+        _run(main)
+    except SystemExit as end:
+        heartbeat.report_end(end.code)
+        raise
+    heartbeat.report_end(0)
+
+
+def _run(main):
+    try:
         _announcing_failure(main)
     except Exception as given:
         error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given)
@@ -41,6 +52,8 @@ def run_job(main: Callable[[], None]) -> None:
         if heartbeat.has_parent():  # the parent prints it once for all ranks
             _leave(one_line(error), error.exit_code)
         show(error)
+        if heartbeat.has_watcher():
+            _leave(one_line(error), error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before there was anything to save
         sys.exit(130)
@@ -56,11 +69,13 @@ def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
 
 def _end_with_a_traceback(error: Exception) -> NoReturn:
     text = one_line(error.line) if isinstance(error, SampleError) else f"{type(error).__name__}: {one_line(error)[:300]}"
-    if not heartbeat.has_parent() or not is_victim(error):
+    watched = heartbeat.has_parent() or heartbeat.has_watcher()
+    if not watched or not is_victim(error):
         print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
-    if heartbeat.has_parent():
+    if not heartbeat.has_parent() and not (watched and is_victim(error)):
+        show(text)
+    if watched:
         _leave(text, 1, is_victim(error))
-    show(text)
     sys.exit(1)
 
 
@@ -74,6 +89,8 @@ def _announcing_failure(main):
 
 def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
     """End the process without the collectives of a broken group, which would abort it or hang."""
+    if victim and heartbeat.has_watcher():  # it ends this process as soon as it has said what the cause was
+        threading.Event().wait(VERDICT_SECONDS)
     heartbeat.report_fault(text, code, victim)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
+from tests.objectstore import free_port
 from tests.ranks import LONG, TWO, check_ledger, children, workers_of
+
+PORT = free_port()  # of one test after another
 
 # --- A dead peer never hangs the rest ----------------------------------------------------------------------------------
 
@@ -86,41 +89,41 @@ def outcome(process):
 
 
 def test_a_node_that_never_comes_is_named(tmp_path):
-    nodes = [node(tmp_path, 29651, rank, 3, "--join_seconds", 4) for rank in (0, 2)]
+    nodes = [node(tmp_path, PORT, rank, 3, "--join_seconds", 4) for rank in (0, 2)]
     for process in nodes:
         code, line = outcome(process)
         assert code == 2 and "node 1 (rank 1) did not come within 4 s" in line
 
 
 def test_a_stop_while_waiting_for_the_other_nodes_ends_at_once(tmp_path):
-    process = node(tmp_path, 29657, 0, 2)
-    wait_for(lambda: listening(29657), process, "listening for the others")
+    process = node(tmp_path, PORT, 0, 2)
+    wait_for(lambda: listening(PORT), process, "listening for the others")
     process.terminate()
     assert process.wait(PATIENCE) == 143
 
 
 def test_two_nodes_with_the_same_rank_are_both_named(tmp_path):
-    nodes = [node(tmp_path, 29652, rank, 3) for rank in (0, 1, 1)]
+    nodes = [node(tmp_path, PORT, rank, 3) for rank in (0, 1, 1)]
     for process in nodes:
         code, line = outcome(process)
         assert code == 2 and re.search(r"duplicate rank: host \S+ and host \S+ both say they are node 1", line), line
 
 
 def test_a_port_that_another_program_has_stops_every_node(tmp_path):
-    with __import__("socket").create_server(("", 29653)):
-        nodes = [node(tmp_path, 29653, rank, 2) for rank in (0, 1)]
+    with __import__("socket").create_server(("", PORT)):
+        nodes = [node(tmp_path, PORT, rank, 2) for rank in (0, 1)]
         (code0, line0), (code1, line1) = (outcome(process) for process in nodes)
-    assert code0 == 2 and "port 29653 on this node is taken by another program" in line0
+    assert code0 == 2 and f"port {PORT} on this node is taken by another program" in line0
     assert code1 == 2 and "answers but is not node 0 of this job" in line1
 
 
 @pytest.mark.rehearsal
 def test_a_second_job_on_the_same_port_is_sent_away_and_the_first_goes_on(tmp_path):
-    first = node(tmp_path, 29654, 0, 2, env={"MA_VJ_NAME": "mine"})
-    intruder = node(tmp_path, 29654, 1, 2, env={"MA_VJ_NAME": "yours"})
+    first = node(tmp_path, PORT, 0, 2, env={"MA_VJ_NAME": "mine"})
+    intruder = node(tmp_path, PORT, 1, 2, env={"MA_VJ_NAME": "yours"})
     code, line = outcome(intruder)
     assert code == 2 and "this port belongs to another job, 'mine'" in line
-    second = node(tmp_path, 29654, 1, 2, env={"MA_VJ_NAME": "mine"})
+    second = node(tmp_path, PORT, 1, 2, env={"MA_VJ_NAME": "mine"})
     assert [outcome(process)[0] for process in (first, second)] == [0, 0]
 
 
@@ -135,7 +138,7 @@ def test_a_node_that_runs_something_else_is_named(tmp_path, what):
             (tmp_path / "other" / name).symlink_to(ROOT / name)
         script = tmp_path / "other" / "jobs" / "train_ddp.py"
         script.write_text((ROOT / "jobs" / "train_ddp.py").read_text() + "\n# stale upload\n")
-    nodes = [node(tmp_path, 29655, 0, 2), node(tmp_path, 29655, 1, 2, *options, script=script and str(script))]
+    nodes = [node(tmp_path, PORT, 0, 2), node(tmp_path, PORT, 1, 2, *options, script=script and str(script))]
     for process in nodes:
         code, line = outcome(process)
         expected = (
@@ -159,7 +162,7 @@ def test_under_torchrun_the_ranks_themselves_compare(tmp_path):
         "--master_addr",
         "127.0.0.1",
         "--master_port",
-        "29656",
+        str(free_port()),
     ]
     nodes = []
     for rank in range(2):

@@ -23,6 +23,7 @@ from tests.jobs import (
     start,
     wait_for,
 )
+from tests.objectstore import free_port
 from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
 
 
@@ -67,7 +68,7 @@ def test_sigterm_saves_a_step_that_all_ranks_have_done(two_ranks, tmp_path):
 @pytest.mark.rehearsal
 def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
     log = open(tmp_path / "log", "w")  # noqa: SIM115
-    script = [*TORCHRUN, "29631", *command("train_ddp", *TWO, "--save_steps", 1, "--output_dir", tmp_path / "out")[1:]]
+    script = [*TORCHRUN, str(free_port()), *command("train_ddp", *TWO, "--save_steps", 1, "--output_dir", tmp_path / "out")[1:]]
     process = subprocess.Popen(script, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     process.send_signal(signal.SIGTERM)
@@ -80,7 +81,15 @@ def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path):
     """float64, to 1e-10: with BatchNorm in eval mode or over all ranks the whole batch at once, in train mode its slices averaged."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), "--master_port", "29641"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(world_size),
+        "--master_port",
+        str(free_port()),
+    ]
     done = subprocess.run(
         [*words, str(ROOT / "tests" / "gradients.py"), str(tmp_path / "ranks")],
         env=environment(PYTHONPATH=str(ROOT)),

@@ -11,6 +11,7 @@ from common import arguments, world
 from datasets import cifar10
 from launch import blocks, local
 from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
+from tests.objectstore import free_port
 from tests.ranks import TWO, check_ledger
 
 
@@ -27,7 +28,7 @@ def test_two_processes_do_what_one_does_only_faster(two_ranks):
 
 def test_the_old_launcher_of_torch_in_its_new_form(two_ranks, tmp_path):
     """With --use_env; without it, and torchrun, are commands of the how-to-start block."""
-    words = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "29623", "--use_env"]
+    words = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", str(free_port()), "--use_env"]
     run_job("train_ddp", tmp_path, *TWO, launcher=[sys.executable, *words])
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
@@ -39,7 +40,7 @@ def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
         "atexit.register(lambda: print('THREADS', *[open(name).read().strip() for name in glob.glob('/proc/self/task/*/comm')]))\n"
     )
     env = {"PYTHONPATH": str(tmp_path), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = "29625"
+    env["MASTER_PORT"] = str(free_port())
     printed = run_job("train_ddp", tmp_path, *TINY, env=env, launcher=[sys.executable]).stdout
     (line,) = [line for line in printed.splitlines() if line.startswith("THREADS")]  # atexit's first is its last
     assert "gloo" not in line, line
@@ -48,7 +49,7 @@ def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
 def test_srun_starts_one_task_per_process(two_ranks, tmp_path):
     """What srun sets for two tasks on one node."""
     env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
-           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": "29624"}  # fmt: skip
+           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}  # fmt: skip
     script = [*command("train_ddp", *TWO), "--output_dir", str(tmp_path / "out")]
     tasks = [
         subprocess.Popen(script, cwd=tmp_path, env=environment(**env, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)))

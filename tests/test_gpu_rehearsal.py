@@ -13,6 +13,7 @@ from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs
 from tests.gpu.table import ROWS
 from tests.jobs import PATIENCE, ROOT, command, environment, saved, wait_for
+from tests.objectstore import free_port
 
 pytestmark = pytest.mark.rehearsal  # minutes
 
@@ -49,7 +50,7 @@ def test_a_step_costs_no_more_than_the_table_says(name):
     assert costs.too_much(name, row) == [], f"{row}\nthe host waits here: {waits}"
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_port", "29671"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_port", str(free_port())]
 LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
 
 
@@ -114,7 +115,7 @@ def test_more_workers_than_gpus_are_refused_in_a_sentence(tmp_path):
 def test_two_ranks_on_one_gpu_are_named(tmp_path):
     """As in a SLURM step whose processes see one GPU for all of them."""
     env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
-           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": "29672", **rehearsal.environment(1)}  # fmt: skip
+           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port()), **rehearsal.environment(1)}  # fmt: skip
     tasks = [
         subprocess.Popen(
             command("train_ddp", *SMALL, "--output_dir", tmp_path),

@@ -48,7 +48,6 @@ OPTIONAL = {
 # What may be longer, and why.
 LONG_FILES = {
     "common/run/logbook.py": "the life of a run from start to end, in the order in which it happens",
-    "common/processes/supervisor.py": "one program, the parent of a node: start, watch, decide, end",
     "jobs/speedrun.py": "a job of one file, with its own optimizer and networks",
 }
 LONG_TESTS = {

@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.storage import once
 from tests.faultproxy import faults
 from tests.jobs import PATIENCE, ROOT, TINY, command, environment, lock_holders, wait_for
+from tests.objectstore import free_port
 from tests.stores import same, store_environment
 
 pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
@@ -181,7 +182,7 @@ def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeyp
 
 def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collective(store, tmp_path):
     """Two nodes; the second one's key is wrong. Under the job's own parents and under torchrun."""
-    port = 29671
+    port = free_port()
     for launcher in ("ours", "torchrun"):
         nodes = []
         for rank in range(2):

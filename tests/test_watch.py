@@ -80,7 +80,7 @@ def test_an_endless_transform_is_found_with_its_stack(tmp_path):
     done = run_patched(tmp_path, "endless transform")
     assert done.returncode == 1
     assert re.search(
-        r"error: rank 1 has made no progress for [34] s after step 2, in phase data; stopping all 2 ranks", done.stderr
+        r"error: rank 1 has made no progress for \d+ s after step 2, in phase data; stopping all 2 ranks", done.stderr
     ), done.stderr
     assert "in endless_transform" in done.stderr
 

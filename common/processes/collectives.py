@@ -24,6 +24,7 @@ class Group:
 
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
+        self.watcher: Any = None  # of a rank without a parent: watcher.Beside
         self._control = None
 
     def control(self) -> Any:

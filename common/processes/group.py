@@ -9,12 +9,14 @@ import argparse
 import atexit
 import ctypes
 import datetime
-import faulthandler
 import gc
 import hashlib
 import importlib
+import json
 import os
+import secrets
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from torch import distributed
 
 from common import arguments, devices, heartbeat, moments
 from common.errors import UserError
-from common.processes import network, store
+from common.processes import network, store, watcher
 from common.processes.collectives import GROUP, TIMEOUT, compare, one_device_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +51,11 @@ def start_workers(args: argparse.Namespace) -> None:
     if heartbeat.has_parent():
         _die_with_the_parent()
     here = args.world
-    if here.level == "process" or (here.world_size == 1 and not args.max_restarts):
+    if here.level == "process":
+        if here.world_size > 1 and not heartbeat.has_parent() and not args.doctor:
+            GROUP.watcher = watcher.start(here)
+        return
+    if here.world_size == 1 and not args.max_restarts:
         return
     devices.require_one_each(args)
     from common.processes.supervisor import Supervisor
@@ -81,6 +87,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
         keys = store.of_all_ranks(here, args.join_seconds)
         store.meet(here, keys, args.join_seconds)
+        _let_watchers_meet(here, keys, args.join_seconds)
         keys.set_timeout(timeout)
         prefixed = distributed.PrefixStore(
             f"start {here.restart_count}", keys
@@ -90,6 +97,22 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     compare(_alike(args))
     one_device_each(devices.identity(device))
     moments.announce("joined", device)
+
+
+def _let_watchers_meet(here, keys, seconds):
+    """The watcher of rank 0 tells where it listens, and the secret of this start, through the store of the ranks."""
+    if GROUP.watcher is None:
+        return
+    hello = {"app": "anyrank", "job": here.job_id, "host": socket.gethostname(), "node": here.rank, "nodes": here.world_size,
+             "workers": 1, "alike": {}}  # fmt: skip
+    if here.rank == 0:
+        key = secrets.token_hex(16)
+        port = GROUP.watcher.listen(key, hello=hello, seconds=seconds)
+        keys.set("anyrank/watcher", json.dumps([key, port]))
+        return
+    key, port = json.loads(keys.get("anyrank/watcher"))
+    address = "127.0.0.1" if here.num_nodes == 1 else here.master_addr
+    GROUP.watcher.join(key=key, address=address, port=port, hello=hello, seconds=seconds)
 
 
 def finished() -> None:
@@ -123,7 +146,7 @@ def _die_with_the_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(os.environ[heartbeat.PARENT]):  # the parent had ended before that call
         os._exit(1)
-    faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[heartbeat.FILES]}.stack", "w"))  # noqa: SIM115
+    heartbeat.write_stack_on_signal()
 
 
 def _leave():

@@ -2,9 +2,7 @@
 
 torch's elastic launcher starts the processes. Its agent is not used: it lets survivors hang for its grace of 30 s and its exit
 barrier of 300 s, reports the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
-parents of all nodes are connected to node 0 (channel.py) and report the state of their workers every half second. Node 0
-decides what happened: a worker that was killed, stopped or failed by itself is the cause; one whose collective broke is a
-victim, and is reported only if no cause has appeared by the time that a lost node would have been noticed.
+parents of all nodes are connected to node 0 (channel.py), which decides what happened (watch.py).
 """
 
 import contextlib
@@ -19,34 +17,32 @@ from typing import Any
 from common import cores, heartbeat, malloc, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, show
 from common.processes import channel, hub, naming, network, secret
-from common.processes.channel import SILENCE_SECONDS
-from common.processes.worker import STOP, Worker, cause, stalled, summary
+from common.processes.watch import Watch
+from common.processes.worker import Worker
 from common.world import World
 
-CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
 
 
-class Supervisor:
+class Supervisor(Watch):
     def __init__(self, here: World, max_restarts: int, join_seconds: float, alike: dict):
-        self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
         self.host = socket.gethostname()
-        self._home = f"node {here.node_rank}, host {self.host}"
+        super().__init__(here.num_nodes, f"node {here.node_rank}, host {self.host}")
+        self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
         self.key = secret.of_this_job()
         self.hello = {
             "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
             "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
         }  # fmt: skip
-        self.hub: Any = None  # on node 0: the lines to the others
-        self.line: Any = None  # on every other node: the line to node 0
-        self.workers = []
-        self.statuses, self.finished, self.ready = {}, set(), set()
-        self.suspects = []
+        self.ready = set()
         self.attempt = 0
-        self.beat_seconds = channel.beat_seconds(here.num_nodes)
-        self.stop_signal: Any = None
         self.stop_began: Any = None
-        self.verdict: Any = None  # what node 0 has decided
+
+    def name_of(self, node: int) -> str:
+        return naming.describe_nodes([node], self.here.local_world_size)
+
+    def stopped(self) -> None:
+        self._on_signal(signal.SIGTERM, None)
 
     def say(self, text: str) -> None:
         print(f"node {self.here.node_rank}: {one_line(text)}", flush=True)
@@ -109,7 +105,7 @@ class Supervisor:
                 self.hub.send(beat=True)
             if self.stop_signal:
                 sys.exit(STOP_SIGNALS[self.stop_signal])
-            for node, message in self._messages():
+            for node, message in self.messages():
                 if message is None:
                     raise TrainingFailed(f"node {node} is gone, so the job cannot be restarted in place; start it again")
                 if "stop" in message:
@@ -168,16 +164,16 @@ class Supervisor:
         """Until the end: the exit code, or None to start again."""
         told = 0.0
         while True:
-            for node, message in self._messages():
-                self._hear(node, message)
+            for node, message in self.messages():
+                self.hear(node, message)
             for worker in self.workers:
                 worker.look()
-                self._suspect(worker)
+                self.suspect(worker)
             now = time.monotonic()
             beat = now - told >= self.beat_seconds
             if beat:
                 told = now
-                self._beat()
+                self.beat()
             if self.stop_signal and not self.verdict:
                 code = self._stopping()
                 if code is not None:
@@ -185,94 +181,9 @@ class Supervisor:
             elif self._all_finished():
                 return 0
             if not self.line and not self.stop_signal:
-                self._judge(beat)
+                self.judge(beat)
             if self.verdict:
                 return self._carry_out()
-
-    def _messages(self):
-        """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is gone."""
-        if self.hub or self.line:
-            return (self.hub or self.line).poll(0.1)
-        time.sleep(0.05)
-        return []
-
-    def _hear(self, node, message):
-        if message is None:
-            self._lost(node)
-        elif "status" in message:
-            self.statuses[node] = message["status"]
-        elif "fault" in message:
-            self.suspects.append((time.monotonic(), message["fault"]))
-        elif "finished" in message:
-            self.finished.add(node)
-        elif "end" in message:
-            self.finished.update(range(self.here.num_nodes))
-        elif "stop" in message and not self.stop_signal:
-            self.stop_signal = message["stop"]
-        elif "verdict" in message:
-            self.verdict = message["verdict"]
-
-    def _lost(self, node):
-        seconds = time.monotonic() - (self.line or self.hub.lines[node]).heard
-        if self.hub:
-            self.hub.forget(node)
-        if self.stop_signal or (node in self.finished and (self.line or self._own_finished())):
-            self.line = None
-            return
-        how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
-        text = f"{naming.describe_nodes([node], self.here.local_world_size)} {how}"
-        report = {**cause(text), "restart": False}
-        if self.hub:
-            self.suspects.append((time.monotonic(), report))
-        else:
-            self.verdict = report
-
-    def _suspect(self, worker):
-        """Report a worker that has failed or is stopped; once."""
-        if worker.reported or self.stop_signal:
-            return
-        report = worker.fault(self._home)
-        if report is None:
-            return
-        worker.reported = True
-        if report is STOP:
-            self._on_signal(signal.SIGTERM, None)
-        elif self.line:
-            self.line.tell(fault=report)
-        else:
-            self.suspects.append((time.monotonic(), report))
-
-    def _beat(self):
-        mine = summary([worker.status() for worker in self.workers])
-        if self.line:
-            self.line.tell(status=mine)
-            if self._own_finished():
-                self.line.tell(finished=True)
-            return
-        self.statuses[0] = mine
-        if self.hub:
-            self.hub.send(beat=True)
-            if self._own_finished() and len(self.finished) == self.here.num_nodes - 1:
-                self.hub.send(end=True)
-                self.finished.add(0)
-
-    def _judge(self, stalls):
-        """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
-        now = time.monotonic()
-        causes = [report for _, report in self.suspects if report["direct"]]
-        victims = [(since, report) for since, report in self.suspects if not report["direct"]]
-        if causes:
-            self.verdict = causes[0]
-        elif victims and now - victims[0][0] > CASCADE_SECONDS:
-            self.verdict = victims[0][1]
-        elif stalls and not self.suspects and not self.stop_signal:
-            status = stalled(self.statuses.values())
-            if status:
-                name, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
-                report = cause(f"{name} has made no progress for {status['idle']:.0f} s {where}")
-                self.verdict = {**report, "stack_of": status["rank"]}
-        if self.verdict and self.hub:
-            self.hub.send(verdict=self.verdict)
 
     def _carry_out(self):
         verdict = self.verdict
@@ -290,11 +201,8 @@ class Supervisor:
 
     # --- Ending ---
 
-    def _own_finished(self):
-        return all(worker.code == 0 and worker.last[0] == "done" for worker in self.workers)
-
     def _all_finished(self):
-        return self._own_finished() if self.here.num_nodes == 1 else len(self.finished) == self.here.num_nodes
+        return self.own_finished() if self.here.num_nodes == 1 else len(self.finished) == self.here.num_nodes
 
     def _on_signal(self, number, _frame):
         if not self.workers:  # still waiting for the other nodes: there is nothing to save

@@ -40,7 +40,7 @@ class Worker:
         """Read the pulse and the state of the process."""
         now, seen = time.monotonic(), self.pulse.read()
         if seen != self.last:
-            if seen[1] > self.last[1] > 0 and seen[0] in heartbeat.TRAINING:
+            if seen[1] > self.last[1] and (self.last[1] > 0 or self.last[0] == "compile") and seen[0] in heartbeat.TRAINING:
                 self.step_seconds.append((now - self.changed) / (seen[1] - self.last[1]))
             self.last, self.changed = seen, now
         self.code = self.process.poll()

@@ -1,0 +1,127 @@
+"""What the parent of a node (supervisor.py) and the watcher beside a rank (watcher.py) have in common: how it is decided what
+happened.
+
+Each reports the state of its workers to node 0, which decides: a worker that was killed, stopped or failed by itself is the
+cause; one whose collective broke is a victim, and is reported only if no cause has appeared by the time that a lost node would
+have been noticed.
+"""
+
+import time
+from typing import Any, Optional
+
+from common.processes import channel
+from common.processes.channel import SILENCE_SECONDS
+from common.processes.worker import STOP, Worker, cause, stalled, summary
+
+CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
+
+
+class Watch:
+    """`nodes`: how many processes like this one watch; `home`: where its workers are, for the log."""
+
+    def __init__(self, nodes: int, home: str):
+        self.nodes, self.home = nodes, home
+        self.hub: Any = None  # in the first: the lines to the others
+        self.line: Any = None  # in every other: the line to the first
+        self.workers: list[Worker] = []
+        self.statuses: dict[int, dict] = {}
+        self.finished: set[int] = set()
+        self.suspects: list[tuple[float, dict]] = []
+        self.stop_signal: Any = None
+        self.verdict: Any = None  # what the first has decided
+        self.beat_seconds = channel.beat_seconds(nodes)
+
+    def name_of(self, node: int) -> str:
+        raise NotImplementedError
+
+    def stopped(self) -> None:
+        """A worker was told to stop, and did."""
+        raise NotImplementedError
+
+    def messages(self) -> list[tuple]:
+        """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is gone."""
+        if self.hub or self.line:
+            return (self.hub or self.line).poll(0.1)
+        time.sleep(0.05)
+        return []
+
+    def hear(self, node: int, message: Optional[dict]) -> None:
+        if message is None:
+            self.lost(node)
+        elif "status" in message:
+            self.statuses[node] = message["status"]
+        elif "fault" in message:
+            self.suspects.append((time.monotonic(), message["fault"]))
+        elif "finished" in message:
+            self.finished.add(node)
+        elif "end" in message:
+            self.finished.update(range(self.nodes))
+        elif "stop" in message and not self.stop_signal:
+            self.stop_signal = message["stop"]
+        elif "verdict" in message:
+            self.verdict = message["verdict"]
+
+    def lost(self, node: int) -> None:
+        seconds = time.monotonic() - (self.line or self.hub.lines[node]).heard
+        if self.hub:
+            self.hub.forget(node)
+        if self.stop_signal or (node in self.finished and (self.line or self.own_finished())):
+            self.line = None
+            return
+        how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
+        text = f"{self.name_of(node)} {how}"
+        report = {**cause(text), "restart": False}
+        if self.hub:
+            self.suspects.append((time.monotonic(), report))
+        else:
+            self.verdict = report
+
+    def suspect(self, worker: Worker) -> None:
+        """Report a worker that has failed or is stopped; once."""
+        if worker.reported or self.stop_signal:
+            return
+        report: Any = worker.fault(self.home)
+        if report is None:
+            return
+        worker.reported = True
+        if report is STOP:
+            self.stopped()
+        elif self.line:
+            self.line.tell(fault=report)
+        else:
+            self.suspects.append((time.monotonic(), report))
+
+    def beat(self) -> None:
+        mine = summary([worker.status() for worker in self.workers])
+        if self.line:
+            self.line.tell(status=mine)
+            if self.own_finished():
+                self.line.tell(finished=True)
+            return
+        self.statuses[0] = mine
+        if self.hub:
+            self.hub.send(beat=True)
+            if self.own_finished() and len(self.finished) == self.nodes - 1:
+                self.hub.send(end=True)
+                self.finished.add(0)
+
+    def judge(self, stalls: bool) -> None:
+        """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
+        now = time.monotonic()
+        causes = [report for _, report in self.suspects if report["direct"]]
+        victims = [(since, report) for since, report in self.suspects if not report["direct"]]
+        if causes:
+            self.verdict = causes[0]
+        elif victims and now - victims[0][0] > CASCADE_SECONDS:
+            self.verdict = victims[0][1]
+        elif stalls and not self.suspects and not self.stop_signal:
+            status = stalled(self.statuses.values())
+            if status:
+                name, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
+                report = cause(f"{name} has made no progress for {status['idle']:.0f} s {where}")
+                self.verdict = {**report, "stack_of": status["rank"]}
+        if self.verdict and self.hub:
+            self.hub.send(verdict=self.verdict)
+
+    def own_finished(self) -> bool:
+        return all(worker.code == 0 and worker.last[0] == "done" for worker in self.workers)
