@@ -57,10 +57,11 @@ def listening(pids):
 
 
 def workers_of(pids):
-    """{rank: pid} of those processes that are workers."""
-    found = {}
+    """{rank: pid} of those processes that are workers; a process that was forked from one, to watch it, is none."""
+    found, parents = {}, {}
     for pid in pids:
         with contextlib.suppress(OSError, KeyError):
             env = dict(word.partition("=")[::2] for word in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-            found[int(env["RANK"])] = pid
-    return found
+            parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found[pid] = int(env["RANK"])
+    return {rank: pid for pid, rank in found.items() if found.get(parents[pid]) != rank}

@@ -2,7 +2,8 @@
 
     python -m tests.chaos.faults --trials 20 [--fault NAME] [--seed 1] [--results FILE]     (make chaos FAULT=name TRIALS=n)
 
-A table, ours beside torchrun alone. Two hosts (network namespaces, so this needs root), two ranks on each. Measured are the
+A table of three forms of starting the job: once per node, by torchrun, and each rank by itself (as srun -n and mpirun do it). Two
+hosts (network namespaces, so this needs root), two ranks on each. Measured are the
 seconds from the fault, or from the start of the last program for a fault before training, until every rank has stopped;
 whether the line in the log names the right culprit on every surviving host; and the exit codes. Each trial is a line of the
 results file, so that a table can be filled in parts.
@@ -36,6 +37,18 @@ class Trial:
         self.hosts, self.form, self.draw = hosts, form, draw
         self.unharmed = []  # processes that have to go on
 
+    def ranks(self, number, **how):
+        """What srun -n or mpirun start on a host: each rank by itself."""
+        shared = {
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(number),
+            "MASTER_ADDR": ADDRESS,
+            "MASTER_PORT": str(PORT),
+        }
+        own = [{"RANK": str(2 * number + local), "LOCAL_RANK": str(local)} for local in range(2)]
+        return [self.hosts.start(number, 2, *OPTIONS, launcher=[sys.executable], env={**shared, **env}, **how) for env in own]
+
     def start(self, number, nodes=2, rank=None, ours=(), **how):
         rank = number if rank is None else rank
         if self.form == "ours":
@@ -46,7 +59,10 @@ class Trial:
 
     def train(self, **how):
         """Both hosts train; returns at a random moment of it."""
-        processes = [self.start(number, **how) for number in range(2)]
+        if self.form == "each rank":
+            processes = [process for number in range(2) for process in self.ranks(number, **how)]
+        else:
+            processes = [self.start(number, **how) for number in range(2)]
         checkpoints, deadline = self.hosts.folders[0] / "out" / "checkpoints", time.monotonic() + 120
         while not (checkpoints.exists() and list(checkpoints.glob("*.json"))):
             if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
@@ -54,6 +70,10 @@ class Trial:
             time.sleep(0.02)
         time.sleep(self.draw.uniform(0, 2))
         return processes
+
+    def name_of(self, host):
+        """In the log: of a node, or of one of its ranks where each has a watcher of its own."""
+        return rf"node {host} \(ranks " if self.form == "ours" else f"rank [{2 * host}{2 * host + 1}] "
 
     def signal(self, rank, number):
         os.kill(workers_of([pid for host in range(2) for pid in self.hosts.pids(host)])[rank], number)
@@ -77,13 +97,14 @@ def stop_rank(trial):
 def cut_cable(trial):
     processes = trial.train()
     trial.hosts.cut(1)
-    return processes, {0: r"node 1 \(ranks .*silent", 1: r"node 0 \(ranks .*silent"}
+    return processes, {0: rf"{trial.name_of(1)}.*silent", 1: rf"{trial.name_of(0)}.*silent"}
 
 
 def lose_host(trial):
     processes, lost = trial.train(), trial.draw.randrange(2)
     trial.hosts.kill(lost)
-    return [processes[1 - lost]], {1 - lost: rf"node {lost} \(ranks .*is gone"}
+    left = processes[2 * (1 - lost) :][:2] if trial.form == "each rank" else [processes[1 - lost]]
+    return left, {1 - lost: rf"{trial.name_of(lost)}.*is gone"}
 
 
 def lack_node(trial):
@@ -121,6 +142,8 @@ def differ_in_code(trial):
     return processes, dict.fromkeys(range(2), r"code differs: \w+ on (node|rank) 0 .* on (node|rank) [12]")
 
 
+FORMS = ("ours", "torchrun", "each rank")
+OF_ALL_FORMS = ("rank killed", "rank stopped", "cable cut", "host gone")
 FAULTS = {
     "rank killed": kill_rank,
     "rank stopped": stop_rank,
@@ -158,7 +181,7 @@ def table(results):
         "|---|---|---|---|---|---|",
     ]
     for name in FAULTS:
-        for form in ("ours", "torchrun"):
+        for form in FORMS:
             mine = [row for row in results if (row["fault"], row["form"]) == (name, form)]
             if not mine:
                 continue
@@ -174,14 +197,15 @@ def table(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", choices=FAULTS, help="unset: all of them")
-    parser.add_argument("--trials", type=int, default=20, help="of ours in all; torchrun gets 3")
+    parser.add_argument("--trials", type=int, default=20, help="of each form in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "anyrank-faults.jsonl")
     options = parser.parse_args()
     need_namespaces()
     results = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     for name in [options.fault] if options.fault else FAULTS:
-        for form, trials in (("ours", options.trials), ("torchrun", min(3, options.trials))):
+        for form in FORMS if name in OF_ALL_FORMS else FORMS[:1]:
+            trials = options.trials
             done = sum((row["fault"], row["form"]) == (name, form) for row in results)
             for number in range(done, trials):
                 found = run_trial(name, form, random.Random(f"{options.seed}-{name}-{number}"))
