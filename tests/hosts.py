@@ -80,7 +80,7 @@ class Hosts:
         process = subprocess.Popen(
             self.words(number, *words),
             cwd=self.folders[number],
-            env=environment(**(env or {})),
+            env=environment(**{"ANYRANK_SECRET": "a secret of the hosts", **(env or {})}),
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -74,11 +74,12 @@ def test_one_process(tmp_path):
 
 def test_two_nodes(tmp_path):
     port = free_port()
-    nodes = [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)} for rank in range(2)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ANYRANK_SECRET": "a secret of the test"}
+    nodes = [{**shared, "RANK": str(rank)} for rank in range(2)]
     done, other = forked(
         [*command("train_ddp", *WITHOUT_LEDGER, *DOCTOR)[1:], "--output_dir", tmp_path / "out"], tmp_path, *nodes
     )
-    assert_healthy(done, ON_NODES)
+    assert_healthy(done, ON_NODES | {"secret"})
     assert other.returncode == 0 and "the doctor's findings are in the log of node 0" in other.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -207,8 +208,9 @@ def test_a_rank_that_refuses_the_job_in_a_process_of_its_own(tmp_path):
 
 def test_nodes_and_ranks_that_are_missing_or_whose_master_is_closed(tmp_path):
     """Each of these four processes is alone: as a node's, or as a rank that the platform has started."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "3", "ANYRANK_SECRET": "a secret of the test"}
     environments = [
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "RANK": rank, **level}
+        {**shared, "MASTER_PORT": str(free_port()), "RANK": rank, **level}
         for level in ({}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
         for rank in ("0", "2")
     ]
@@ -408,6 +410,12 @@ def test_the_loader_is_judged_beside_a_step(load, step, beside, severity):
     found = checks.check_loader(("--workers 4",), load, step, 128, beside)
     assert found.severity == severity and ("--workers 4" in found.do) == (severity == DOUBTFUL)
     assert ("would wait for data" in found.found) == (severity == DOUBTFUL)
+
+
+def test_nodes_without_a_common_secret():
+    assert checks.check_secret(True, 6666).severity == GOOD
+    found = checks.check_secret(False, 6666)
+    assert found.severity == DOUBTFUL and "port 6666" in found.found and "ANYRANK_SECRET" in found.do
 
 
 @pytest.mark.parametrize("ahead, severity", [(0.4, GOOD), (-3, DOUBTFUL), (3600, BAD), (-301, BAD)])

@@ -15,7 +15,7 @@ from common import cores, devices, nvml
 from common.doctor.table import Finding, bad, doubtful, duration, good, size
 from common.errors import count
 from common.files import MIB
-from common.processes import network
+from common.processes import network, secret
 from common.run import STARVED
 from common.world import World
 
@@ -88,6 +88,14 @@ def check_driver(enable_gpu: Optional[bool]) -> Finding:
         return good("driver", f"{driver}, and {devices.build()}")
     why, _, do = devices.diagnosis().partition("; ")
     return bad("driver", f"there is a GPU that torch cannot use: {why}", f"{do}; or --enable_gpu false trains on the CPU")
+
+
+def check_secret(given: bool, port: int) -> Finding:
+    """Whether strangers can join the job (docs/security.md)."""
+    if given:
+        return good("secret", "the nodes prove to each other that they belong to this job")
+    do = f"set {secret.VARIABLE} or {secret.FILE} on every node, or let only the job's nodes reach that port"
+    return doubtful("secret", f"the nodes have none in common: anybody who reaches port {port} can join", do)
 
 
 def check_interface(here: World, environ: Mapping[str, str]) -> Finding:

@@ -71,6 +71,8 @@ class Examination:
         """Let the ranks try the job without restarts, and wait --doctor_seconds for the other nodes."""
         self._supervisor = supervisor
         supervisor.max_restarts, supervisor.join_seconds = 0, self._seconds
+        if self.here.num_nodes > 1 and self.here.node_rank == 0:
+            self.add(checks.check_secret(bool(supervisor.key), self.here.master_port))
         supervisor.hello["findings"] = list(self.findings)
         self._folder = tempfile.TemporaryDirectory(prefix="anyrank-doctor-")
         os.environ[FILE] = os.path.join(self._folder.name, "findings")

@@ -9,8 +9,8 @@ from common.files import MIB
 from common.processes import naming
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
-ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "network", "shm", "disk", "output", "data", "job",
-         "batches", "loader", "time")  # fmt: skip
+ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "network", "shm", "disk", "output",
+         "data", "job", "batches", "loader", "time")  # fmt: skip
 
 
 class Finding(NamedTuple):
