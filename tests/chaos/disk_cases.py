@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Callable, Optional
 
-from tests.chaos.kill import digest
-from tests.jobs import ROOT
+from tests.chaos.victims import digest
+from tests.jobs import ROOT, final_state
 
 CIFAR = ["--custom_data", "true", "--max_samples", 128, "--batch_size", 32, "--width", 2, "--epochs", 2, "--save_steps", 2,
          "--keep", 1, "--ledger", "true"]  # fmt: skip
@@ -16,6 +16,10 @@ PHOTOS = ["--data_url", "{work}/photos", "--arch", "resnet18", "--image_size", 3
           "--save_steps", 1, "--keep", 1, "--ledger", "true"]  # fmt: skip
 PAIRS = ["--custom_data", "true", "--max_samples", 32, "--batch_size", 8, "--width", 4, "--epochs", 2, "--workers", 0,
          "--save_steps", 2, "--keep", 1, "--ledger", "true"]  # fmt: skip
+
+
+def state(folder):
+    return digest(final_state(folder))
 
 
 @dataclasses.dataclass
@@ -27,7 +31,7 @@ class Case:
 
     program: str
     options: list
-    same: Callable[[Path], str] = digest
+    same: Callable[[Path], str] = state
     before: Optional[list] = None
     fault: tuple = ()
     only: str = ""
@@ -49,7 +53,7 @@ def last_row(folder):
 
 def evaluation(folder):
     row = json.loads((folder / "out" / "evaluation.json").read_text())
-    return json.dumps({name: value for name, value in row.items() if "latency" not in name and name != "weights"}) + digest(
+    return json.dumps({name: value for name, value in row.items() if "latency" not in name and name != "weights"}) + state(
         folder
     )
 
