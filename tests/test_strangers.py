@@ -13,7 +13,8 @@ import time
 import pytest
 
 from common.errors import UserError
-from common.processes import channel, hub, naming, secret
+from common.processes import channel, hub, naming, secret, store
+from common.world import World
 from tests.jobs import PATIENCE, command, environment, saved, start, wait_for
 from tests.objectstore import free_port
 from tests.ranks import LONG, children, listening
@@ -255,6 +256,11 @@ def test_a_job_on_one_node_listens_on_the_loopback_alone(tmp_path, launcher):
         for parent in parents:
             parent.kill()
             parent.wait()
+
+
+def test_a_master_without_an_address_is_a_sentence():
+    here = World("slurm", "", "process", 0, 2, 0, 1, 0, 2, "no-such-host.invalid", free_port())
+    assert store._listener(here) is None
 
 
 # --- Thousands of nodes ------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
         keys = store.of_all_ranks(here, args.join_seconds)
         store.meet(here, keys, args.join_seconds)
-        _let_watchers_meet(here, keys, args.join_seconds)
+        _let_watchers_meet(here, keys)
         keys.set_timeout(timeout)
         prefixed = distributed.PrefixStore(
             f"start {here.restart_count}", keys
@@ -99,7 +99,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     moments.announce("joined", device)
 
 
-def _let_watchers_meet(here, keys, seconds):
+def _let_watchers_meet(here, keys):
     """The watcher of rank 0 tells where it listens, and the secret of this start, through the store of the ranks."""
     if GROUP.watcher is None:
         return
@@ -107,12 +107,12 @@ def _let_watchers_meet(here, keys, seconds):
              "workers": 1, "alike": {}}  # fmt: skip
     if here.rank == 0:
         key = secrets.token_hex(16)
-        port = GROUP.watcher.listen(key, hello=hello, seconds=seconds)
+        port = GROUP.watcher.listen(key, hello=hello)
         keys.set("anyrank/watcher", json.dumps([key, port]))
         return
     key, port = json.loads(keys.get("anyrank/watcher"))
     address = "127.0.0.1" if here.num_nodes == 1 else here.master_addr
-    GROUP.watcher.join(key=key, address=address, port=port, hello=hello, seconds=seconds)
+    GROUP.watcher.join(key=key, address=address, port=port, hello=hello)
 
 
 def finished() -> None:

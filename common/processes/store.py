@@ -80,11 +80,11 @@ def _opened(here, seconds):
 
 def _listener(here: World) -> Optional[socket.socket]:
     """A socket at the master's address alone; None where that may be another one for the other nodes: torch takes all."""
-    found = socket.getaddrinfo(here.master_addr, here.master_port, type=socket.SOCK_STREAM)
-    family, *_, address = found[0]
-    if here.num_nodes > 1 and any(ipaddress.ip_address(place[0]).is_loopback for *_, place in found):
-        return None
     try:
+        found = socket.getaddrinfo(here.master_addr, here.master_port, type=socket.SOCK_STREAM)
+        family, *_, address = found[0]
+        if here.num_nodes > 1 and any(ipaddress.ip_address(place[0]).is_loopback for *_, place in found):
+            return None
         return socket.create_server(address[:2], family=family, backlog=4096)
-    except OSError:  # a service's address, which no interface has; or a port that is taken, as torch will say
+    except OSError:  # a service's address, which no interface has; or no address, or a port that is taken, as torch will say
         return None

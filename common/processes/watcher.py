@@ -26,6 +26,7 @@ from common.processes.watch import CASCADE_SECONDS, Watch
 from common.processes.worker import Worker
 from common.world import World
 
+MEETING_SECONDS = 60  # of the watchers, when all ranks have come
 ANSWER_SECONDS = 10  # of the watcher, to its rank
 PARTING_SECONDS = 10  # how long the first watcher waits for the others to end, after its own rank
 ENDING_SECONDS = 2  # how long a rank may take to end by itself
@@ -113,10 +114,10 @@ class Watcher(Watch):
                     key = bytes.fromhex(order["listen"])
                     self.hub = hub.Hub(listener, order["hello"], self._say, key)
                     self._orders.send(json.dumps({"port": listener.getsockname()[1]}).encode())
-                    self.hub.meet(order["seconds"])
+                    self.hub.meet(MEETING_SECONDS)
                     self.hub.send(go={"attempt": 0, "address": "127.0.0.1", "port": 1})
                 else:
-                    where = (order["address"], order["port"], order["hello"], order["seconds"], self._say)
+                    where = (order["address"], order["port"], order["hello"], MEETING_SECONDS, self._say)
                     self.line, _ = channel.join(*where, bytes.fromhex(order["key"]))
             except UserError as error:
                 self._say(f"warning: this rank is not watched: {error}")
@@ -129,7 +130,8 @@ class Watcher(Watch):
         worker, rank = self.workers[0], self.here.rank
         if rank == self.verdict.get("stack_of"):
             print(worker.stack(), file=sys.stderr, flush=True)
-        if self.here.local_rank == 0:
+        alone = not self.hub and not self.line
+        if self.here.local_rank == 0 and not (alone and worker.reported_fault()):  # which the rank has said itself
             show(f"{self.verdict['text']}; stopping all {self.here.world_size} ranks")
         with contextlib.suppress(OSError):
             self._orders.send(json.dumps({"end": self.verdict["code"]}).encode())
