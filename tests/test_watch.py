@@ -21,6 +21,7 @@ def status(rank, phase, steps, idle, median=0.1):
         ("one is a step behind", [status(0, "step", 10, 70), status(1, "step", 9, 71)], 1),
         ("the last progress is less than a minute old", [status(0, "step", 9, 59), status(1, "data", 9, 70)], None),
         ("steps of 20 s may take 200 s", [status(0, "step", 9, 150, 20.0), status(1, "data", 9, 150, 20.0)], None),
+        ("the slowest node counts", [status(0, "step", 9, 150, 20.0), status(1, "data", 9, 150)], None),
         ("and no longer", [status(0, "step", 9, 210, 20.0), status(1, "data", 9, 210, 20.0)], 1),
         ("rank 0 saves, the others wait", [status(0, "save", 9, 600), status(1, "step", 9, 600)], None),
         ("but not for ever", [status(0, "save", 9, 901), status(1, "step", 9, 901)], 0),
