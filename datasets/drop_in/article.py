@@ -1,0 +1,244 @@
+"""The pipelines and iterators of the DALI article, with its arguments, for a script that has its own loop over them.
+
+    pipe = HybridTrainPipe(batch_size=256, num_threads=8, device_id=0, data_dir="/data/imagenet/train", crop=224, mean=MEAN,
+                           std=STD, dali_cpu=True)
+    pipe.build()
+    loader = DaliIteratorCPU(pipelines=pipe, size=pipe.epoch_size("Reader"), mean=MEAN, std=STD)
+    for images, labels in loader: ...
+
+`mean` and `std` are of pixels from 0 to 255. Without a GPU, or with device_id=None, the same operators run on the CPU, labels
+stay there, and nothing is pinned. The last batch of an epoch has the samples that are left, so the size of a data set need not
+be a multiple of the batch; an error in the thread that loads is raised by next().
+"""
+
+import functools
+import math
+from collections.abc import Generator, Sequence
+from typing import Any, Optional
+
+import torch
+
+from common import devices
+from datasets.dali import need_dali
+from datasets.loader import ahead
+
+READER = "Reader"  # the name that the article's scripts ask for: pipe.epoch_size("Reader")
+DEVICE_PADDING, HOST_PADDING = 211025920, 140544512  # bytes that nvJPEG needs for the largest photographs of ImageNet
+ATTEMPTS, RATIO = 100, [0.8, 1.25]  # of the random crop
+AHEAD = 5  # batches that wait for the loop, at most
+
+
+def __getattr__(name: str) -> Any:
+    """The pipelines are subclasses of DALI's, so they are made when one is first used."""
+    if name in ("HybridTrainPipe", "HybridValPipe"):
+        return _pipelines()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def computes_on() -> torch.device:
+    """The GPU that this process uses, or the CPU."""
+    return devices.current() if devices.available() else torch.device("cpu")
+
+
+class _Place:
+    """Where a pipeline decodes and where it does the rest."""
+
+    def __init__(self, device_id: Optional[int], dali_cpu: bool) -> None:
+        self.device_id = device_id if devices.is_nvidia(computes_on()) else None
+        has_gpu = self.device_id is not None
+        self.rest = "gpu" if has_gpu and not dali_cpu else "cpu"
+        mixed = self.rest == "gpu"
+        self.decoder: dict[str, Any] = {"device": "mixed" if mixed else "cpu"}
+        padding = (DEVICE_PADDING, HOST_PADDING) if mixed else (0, 0)
+        self.padding: dict[str, Any] = dict(zip(("device_memory_padding", "host_memory_padding"), padding))
+        why = "" if has_gpu or dali_cpu else ", on the CPU, as there is no GPU"
+        print(f'DALI "{"cpu" if dali_cpu else "gpu"}" variant{why}')
+
+
+@functools.cache
+def _pipelines() -> dict[str, type]:
+    need_dali()
+    from nvidia.dali import fn, types
+    from nvidia.dali.pipeline import Pipeline
+
+    class Pipe(Pipeline):
+        """A subclass may resize faster: interp_type, antialias = types.INTERP_LINEAR, False"""
+
+        interp_type: Any = types.DALIInterpType.INTERP_TRIANGULAR  # as torchvision resizes
+        antialias = True
+
+        def _resized(self, images: Any, **size: Any) -> Any:
+            return fn.resize(images, interp_type=self.interp_type, antialias=self.antialias, **size)
+
+    class HybridTrainPipe(Pipe):
+        """Cropped and flipped at random. dali_cpu=True: uint8 (H, W, 3), which DaliIteratorCPU normalises; else normalised."""
+
+        def __init__(
+            self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int,
+            mean: Sequence[float], std: Sequence[float], local_rank: int = 0, world_size: int = 1, dali_cpu: bool = False,
+            shuffle: bool = True, fp16: bool = False, min_crop_size: float = 0.08,
+        ) -> None:  # fmt: skip
+            self._place = _Place(device_id, dali_cpu)
+            super().__init__(batch_size, num_threads, self._place.device_id)  # without a seed: another order each time
+            self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle)
+            self._crop, self._area = crop, [min_crop_size, 1.0]
+            self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
+
+        def define_graph(self) -> tuple:
+            contents, labels = fn.readers.file(name=READER, **self._files)
+            images = fn.decoders.image_random_crop(
+                contents, output_type=types.DALIImageType.RGB, random_aspect_ratio=RATIO, random_area=self._area,
+                num_attempts=ATTEMPTS, **self._place.decoder, **self._place.padding,
+            )  # fmt: skip
+            images = self._resized(images, resize_x=self._crop, resize_y=self._crop)
+            coin = fn.random.coin_flip(probability=0.5)
+            if self._normalise:
+                return fn.crop_mirror_normalize(images, mirror=coin, **self._normalise), _beside(labels, self._place)
+            return fn.flip(images, horizontal=coin), _beside(labels, self._place)
+
+    class HybridValPipe(Pipe):
+        """The middle of each photograph, whose short side has been resized to `size`."""
+
+        def __init__(
+            self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int, size: int,
+            mean: Sequence[float], std: Sequence[float], local_rank: int = 0, world_size: int = 1, dali_cpu: bool = False,
+            shuffle: bool = False, fp16: bool = False,
+        ) -> None:  # fmt: skip
+            self._place = _Place(device_id, dali_cpu)
+            super().__init__(batch_size, num_threads, self._place.device_id)
+            self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle, initial_fill=1)
+            self._crop, self._size = crop, size
+            self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
+
+        def define_graph(self) -> tuple:
+            contents, labels = fn.readers.file(name=READER, **self._files)
+            images = fn.decoders.image(contents, output_type=types.DALIImageType.RGB, **self._place.decoder)
+            images = self._resized(images, resize_shorter=self._size)
+            if self._normalise:
+                return fn.crop_mirror_normalize(images, **self._normalise), _beside(labels, self._place)
+            return fn.crop(images, crop=(self._crop, self._crop)), _beside(labels, self._place)
+
+    for made in (HybridTrainPipe, HybridValPipe):  # pickle and help() look them up under these names
+        made.__module__, made.__qualname__ = __name__, made.__name__
+    return {made.__name__: made for made in (HybridTrainPipe, HybridValPipe)}
+
+
+def _files(data_dir, local_rank, world_size, **how) -> dict[str, Any]:
+    """Each shard ends with its last sample, repeated, where it has fewer than another one; the iterators leave that out."""
+    return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **how}
+
+
+def _normalisation(mean, std, crop, fp16) -> dict[str, Any]:
+    from nvidia.dali import types
+
+    dtype = types.DALIDataType.FLOAT16 if fp16 else types.DALIDataType.FLOAT
+    return {"dtype": dtype, "output_layout": "CHW", "crop": (crop, crop), "mean": list(mean), "std": list(std)}
+
+
+def _beside(labels, place):
+    """The labels where the GPU's network will want them."""
+    return labels if place.device_id is None else labels.gpu()
+
+
+class DaliIterator:
+    """(images, labels) of the pipelines, over and over: the end of each loop is the end of an epoch.
+
+    `size`: samples in an epoch, of this shard. Other arguments are those of DaliIteratorCPU, so that either takes the same.
+    """
+
+    def __init__(self, pipelines: Any, size: float, **_others: Any) -> None:
+        from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+        from nvidia.dali.plugin.pytorch import DALIClassificationIterator
+
+        pipelines = list(pipelines) if isinstance(pipelines, (list, tuple)) else [pipelines]
+        first = pipelines[0]
+        self._size, self._batch_size = math.ceil(size), first.max_batch_size
+        how: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.PARTIAL, **_ends(first, self._size)}
+        self._dali_iterator = DALIClassificationIterator(pipelines, **how)
+
+    def __iter__(self) -> "DaliIterator":
+        return self
+
+    def __len__(self) -> int:
+        return math.ceil(self._size / self._batch_size)
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return _next(self._dali_iterator)
+
+
+def _ends(pipeline, size):
+    """How DALI's iterator knows that an epoch is over: from the reader, which knows its shard; else from the number."""
+    reader = pipeline.reader_meta().get(READER)
+    if reader and size == math.ceil(reader["epoch_size"] / reader["number_of_shards"]):
+        return {"reader_name": READER}
+    return {"size": size, "last_batch_padded": bool(reader and reader["pad_last_batch"])}
+
+
+def _next(dali_iterator):
+    try:
+        (data,) = next(dali_iterator)
+    except StopIteration:
+        print("Resetting DALI loader")
+        dali_iterator.reset()
+        raise
+    return data["data"], data["label"].squeeze(-1).long()
+
+
+class DaliIteratorGPU(DaliIterator):
+    """Of a pipeline that normalises: HybridTrainPipe and HybridValPipe with dali_cpu=False."""
+
+
+class DaliIteratorCPU(DaliIterator):
+    """Of a pipeline that gives uint8 (H, W, 3): a thread moves the batches, up to five of them ahead, and normalises them."""
+
+    def __init__(
+        self, fp16: bool = False, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0),
+        pin_memory: bool = True, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**kwargs)
+        print("Using DALI CPU iterator")
+        self._epoch: Any = None  # its batches, while it lasts
+        self._device = computes_on()
+        self._how = (self._device, torch.float16 if fp16 else torch.float32, mean, std, pin_memory)
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._epoch is None:
+            self._epoch = ahead(_normalised(self._dali_iterator, *self._how), AHEAD)
+        try:
+            images, labels, ready = next(self._epoch)
+        except BaseException:  # the end of the epoch, or what went wrong in the thread, which has ended
+            self._epoch = None
+            raise
+        if ready:
+            stream = devices.current_stream(self._device)
+            stream.wait_event(ready)
+            for tensor in (images, labels):
+                tensor.record_stream(stream)
+        return images, labels
+
+    def close(self) -> None:
+        """End the thread, as deleting the iterator does; what it has loaded ahead is lost."""
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
+
+
+def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:
+    """(images, labels, an event after the work on them) until the end of the epoch; on a GPU from a stream of its own.
+
+    It knows nothing of the iterator that it is for, which would else never be deleted.
+    """
+    devices.use(device)
+    stream = devices.side_stream(device)
+    with devices.on_stream(stream):
+        mean, std = (torch.tensor(value, dtype=dtype).view(1, 3, 1, 1).to(device) for value in (mean, std))
+    while True:
+        with devices.on_stream(stream):
+            try:
+                images, labels = _next(dali_iterator)
+            except StopIteration:
+                return
+            images = devices.moved(images, device, pin=pin_memory)
+            images = images.permute(0, 3, 1, 2).to(dtype).sub_(mean).div_(std)
+            labels = devices.moved(labels, device, pin=pin_memory)
+        yield images, labels, devices.mark(stream) if stream else None

@@ -1,0 +1,127 @@
+"""The loaders of NVIDIA's ResNet-50 script, and those that Alibaba's KSpeed patch adds to it, with their call forms.
+
+    train_loader, steps = get_kspeed_train_loader("/data/imagenet", 224, 256, 1000, one_hot=False)
+    for images, targets in train_loader: ...        # on the GPU where there is one, normalised; anew in every epoch
+
+All but the synthetic ones give the same pictures in the same order. A process group that is running divides them among its
+ranks. Seeds are not taken from numpy or torch: `_worker_init_fn` has nothing to seed.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+import torch
+
+from datasets import imagenet, kspeed
+from datasets.drop_in.article import computes_on
+from datasets.photos import tree
+from datasets.photos.files import MEGAPIXELS
+from datasets.photos.labelled import Photos
+from datasets.sampler import EpochSampler, InOrder
+from datasets.synthetic import ColouredNoise
+
+# The document's five, and those of the script that it patches.
+DATA_BACKEND_CHOICES = ["pytorch", "syntetic", "kspeed", "dali-kspeed", "dali", "synthetic", "dali-gpu", "dali-cpu"]
+
+Get = Callable[..., tuple["Loader", int]]
+
+
+class Loader:
+    """(images, targets) of each batch; `targets` are class numbers, or with `one_hot` a row of zeros with a one for each."""
+
+    def __init__(self, loader: Any, sampler: Any, num_classes: int, one_hot: bool, start_epoch: int = 0) -> None:
+        self._loader, self._sampler, self._num_classes, self._one_hot = loader, sampler, num_classes, one_hot
+        self.epoch = start_epoch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if isinstance(self._sampler, EpochSampler):
+            self._sampler.start_at(self.epoch, 0)
+        for images, targets in self._loader:
+            yield images, torch.nn.functional.one_hot(targets, self._num_classes).float() if self._one_hot else targets
+        self.epoch += 1
+
+
+def _train_loader(backend: str) -> Get:
+    def get(
+        data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
+        augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
+        prefetch_factor: int = 2, memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> tuple[Loader, int]:  # fmt: skip
+        mode, changed = _mode(interpolation), augmentation == "autoaugment"
+        photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, autoaugmented=changed)
+        sampler = EpochSampler(len(photos), batch_size, seed=0)
+        loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
+        return Loader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
+
+    return get
+
+
+def _val_loader(backend: str) -> Get:
+    def get(
+        data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
+        workers: int = 5, _worker_init_fn: Optional[Callable] = None, crop_padding: int = 32,
+        memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
+    ) -> tuple[Loader, int]:  # fmt: skip
+        short, mode = image_size + crop_padding, _mode(interpolation)
+        photos = Photos(_files(data_path, "val", backend), image_size, False, 0, short=short, mode=mode)
+        sampler = InOrder(len(photos), batch_size)
+        loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
+        return Loader(loader, sampler, num_classes, one_hot), len(sampler)
+
+    return get
+
+
+get_pytorch_train_loader, get_pytorch_val_loader = _train_loader("pytorch"), _val_loader("pytorch")
+get_kspeed_train_loader, get_kspeed_val_loader = _train_loader("kspeed"), _val_loader("kspeed")
+
+
+def get_dali_train_loader(dali_cpu: bool = False) -> Get:
+    return _train_loader("dali-cpu" if dali_cpu else "dali-gpu")
+
+
+def get_dali_val_loader(dali_cpu: bool = False) -> Get:
+    return _val_loader("dali-cpu" if dali_cpu else "dali-gpu")
+
+
+def get_dali_kspeed_train_loader(dali_cpu: bool = False, kspeed: bool = True) -> Get:
+    return _train_loader("dali-kspeed") if kspeed else get_dali_train_loader(dali_cpu)
+
+
+def get_dali_kspeed_val_loader(dali_cpu: bool = False, kspeed: bool = True) -> Get:
+    return _val_loader("dali-kspeed") if kspeed else get_dali_val_loader(dali_cpu)
+
+
+def get_synthetic_loader(
+    data_path: Optional[str], image_size: int, batch_size: int, num_classes: int, one_hot: bool,
+    interpolation: Optional[str] = None, augmentation: Optional[str] = None, start_epoch: int = 0,
+    workers: Optional[int] = None, _worker_init_fn: Optional[Callable] = None,
+    memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
+) -> tuple[Loader, int]:  # fmt: skip
+    """One batch of noise that stays on the device, for as many steps as ImageNet has; the original has no end."""
+    noise = ColouredNoise(imagenet.IMAGENET["train"], image_size, num_classes, seed=0)
+    sampler = EpochSampler(len(noise), batch_size, seed=0)
+    loader = _sharded(noise, sampler, 0, "synthetic", prefetch_factor, memory_format)
+    return Loader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
+
+
+get_synthetic_train_loader = get_synthetic_val_loader = get_syntetic_loader = get_synthetic_loader
+
+
+def _files(data_path, split, backend):
+    files = tree.load(os.path.join(data_path, split)).within(MEGAPIXELS)
+    return kspeed.through_cache(files, None, None) if backend.endswith("kspeed") else files
+
+
+def _mode(interpolation):
+    return "bicubic" if interpolation == "bicubic" else "bilinear"
+
+
+def _sharded(data_set, sampler, workers, backend, prefetch, layout):
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if grouped:
+        sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return imagenet.loader(data_set, sampler, computes_on(), workers, backend, prefetch=prefetch, layout=layout)
