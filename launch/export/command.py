@@ -1,0 +1,165 @@
+"""A trained network as a folder for elsewhere: the network, its weights, what is done to a photograph before, the classes.
+
+    python -m launch export output_dir/train_imagenet --format onnx         dist/export/network.onnx and so on
+    python -m launch export output_dir/train --format torch                 network.pt, for torch.jit.load
+    python -m launch export output_dir/train_imagenet --format modelarts    dist/export/model, a model package of ModelArts
+
+RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth. The network takes the
+bytes of pictures (uint8) and normalises them itself; preprocess.py makes those of a photograph as the evaluation made them.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from common.arguments import number
+from common.errors import UserError, one_line
+from common.files import write_atomically
+from common.run import checkpoint
+from common.world.folders import is_address
+from datasets import cifar10, imagenet
+from datasets.photos import decode
+from launch.export import modelarts, network
+from launch.options import exit_code, new_parser
+
+FORMATS = ("onnx", "torch", "modelarts")
+CIFAR_SIZE = 32
+PREPROCESS = Path(__file__).parent / "preprocess.py"
+
+
+def main(argv: list[str]) -> int:
+    parser = new_parser("export", __doc__)
+    parser.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint of it, or an epoch_N.pth")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="what runs it: any runtime of ONNX, torch, ModelArts")
+    parser.add_argument("--output", default="dist/export", metavar="FOLDER", help="where to (default: dist/export)")
+    parser.add_argument("--arch", help="the network of torchvision, where RUN does not say it")
+    parser.add_argument("--image_size", type=number(int, at_least=8), help="height and width, where RUN does not say it")
+    parser.add_argument("--classes", metavar="FILE", help="names of the classes, one a line, where RUN does not say them")
+    engine = f"modelarts: the engine, as the console's list has it (default: {modelarts.RUNTIME})"
+    parser.add_argument("--runtime", default=modelarts.RUNTIME, metavar="ENGINE", help=engine)
+    options = parser.parse_args(argv)
+    return exit_code(lambda: export(options), options.output)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What is known of the weights: `arguments` and `classes` are those of the run, as far as its manifest has them."""
+
+    path: str
+    weights: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
+    classes: list[str]
+    accuracy: Optional[float]
+
+
+def find(run: str) -> Found:
+    if is_address(run):
+        raise UserError(f"{one_line(run)} is in a bucket: fetch it first, and give the folder")
+    if os.path.isdir(run):
+        return _of_checkpoint(*_best(run))
+    if not os.path.isfile(run):
+        raise UserError(f"{one_line(run)} does not exist: give the output folder of a run, a checkpoint or an epoch_N.pth")
+    if os.path.exists(re.sub(r"\.pt$", "", run) + ".json"):
+        return _of_checkpoint(*checkpoint.read(run), run)
+    epoch = re.fullmatch(r"epoch_(\d+)\.pth", os.path.basename(run))
+    there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints")) if epoch else None
+    weights = checkpoint.read_weights(run)
+    if not there:
+        return Found(run, weights, {}, [], None)
+    state, about, _ = there
+    accuracy = next((row.get("accuracy") for row in _history(state) if row["epoch"] == int(epoch[1])), None) if epoch else None
+    return Found(run, weights, about["arguments"], about.get("classes", []), accuracy)
+
+
+def _best(run):
+    """The best checkpoint of a run where it is kept, else the newest."""
+    inner = os.path.join(run, "checkpoints")
+    folder = inner if os.path.isdir(inner) else run
+    newest = checkpoint.newest(folder)
+    if not newest:
+        raise UserError(f"{one_line(run)} holds no checkpoint: give the output folder of a run, a checkpoint or an epoch_N.pth")
+    best = (newest[1].get("best") or {}).get("samples_seen")
+    if best in checkpoint.numbers(folder):
+        path = os.path.join(folder, f"{best:012d}.pt")
+        return (*checkpoint.read(path), path)
+    return newest
+
+
+def _of_checkpoint(state, about, path):
+    accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
+    return Found(path, checkpoint.to_take_away(state), about["arguments"], about.get("classes", []), accuracy)
+
+
+def _history(state):
+    return state.get("run", {}).get("history", [])
+
+
+def class_names(found: Found, options: argparse.Namespace) -> list[str]:
+    if options.classes:
+        return [line for line in map(str.strip, Path(options.classes).read_text(encoding="utf-8").splitlines()) if line]
+    if not found.classes:
+        raise UserError(f"{one_line(found.path)} does not say its classes: give --classes FILE, their names, one a line")
+    return found.classes
+
+
+def preprocessing(found: Found, options: argparse.Namespace) -> dict[str, Any]:
+    """What the evaluation of the run does to a picture, as data."""
+    photographs = network.OURS not in found.weights
+    size = options.image_size or (found.arguments.get("image_size") if photographs else CIFAR_SIZE)
+    if not size:
+        raise UserError(f"{one_line(found.path)} does not say the size of its pictures: give --image_size")
+    mean, std = (imagenet.MEAN, imagenet.STD) if photographs else (cifar10.MEAN, cifar10.STD)
+    return {
+        "size": size,
+        "resize": decode.short_side(size) if photographs else size,
+        "crop": "center",
+        "interpolation": "bicubic" if found.arguments.get("interpolation") == "bicubic" else "bilinear",
+        "antialiased": True,
+        "colours": "RGB",
+        "input": "uint8 (N, 3, size, size), 0 to 255",
+        "mean": mean,
+        "std": std,
+        "normalised": "in the network: (pixel / 255 - mean) / std",
+    }
+
+
+def export(options: argparse.Namespace) -> None:
+    if options.format == "onnx":
+        network.need_onnx()
+    found = find(options.run)
+    arch = network.architecture(found.weights, options.arch or found.arguments.get("arch"), found.path)
+    how, classes = preprocessing(found, options), class_names(found, options)
+    plain = network.build(found.weights, found.path, arch, how["size"], len(classes))
+    whole = network.FromBytes(plain, how["mean"], how["std"]).train(False)
+    files = {
+        "preprocess.py": PREPROCESS.read_bytes(),
+        "preprocessing.json": _json(how),
+        "classes.json": _json(classes),
+    }
+    folder = options.output
+    if options.format == "modelarts":
+        folder = os.path.join(folder, "model")
+        files["config.json"] = _json(modelarts.config(found.accuracy, options.runtime))
+        files["customize_service.py"] = modelarts.SERVICE.encode()
+        files[modelarts.NETWORK] = network.as_torchscript(whole, how["size"])
+    elif options.format == "onnx":
+        files["network.onnx"] = network.as_onnx(whole, how["size"])
+    else:
+        files["network.pt"] = network.as_torchscript(whole, how["size"])
+    os.makedirs(folder, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(os.path.join(folder, name), content)
+    if options.format != "modelarts":  # which takes one .pth file for the network
+        checkpoint.write_weights(os.path.join(folder, "weights.pth"), found.weights)
+    score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f}"
+    print(f"{one_line(folder)}: {type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}")
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, ensure_ascii=False).encode()

@@ -1,0 +1,110 @@
+"""A network as a file that needs no code of ours: bytes of pictures in, one number for each class out."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from common.errors import TrainingFailed, UserError, one_line
+from common.models import classifiers, resnet18
+from common.run import checkpoint
+
+OPSET = 17  # of ONNX, which every runtime of the last years knows
+TOLERANCE = 1e-3  # between the numbers of the network and those of its file
+OURS = "dense_layer.weight"  # which the CIFAR jobs' ResNet-18 has, and no network of torchvision
+
+
+def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]:
+    """The name of torchvision's network whose weights these are, from `path`; None for the ResNet-18 of the CIFAR jobs."""
+    if OURS in weights:
+        return None
+    if arch is None:
+        raise UserError(
+            f"{one_line(path)} does not say which network of torchvision it is of: give --arch NAME; only those and the "
+            "ResNet-18 of the CIFAR jobs can be exported"
+        )
+    return arch
+
+
+def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes: int) -> torch.nn.Module:
+    """The network of this architecture() with these weights, ready to evaluate."""
+    if arch is None:
+        network = resnet18(num_classes=len(weights[OURS]), width=len(weights["conv1.0.weight"]))
+    else:
+        network = classifiers.classifier(arch, num_classes, size)
+    checkpoint.fit(network, weights, path, new_head=False)
+    return network.train(False)
+
+
+class FromBytes(torch.nn.Module):
+    """uint8 (N, 3, H, W) to the network's numbers: normalised as the evaluation normalises."""
+
+    def __init__(self, network: torch.nn.Module, mean: tuple, std: tuple) -> None:
+        super().__init__()
+        self.network = network
+        shift, scale = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
+        self.register_buffer("scale", 1 / (255 * scale))
+        self.register_buffer("shift", -shift / scale)
+
+    def forward(self, images):
+        return self.network(images.to(torch.float32) * self.scale + self.shift)
+
+
+def as_torchscript(network: FromBytes, size: int) -> bytes:
+    """A program for torch.jit.load, in Python or C++."""
+    with _quietly(), torch.no_grad():
+        program: Any = torch.jit.trace(network, _pictures(2, size), check_trace=False)
+        others = _pictures(3, size)  # another number than it was traced with
+        apart = (program(others) - network(others)).abs().max().item()
+        buffer = io.BytesIO()
+        torch.jit.save(program, buffer)
+    if not apart < TOLERANCE:
+        raise TrainingFailed(f"the exported program answers otherwise than the network, by {apart}: take --format onnx")
+    return buffer.getvalue()
+
+
+def need_onnx() -> None:
+    if not importlib.util.find_spec("onnx"):
+        raise UserError("--format onnx needs the package onnx: pip install onnx, or take --format torch")
+
+
+def as_onnx(network: FromBytes, size: int) -> bytes:
+    """By the exporter that needs onnx alone; the newer one needs onnxscript, too."""
+    onnx: Any = importlib.import_module("onnx")
+    batch = {0: "batch"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "network.onnx")
+        try:
+            with _quietly():
+                torch.onnx.export(
+                    network, (_pictures(2, size),), path, dynamo=False, opset_version=OPSET, input_names=["images"],
+                    output_names=["logits"], dynamic_axes={"images": batch, "logits": batch},
+                )  # fmt: skip
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise UserError(f"--format onnx cannot hold this network: {one_line(error)[:200]}; take --format torch") from None
+        onnx.checker.check_model(path, full_check=True)
+        return Path(path).read_bytes()
+
+
+def _pictures(count, size):
+    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings that both exporters are old, and with attention as the operators that they know."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

@@ -1,0 +1,66 @@
+"""From a photograph to what the network in this folder takes: what the run's own evaluation has given it.
+
+    pixels = preprocess("photo.jpg")                        # or bytes, an open file, or a picture of Pillow
+    scores = network(torch.from_numpy(pixels)[None])        # uint8 (1, 3, size, size); the network normalises
+
+It needs this file, preprocessing.json beside it, numpy and Pillow. The bytes are those of the evaluation where torch 2.1 or
+later is installed; without it Pillow resizes, and some of them are larger or smaller by 1.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+FORMATS = ["JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF"]  # all that Pillow may open, as in the run
+
+
+def settings() -> dict[str, Any]:
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "preprocessing.json")) as file:
+        return json.load(file)
+
+
+def preprocess(picture: Any, how: dict[str, Any] | None = None) -> np.ndarray:
+    """uint8 (3, size, size): the middle of the picture, whose short side has been resized. `how`: instead of settings()."""
+    how = how or settings()
+    pixels, size = decoded(picture), how["size"]
+    height, width = pixels.shape[:2]
+    short = how["resize"]
+    if height < width:
+        height, width = short, int(short * width / height)
+    else:
+        height, width = int(short * height / width), short
+    pixels = resized(pixels, height, width, how["interpolation"])
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return np.ascontiguousarray(pixels[top : top + size, left : left + size].transpose(2, 0, 1))
+
+
+def decoded(picture: Any) -> np.ndarray:
+    """uint8 (height, width, 3), in RGB. EXIF orientation is ignored."""
+    from PIL import Image
+
+    if not isinstance(picture, Image.Image):
+        picture = Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture, formats=FORMATS)
+    if picture.mode in ("I", "I;16", "I;16B", "F"):  # 16 bits: the upper eight
+        picture = picture.point(lambda value: value / 256).convert("L")
+    return np.array(picture.convert("RGB"))
+
+
+def resized(pixels: np.ndarray, height: int, width: int, mode: str = "bilinear") -> np.ndarray:
+    """Antialiased. `mode`: bilinear or bicubic."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    try:
+        import torch
+
+        batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+        picture = torch.nn.functional.interpolate(batch, size=(height, width), mode=mode, antialias=True)
+        return picture[0].permute(1, 2, 0).numpy()
+    except (ImportError, TypeError, RuntimeError):  # no torch, or one without this for bytes
+        from PIL import Image
+
+        return np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling[mode.upper()]))
