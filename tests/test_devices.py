@@ -8,18 +8,20 @@ import re
 import pytest
 import torch
 
-from common import cores, devices, nvml, world
+from common import arguments, cores, devices, drivers, world
 from common.errors import UserError
 from datasets.dali.batches import DaliBatches
 from tests.test_world import MPI, SRUN, TORCHRUN
 
 MPIRUN = {**MPI, "MASTER_ADDR": "n0"}
 
-ARGS = ("enable_gpu", "deterministic", "init_method", "rank", "world_size", "local_rank", "nproc_per_node")
+ARGS = ("enable_gpu", "device", "deterministic", "init_method", "rank", "world_size", "local_rank", "nproc_per_node")
 
 
 def chosen(env, gpus, monkeypatch, deterministic=False):
-    args = argparse.Namespace(**{**dict.fromkeys(ARGS), "deterministic": deterministic})
+    args = argparse.Namespace(
+        **{**dict.fromkeys(ARGS), "deterministic": deterministic, "needs": (), "compile": False, "input": arguments.Input()}
+    )
     args.world = world.resolve(args, env, gpus, "host")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -100,11 +102,11 @@ def test_a_gpu_for_which_torch_has_no_kernels(capability, known, words):
 
 
 def test_the_driver_is_known_where_its_library_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(nvml, "_library", lambda: None)
-    monkeypatch.setattr(nvml, "LOADED", tmp_path / "version")
-    assert (nvml.driver(), nvml.gpus()) == (None, 0)
-    nvml.LOADED.write_text("550.54\n")
-    assert (nvml.driver(), nvml.gpus()) == ("550.54", 0)
+    monkeypatch.setattr(drivers, "_library", lambda: None)
+    monkeypatch.setattr(drivers, "NVIDIA", tmp_path / "version")
+    assert (drivers.nvidia(), drivers.gpus()) == (None, 0)
+    drivers.NVIDIA.write_text("550.54\n")
+    assert (drivers.nvidia(), drivers.gpus()) == ("550.54", 0)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_a_container_may_have_fewer_cores_than_it_sees(files, allowed, tmp_path,
 )
 def test_why_torch_sees_no_gpu(driver, visible, words, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(nvml, "driver", lambda: driver)
-    monkeypatch.setattr(nvml, "gpus", lambda: int(visible == "1"))
+    monkeypatch.setattr(drivers, "nvidia", lambda: driver)
+    monkeypatch.setattr(drivers, "gpus", lambda: int(visible == "1"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

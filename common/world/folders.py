@@ -8,6 +8,7 @@ import argparse
 import fnmatch
 import os
 import re
+import shutil
 import urllib.parse
 from collections.abc import Mapping
 from typing import Optional
@@ -32,8 +33,18 @@ TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSOR
 BUCKETS = ("s3://", "obs://", "oss://")
 ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
 
+INPUT_DIR = "input_dir"  # where what is fetched goes, and indexes of data, unless --input_dir says otherwise
+
 # In a folder that is filled from an address: what is not whole yet, and what is remembered of it. No object can have this name.
 FETCHING = ".fetching"
+
+# Where a platform puts its inputs, and what it keeps of a container: {a variable that it sets: the folders}.
+INPUTS = "/home/ma-user/modelarts/inputs"  # of ModelArts, a folder for each input
+KEPT = {
+    "MA_JOB_DIR": ("/home/ma-user/modelarts/outputs",),
+    "SM_MODEL_DIR": ("/opt/ml/model", "/opt/ml/checkpoints", "/opt/ml/output"),
+}
+OWN_DISKS = {"MA_JOB_DIR": "/cache"}  # beside the container's own, and gone with it; what is mounted elsewhere stays
 
 # SageMaker copies these two folders to and from S3, and names them in no variable.
 SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
@@ -41,7 +52,7 @@ SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Optional[str]]:
-    """{data_url, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
+    """{data_url, input_dir, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
     output = args.output_dir or _first(environ, OUTPUT)
     checkpoints = tensorboard = None
     if not args.output_dir:  # a folder given by hand holds everything
@@ -50,17 +61,76 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
         if "SM_MODEL_DIR" in environ:
             checkpoints = checkpoints or SAGEMAKER_CHECKPOINTS
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
-    output = _place("output_dir", output) or os.path.join("output_dir", args.job)
+    output = _place("output_dir", output) or _default(args)
     url = output if is_address(output) else None
     if url:  # the run writes to a folder of this machine, and is published from there
         output = local_folder(url, "output_dir")
     return {
         "data_url": _place("data_url", args.data_url or _first(environ, DATA)),
+        "input_dir": _place("input_dir", args.input_dir) or _roomiest(environ),
         "output_url": url,
         "output_dir": output,
         "checkpoint_dir": _place("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
         "tensorboard_dir": _place("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
     }
+
+
+def _roomiest(environ):
+    """ModelArts' GPU machines have a disk of their own, mostly larger than the one that the job is started on.
+
+    By its size and not by what is free, which changes while data are fetched: all ranks and starts have to choose alike.
+    """
+    disk = OWN_DISKS["MA_JOB_DIR"]
+    if "MA_JOB_DIR" in environ and os.access(disk, os.W_OK) and _size(disk) > _size("."):
+        return os.path.join(disk, INPUT_DIR)
+    return INPUT_DIR
+
+
+def _size(folder):
+    return shutil.disk_usage(folder).total
+
+
+def _default(args):
+    return os.path.join("output_dir", args.job)
+
+
+def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """An input or output that has another name than ours is none that this job reads or writes, so it is refused.
+
+    `args`: what resolve() returned, and custom_data; `options`: those that the job does not have.
+    """
+    places = {**{f"--{name}": value for name, value in options.items()}, **environ}
+    outputs = {name: value for name, value in places.items() if _is_below(value, KEPT["MA_JOB_DIR"])}
+    read = {*OUTPUT, *CHECKPOINTS, *TENSORBOARD}
+    outputs.update({name: value for name, value in environ.items() if name.startswith("PAI_OUTPUT_") and name not in read})
+    inputs = {name: value for name, value in places.items() if _is_below(value, (INPUTS,))}
+    by_default = not args.output_url and args.output_dir == _default(args)
+    if inputs and not (args.data_url or args.custom_data):
+        name, value = min(inputs.items())
+        raise UserError(f"{name} is {one_line(value)[:200]}, an input that this job does not read: call it data_url")
+    if outputs and by_default:
+        name, value = min(outputs.items())
+        ours = "model" if name.startswith("PAI_OUTPUT_") else "train_url"
+        raise UserError(f"{name} is {one_line(value)[:200]}, an output that this job does not write to: call it {ours}")
+
+
+def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
+    """Why the results of this run would go with its container, or None."""
+    for variable, kept in KEPT.items():
+        kept = (*kept, *filter(None, [environ.get("SM_MODEL_DIR")]))
+        if variable in environ and not args.output_url and not _is_below(args.output_dir, kept):
+            folder = os.path.abspath(args.output_dir)
+            while not os.path.ismount(folder):
+                folder = os.path.dirname(folder)
+            if folder in ("/", OWN_DISKS.get(variable)):
+                return f"the platform does not keep {one_line(args.output_dir)}: it keeps what is in {', '.join(kept)}"
+    return None
+
+
+def _is_below(path, folders):
+    return os.path.isabs(path) and (os.path.normpath(path) + os.sep).startswith(
+        tuple(f"{folder}{os.sep}" for folder in folders)
+    )
 
 
 def _first(environ, names):
@@ -83,6 +153,14 @@ def _place(what, path):
     if path.startswith(("https://", "http://")) and re.search(r"[\s\x00-\x1f]", path):
         raise UserError(f"{what} has a space or a line end in its address: write a space as %20")
     return path
+
+
+def can_be_made(folder: str) -> bool:
+    """Whether this user may write to it, or may make it."""
+    place = os.path.abspath(folder)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
 
 
 def is_address(text: object) -> bool:

@@ -18,10 +18,10 @@ class World:
     world_size: int
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    gpus_promised: int = 0  # how many the platform says this node has; 0 when it says nothing
+    gpus_promised: int = 0  # GPUs, NPUs: how many the platform says this node has; 0 when it says nothing
     job_id: str = ""
     restart_count: int = 0
 
     def owns_the_only(self, gpus: int) -> bool:
         """Whether these GPUs, all that a process sees, are its own: srun --gpus-per-task=1, or a wrapper around mpirun."""
-        return gpus == 1 and self.level == "process" and self.platform in ("slurm", "openmpi")
+        return gpus == 1 and self.level == "process" and self.platform in ("slurm", "openmpi", "ascend")

@@ -8,10 +8,11 @@ import socket
 from collections.abc import Mapping
 
 from common.errors import UserError, count
+from common.world.given import Given
 from common.world.place import World
-from common.world.rules import RULES, Given
+from common.world.rules import RULES
 
-PLATFORM = "ANYRANK_PLATFORM"  # the platform that the parent of this node recognised, for its workers
+PLATFORM = "ANYRANK_PLATFORM"  # the platform that the parent of this node recognised, and by what, for its workers
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it
 
 JOB_ID = [
@@ -52,16 +53,16 @@ def require_one_device(args: argparse.Namespace) -> None:
 def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:
     """A pure function; of `args` it reads init_method, rank, world_size, local_rank and nproc_per_node."""
     given = Given(args, environ, gpus, hostname, launcher)
-    if "RANK_TABLE_FILE" in given.env:
-        raise UserError("RANK_TABLE_FILE is set: these jobs do not support Ascend devices; choose a GPU or CPU flavor")
     place = next(world for rule in RULES if (world := _apply(rule, given)))
+    platform, _, rule = given.env.get(PLATFORM, "").partition(": ")
     if place.level == "node" and place.node_rank >= place.num_nodes:
         raise UserError(f"{place.rule}: node rank {place.node_rank} is not below the number of nodes, {place.num_nodes}")
     if place.rank >= place.world_size:
         raise UserError(f"{place.rule}: rank {place.rank} is not below world size {place.world_size}")
     return dataclasses.replace(
         place,
-        platform=given.env.get(PLATFORM) or place.platform,
+        platform=platform or place.platform,
+        rule=rule or place.rule,
         master_addr=place.master_addr or "127.0.0.1",
         master_port=place.master_port or given.number("MASTER_PORT") or DEFAULT_PORT,
         job_id=next((given.env[name] for name in JOB_ID if name in given.env), ""),

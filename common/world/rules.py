@@ -5,54 +5,20 @@ launchers that certainly start one process per worker come first, then the platf
 recognised by a variable that no other sets.
 """
 
-import argparse
-import json
+import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, Optional
+import zlib
+from typing import Optional
 
 from common.errors import UserError, one_line
+from common.world import ranktable
+from common.world.given import Given, agree, node, process
 from common.world.place import World
 
-
-class Given:
-    """Everything a rule may look at: arguments, environment, number of GPUs, host name, and the launcher's command line."""
-
-    def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str):
-        self.args, self.gpus, self.hostname, self.launcher = args, gpus, hostname, launcher
-        self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
-
-    def has(self, *names: str) -> bool:
-        return all(name in self.env for name in names)
-
-    def number(self, *names: str) -> int:
-        """The whole number in the first of these variables that is set, else 0."""
-        for name in names:
-            if name in self.env:
-                if not re.fullmatch(r"\d{1,9}", self.env[name]):
-                    raise UserError(f"{name} is {self.env[name][:80]!r}: a whole number was expected")
-                return int(self.env[name])
-        return 0
-
-    def json(self, name: str) -> Any:
-        try:
-            return json.loads(self.env[name])
-        except (ValueError, RecursionError):
-            raise UserError(f"{name} is {self.env[name][:80]!r}: JSON was expected") from None
-
-
-def agree(name: str, value: Optional[int], other_name: str, other: int) -> None:
-    if value is not None and value != other:
-        raise UserError(f"{name} is {value} but {other_name} is {other}: they contradict each other; give one of them")
+MODELARTS_PORT = 6666  # of the manual's examples; its own images get none
 
 
 # --- Launchers: one process per worker ---------------------------------------------------------------------------------
-
-
-def process(platform: str, rule: str, rank: int, size: int, local_rank: int, local_size: int, node_rank: int,
-            master: Optional[str] = None, port: Optional[int] = None) -> World:  # fmt: skip
-    nodes = max(1, size // max(1, local_size))
-    return World(platform, rule, "process", node_rank, nodes, local_rank, local_size, rank, size, master or "", port or 0)
 
 
 def torchrun(given: Given) -> Optional[World]:
@@ -121,6 +87,32 @@ def slurm(given: Given) -> Optional[World]:
     return process("slurm", "srun, one task per process", rank, tasks, local_rank, local_size, node_rank, master, port)
 
 
+def ascend(given: Given) -> Optional[World]:
+    """ModelArts' Ascend engine starts the boot file once for each card; RANK_TABLE_FILE names the cards and their ranks."""
+    if not given.has(ranktable.VARIABLE, "RANK_ID"):
+        return None
+    servers = ranktable.read(given.env[ranktable.VARIABLE])
+    size, rank = sum(len(server.cards) for server in servers), given.number("RANK_ID")
+    node_rank = next((number for number, server in enumerate(servers) if rank in server.cards), None)
+    if given.has("RANK_SIZE"):
+        agree("RANK_SIZE", given.number("RANK_SIZE"), "the number of cards in the rank table", size)
+    if node_rank is None:
+        raise UserError(f"RANK_ID is {rank}, which is not in the rank table: it has ranks 0 to {size - 1}; start the job again")
+    mine, first = servers[node_rank].cards, servers[0].host
+    if given.has("ASCEND_DEVICE_ID"):
+        agree("ASCEND_DEVICE_ID", given.number("ASCEND_DEVICE_ID"), "the card of this rank in the rank table", mine[rank])
+    master = first or given.env.get("VC_WORKER_HOSTS", "").split(",")[0] or given.env.get("MASTER_ADDR")
+    if len(servers) > 1 and not master:
+        raise UserError("the rank table has no host_ip: set MASTER_ADDR to the first node's address, alike on every node")
+    job = given.env.get("MA_VJ_NAME", "")
+    port = given.number("MASTER_PORT") or 20000 + zlib.crc32(job.encode()) % 12000  # two jobs may share a node
+    local_rank = list(mine).index(rank)
+    world = process(
+        "ascend", "RANK_TABLE_FILE and RANK_ID count cards", rank, size, local_rank, len(mine), node_rank, master, port
+    )
+    return dataclasses.replace(world, num_nodes=len(servers), gpus_promised=len(mine))
+
+
 def first_slurm_host(nodelist: str) -> str:
     """node[01-03,07],gpu5 -> node01"""
     first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
@@ -140,21 +132,6 @@ def slurm_tasks_on(tasks_per_node: str, node_rank: int) -> Optional[int]:
 # --- Platforms: one process per node, which starts the workers ----------------------------------------------------------
 
 
-def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
-         master: Optional[str] = None, port: Optional[int] = None, promised: int = 0) -> World:  # fmt: skip
-    """--nproc_per_node or NPROC_PER_NODE is the number of workers; --nproc_per_node 1: the user starts one process per GPU."""
-    if nodes > 1 and not master:
-        raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
-    workers, local_rank = given.args.nproc_per_node, 0
-    if workers is None:
-        workers = given.number("NPROC_PER_NODE") or promised or given.gpus
-        workers = (min(workers, given.gpus) if given.gpus else given.number("NPROC_PER_NODE")) or 1
-    elif workers == 1 and given.gpus:
-        local_rank = given.args.local_rank if given.args.local_rank is not None else node_rank % given.gpus
-    ranks = (local_rank, workers, node_rank * workers, nodes * workers)
-    return World(platform, rule, "node", node_rank, nodes, *ranks, master or "", port or 0, promised)
-
-
 def modelarts_arguments(given: Given) -> Optional[World]:
     """ModelArts' preset images append --init_method, --rank and --world_size, each of which may be missing."""
     args = given.args
@@ -170,11 +147,23 @@ def modelarts_arguments(given: Given) -> Optional[World]:
         if nodes > 1 and not given.has("VC_TASK_INDEX"):
             raise UserError(f"--world_size {nodes} without --rank: give each node its number, 0 to {nodes - 1}")
         rank = given.number("VC_TASK_INDEX") if nodes > 1 else 0
+    _agree_with_the_environment(given, rank, nodes)
     master, port = init_method(given)
     if nodes > 1 and master is None:
         raise UserError(f"--world_size {nodes} without --init_method: give every node tcp://HOST:PORT of node 0")
     rule = "--init_method, --rank and --world_size count nodes"
     return node(given, "modelarts", rule, rank, nodes, master, port, given.number("MA_NUM_GPUS"))
+
+
+def _agree_with_the_environment(given, rank, nodes):
+    """RANK and WORLD_SIZE beside the arguments count the same nodes, or WORLD_SIZE the processes of all of them."""
+    if not given.has("RANK", "WORLD_SIZE"):
+        return
+    size = given.number("WORLD_SIZE")
+    if size not in (nodes * (given.number("NPROC_PER_NODE") or given.gpus), nodes * (given.args.nproc_per_node or 1)):
+        agree("--world_size", nodes, "WORLD_SIZE", size)
+    if size == nodes:
+        agree("--rank", rank, "RANK", given.number("RANK"))
 
 
 def init_method(given: Given) -> tuple[Optional[str], int]:
@@ -196,7 +185,8 @@ def modelarts_environment(given: Given) -> Optional[World]:
         return None
     rank = given.number("RANK_AFTER_ACC", "VC_TASK_INDEX") if nodes > 1 else 0  # meaningless on one node
     master = given.env.get("VC_WORKER_HOSTS", "").split(",")[0] or given.env.get("MASTER_ADDR")
-    return node(given, "modelarts", "MA_NUM_HOSTS and VC_TASK_INDEX", rank, nodes, master, promised=given.number("MA_NUM_GPUS"))
+    port = given.number("MASTER_PORT") or MODELARTS_PORT
+    return node(given, "modelarts", "MA_NUM_HOSTS and VC_TASK_INDEX", rank, nodes, master, port, given.number("MA_NUM_GPUS"))
 
 
 def kubeflow(given: Given) -> Optional[World]:
@@ -294,6 +284,6 @@ def plain(given: Given) -> World:
 
 
 RULES = [
-    torchrun, openmpi, slurm,
+    torchrun, openmpi, slurm, ascend,
     modelarts_arguments, modelarts_environment, kubeflow, volcengine, sagemaker, vertex, bare_rank, volcano, plain,
 ]  # fmt: skip

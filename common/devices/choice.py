@@ -1,0 +1,98 @@
+"""Which device this process takes, and what to do where it is not there."""
+
+import argparse
+import os
+from typing import Optional
+
+import torch
+
+from common import errors
+from common.devices import kinds
+from common.devices.diagnosis import diagnosis, unknown_architecture
+from common.devices.kinds import COMPILE, KINDS, count, slices
+from common.errors import UserError
+
+TO_THE_CPU = "--enable_gpu false to train on the CPU"
+
+
+def choose(args: argparse.Namespace) -> torch.device:
+    """The accelerator of this process's local rank, or the CPU. --enable_gpu decides; unset: an accelerator if there is one."""
+    here, cut, name = args.world, slices(), kinds.accelerator()
+    if here.local_rank < len(cut):
+        os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
+    usable = args.enable_gpu is not False and kinds.available() and args.device in (None, name)
+    if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
+        wanted = args.device or ("npu" if here.platform == "ascend" else name)
+        noun = KINDS[wanted].noun
+        promised = f"the platform reports {errors.count(here.gpus_promised, noun)} ({here.platform})"
+        given = f"--device {wanted}" if args.device else "--enable_gpu true" if args.enable_gpu else promised
+        raise UserError(f"{given}, but torch sees no {noun}: {diagnosis(wanted)}; or give {TO_THE_CPU}")
+    if args.enable_gpu is False:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
+    if args.enable_gpu is False or not usable:
+        return torch.device("cpu")
+    device = torch.device(name, _number(here, cut)) if KINDS[name].queues else torch.device(name)
+    for need in (*args.needs, *args.input.needs, *([COMPILE] if args.compile else [])):
+        kinds.refuse(device, need)
+    if kinds.is_nvidia(device):
+        wrong = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
+        if wrong:
+            raise UserError(f"{torch.cuda.get_device_name(device)} is {wrong}; or give {TO_THE_CPU}")
+    if KINDS[name].queues:
+        kinds.module().set_device(device)
+    _choose_algorithms(KINDS[name], args.deterministic)
+    return device
+
+
+def _number(here, cut):
+    seen = count()
+    number = 0 if here.local_rank < len(cut) or here.owns_the_only(seen) else here.local_rank
+    if number >= seen:
+        sees = f"this process sees {seen}; start fewer processes"
+        raise UserError(f"local rank {here.local_rank} has no {kinds.noun()}: {sees}, or give {TO_THE_CPU}")
+    return number
+
+
+def _choose_algorithms(kind, deterministic):
+    """Those that always give the same bits, or an error where there is none; else the fastest, found in the first steps."""
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ.update(kind.deterministic)  # before their first use
+        torch.use_deterministic_algorithms(True)
+        # Slow, and for finding mistakes; pyright does not see that the module has it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
+    """A sentence where the platform says that this node has more accelerators than torch sees."""
+    here, seen = args.world, count() if args.enable_gpu is not False else 0
+    if not 0 < seen < here.gpus_promised or here.owns_the_only(seen):
+        return None
+    what = f"{here.gpus_promised} {kinds.noun()}s"
+    return f"torch sees {seen} of the {what} that {here.platform} says this node has: the others are idle"
+
+
+def require_one_each(args: argparse.Namespace) -> None:
+    """In the parent of a node, before it starts workers that would find no accelerator."""
+    seen = count()
+    if args.enable_gpu is not False and 0 < seen < args.world.local_world_size:
+        raise UserError(
+            f"{args.world.local_world_size} processes on a node with {errors.count(seen, kinds.noun())}: "
+            f"give --nproc_per_node {seen}, or {TO_THE_CPU}"
+        )
+
+
+def identity(device: torch.device) -> str:
+    """A name that no other device on this machine has; empty for a CPU, which may be shared."""
+    if not kinds.is_accelerator(device):
+        return ""
+    if kinds.is_nvidia(device):
+        return next(iter(slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    return f"{device} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}"
+
+
+def describe(device: torch.device) -> str:
+    if not kinds.is_accelerator(device):
+        return f"cpu ({torch.get_num_threads()} threads)"
+    name = getattr(kinds.module(), "get_device_name", None)
+    return f"{device} ({name(device)})" if name else str(device)

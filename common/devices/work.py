@@ -1,0 +1,168 @@
+"""What a program asks of its device, in the words of each kind: queues and events, memory, precision, layout, kernels."""
+
+import argparse
+import contextlib
+import operator
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from common import cores
+from common.devices import kinds
+from common.errors import UserError
+
+# --- How it computes ------------------------------------------------------------------------------------------------------
+
+
+def layout(device: torch.device) -> torch.memory_format:
+    """Of images and convolutions: channels last is the faster one on GPUs and CPUs, and NPUs do not know it."""
+    return kinds.of(device).layout
+
+
+def fused(device: torch.device) -> bool:
+    """Whether an optimizer can update all weights in one kernel."""
+    return kinds.of(device).fused
+
+
+def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
+    """With --compile true, in place: kernels of several operations each, which a GPU replays as one graph."""
+    if not args.compile:
+        return
+    if isinstance(model, torch.nn.DataParallel):
+        raise UserError("--compile does not go with DataParallel, which copies the network in every step: take train_ddp.py")
+    on_gpu = any(kinds.is_nvidia(parameter.device) for parameter in model.parameters())
+    variable, programs = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++", "clang++", "c++"))
+    if not os.environ.get(variable) and not any(map(shutil.which, programs)):
+        raise UserError(f"--compile true needs a compiler: install {programs[0]}, or leave the option out")
+    model.compile(mode="reduce-overhead" if on_gpu else None)
+
+
+def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """--amp_dtype, or bfloat16 where the hardware computes in it and float16 elsewhere (V100, T4, P100, Ascend 910A)."""
+    if args.amp_dtype:
+        return getattr(torch, args.amp_dtype)
+    if kinds.is_nvidia(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if kinds.has_queues(device) and not getattr(kinds.module(), "is_bf16_supported", lambda: True)():
+        return torch.float16
+    return kinds.of(device).half
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Convolutions in float32; by itself torch lets a GPU or an NPU compute them with ten bits (TF32, HF32)."""
+    path, _, name = (kinds.KINDS[kinds.accelerator()].exact or "backends.cudnn.allow_tf32").rpartition(".")
+    switches = operator.attrgetter(path)(torch)
+    before = getattr(switches, name)
+    setattr(switches, name, False)
+    try:
+        yield
+    finally:
+        setattr(switches, name, before)
+
+
+def profiled() -> list:
+    """What torch's profiler records."""
+    from torch.profiler import ProfilerActivity
+
+    activity = kinds.KINDS[kinds.accelerator()].activity
+    return [ProfilerActivity.CPU, *([getattr(ProfilerActivity, activity)] if activity and kinds.available() else [])]
+
+
+# --- The host's part --------------------------------------------------------------------------------------------------------
+
+
+def loader_workers(args: argparse.Namespace) -> int:
+    """--workers, or this node's cores divided among its ranks."""
+    return cores_of_a_rank(args) if args.workers is None else args.workers
+
+
+def cores_of_a_rank(args: argparse.Namespace) -> int:
+    return max(1, cores.count() // args.world.local_world_size)
+
+
+def moved(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
+    """On the device, without making the host wait: from pinned memory, which the device reads by itself.
+
+    Images go in the device's layout, which the host gives them where the device has only one.
+    """
+    if tensor.dim() == 4 and layout(device) is torch.contiguous_format:
+        tensor = tensor.contiguous()
+    if pin and kinds.has_queues(device) and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+# --- Queues and events ------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if kinds.has_queues(device):
+        kinds.module().synchronize(device)
+    elif kinds.is_accelerator(device):
+        torch.accelerator.synchronize()
+
+
+def current() -> torch.device:
+    """The accelerator that this process uses."""
+    return torch.device(kinds.accelerator(), kinds.module().current_device())
+
+
+def use(device: torch.device) -> None:
+    """In a new thread, which would use the first device, and allocate memory there."""
+    if kinds.has_queues(device) and device.index is not None:
+        kinds.module().set_device(device)
+
+
+def side_stream(device: torch.device) -> Any:
+    """A queue of a device for work beside the training; None where there are no queues."""
+    return kinds.module().Stream(device) if kinds.has_queues(device) else None
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager:
+    """What is asked of the device inside `with` goes to this queue, if there is one."""
+    return kinds.module().stream(stream) if stream else contextlib.nullcontext()
+
+
+def current_stream(device: torch.device) -> Any:
+    return kinds.module().current_stream(device)
+
+
+def mark(stream: Any) -> Any:
+    """An event at this place of a queue, with the time."""
+    event = kinds.module().Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+# --- Numbers and memory -----------------------------------------------------------------------------------------------------
+
+
+def seed_in_use(number: int) -> None:
+    """Seed the generator of the device that this process uses, if it uses one. torch.manual_seed would take longer, for all."""
+    module = kinds.module()
+    if kinds.KINDS[kinds.accelerator()].queues:
+        if module.is_initialized():
+            module.default_generators[module.current_device()].manual_seed(number)
+    elif kinds.available():
+        module.manual_seed(number)
+
+
+def memory_in_use() -> list[tuple[int, int]]:
+    """[(number, bytes in use by all programs)] of the accelerators that this process may use."""
+    found = []
+    for number in range(kinds.count()):
+        free, total = kinds.module().mem_get_info(number)
+        found.append((number, total - free))
+    return found
+
+
+def give_memory_back(device: torch.device) -> None:
+    """What torch holds for tensors to come."""
+    if kinds.is_accelerator(device):
+        synchronize(device)
+        kinds.module().empty_cache()

@@ -1,0 +1,75 @@
+"""What the drivers of this machine's devices say of it. Nothing here imports torch.
+
+NVIDIA's is asked through its own library: gVisor and WSL have no /dev/nvidia0 to look for. Ascend's devices are files.
+"""
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Optional
+
+NVIDIA = Path("/sys/module/nvidia/version")  # also where no GPU was given to this container
+DEVICES = Path("/dev")
+ASCEND = Path("/usr/local/Ascend")  # where the driver lies, and CANN unless ASCEND_HOME_PATH names another place
+
+
+def nvidia() -> Optional[str]:
+    """The version of NVIDIA's driver, or None."""
+    library, version = _library(), ctypes.create_string_buffer(96)
+    if library and library.nvmlSystemGetDriverVersion(version, len(version)) == 0:
+        return version.value.decode()
+    return NVIDIA.read_text().strip() if NVIDIA.exists() else None
+
+
+def gpus() -> int:
+    """The GPUs that this container may use, before CUDA_VISIBLE_DEVICES hides some of them."""
+    library, number = _library(), ctypes.c_uint()
+    return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
+
+
+def cores_near(gpu: str) -> set[int]:
+    """The logical cores of the machine that are near this GPU (GPU-uuid), or none where the driver does not know."""
+    library, handle = _library(), ctypes.c_void_p()
+    words = (ctypes.c_ulong * -(-(os.cpu_count() or 1) // 64))()
+    if not library or library.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(handle)) != 0:
+        return set()
+    if library.nvmlDeviceGetCpuAffinity(handle, len(words), words) != 0:
+        return set()
+    return {64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+
+
+def _library():
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == 0 else None
+
+
+def npus() -> int:
+    """The NPUs that this container was given: /dev/davinci0 and up."""
+    return sum(1 for name in os.listdir(DEVICES) if re.fullmatch(r"davinci\d+", name))
+
+
+def ascend() -> Optional[str]:
+    """The version of Ascend's driver, or None."""
+    return _stated(ASCEND / "driver" / "version.info")
+
+
+def cann() -> Optional[str]:
+    """The version of CANN, Ascend's toolkit, or None."""
+    homes = [Path(os.environ["ASCEND_HOME_PATH"])] if os.environ.get("ASCEND_HOME_PATH") else []
+    files = [home / "version.cfg" for home in (*homes, ASCEND / "ascend-toolkit" / "latest", ASCEND / "cann")]
+    files += [home / "compiler" / "version.info" for home in (*homes, ASCEND / "ascend-toolkit" / "latest")]
+    return next((version for file in files if (version := _stated(file))), None)
+
+
+def _stated(file):
+    """From lines such as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]."""
+    try:
+        text = file.read_text(errors="replace")
+    except OSError:
+        return None
+    stated = re.search(r"(?:^|_)version\s*=\s*\[?(?:[\d.]*:)?([\w.]+)", text, re.IGNORECASE | re.MULTILINE)
+    return stated[1] if stated else None
