@@ -1,6 +1,8 @@
 """Alive but without progress: who is named, and what is no reason for an alarm."""
 
+import os
 import re
+import types
 
 import pytest
 
@@ -91,3 +93,15 @@ def test_a_long_save_or_evaluation_is_no_alarm(tmp_path):
     done = run_patched(tmp_path, "slow save and evaluation", "--epochs", 1, "--save_steps", 2)
     assert "a save took five seconds" in done.stdout and "an evaluation took five seconds" in done.stdout
     assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+
+
+def test_what_a_watcher_has_slept_is_no_time_of_its_worker(tmp_path, monkeypatch):
+    """A terminal's Ctrl-Z stops both, and so does a cluster that suspends the job."""
+    clock = [1000.0]
+    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    watched = worker.Worker(0, str(tmp_path / "worker"))
+    watched.process = types.SimpleNamespace(poll=lambda: None, pid=os.getpid())
+    for seconds, idle in ((1, 1), (9, 10), (3600, 10), (2, 12)):
+        clock[0] += seconds
+        watched.look()
+        assert watched.status()["idle"] == idle

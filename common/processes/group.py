@@ -33,7 +33,8 @@ FOLDERS = ("common", "datasets")  # what a job imports
 
 # Options that may differ from node to node.
 OWN_OPTIONS = (
-    "rank", "local_rank", "data_url", "output_dir", "output_url", "checkpoint_dir", "tensorboard_dir", "workers", "init_method",
+    "rank", "local_rank", "data_url", "input_dir", "output_dir", "output_url", "checkpoint_dir", "tensorboard_dir", "workers",
+    "init_method",
 )  # fmt: skip
 
 
@@ -58,6 +59,8 @@ def start_workers(args: argparse.Namespace) -> None:
     if here.world_size == 1 and not args.max_restarts:
         return
     devices.require_one_each(args)
+    if fewer := devices.fewer_than_promised(args):
+        print(f"warning: node {here.node_rank}: {fewer}", flush=True)
     from common.processes.supervisor import Supervisor
 
     supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
@@ -79,6 +82,11 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     # destroy_process_group cannot end Gloo's threads, and one that lets go of its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     backend, timeout = devices.collectives_of(device), datetime.timedelta(seconds=args.collective_seconds)
+    if here.num_nodes > 1:
+        if wrong := network.not_here(os.environ, backend):
+            raise UserError(wrong)
+        if devices.is_nvidia(device) and here.local_rank == 0 and (slow := network.no_adapter(os.environ)):
+            print(f"warning: node {here.node_rank}: {slow}", flush=True)
     if here.level == "node":
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)
@@ -146,7 +154,7 @@ def _die_with_the_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(os.environ[heartbeat.PARENT]):  # the parent had ended before that call
         os._exit(1)
-    heartbeat.write_stack_on_signal()
+    heartbeat.write_stacks()
 
 
 def _leave():

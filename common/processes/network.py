@@ -3,11 +3,18 @@
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Optional
 
 SIOCGIFADDR = 0x8915
+ADAPTERS = Path("/sys/class/infiniband")
+
+# What NCCL says where the fault may be InfiniBand, or the GPUs' own use of it, rather than another rank.
+OF_INFINIBAND = r"nccl.*(ib_|ibv|NET/IB|GDR|unhandled system error|ncclSystemError|ncclInternalError)"
 
 
 def free_port() -> int:
@@ -54,3 +61,61 @@ def interface_of(address: Optional[str]) -> Optional[str]:
             if digits == packed:
                 return name
     return None
+
+
+def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
+    """A sentence where the variable of this backend of torch.distributed names no interface of this node."""
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    setting, names = environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
+    if not setting or any(_means(setting, name, variable) for name in names):
+        return None
+    return f"{variable} is {setting}, this node has {', '.join(names)}; unset {variable}"
+
+
+def _means(setting, name, variable):
+    """NCCL takes the beginnings of names, =NAME for a whole one and ^NAME for all others; Gloo takes names."""
+    if variable.startswith("GLOO"):
+        return name in setting.split(",")
+    listed = setting.lstrip("^=").split(",")
+    return (name in listed if "=" in setting[:2] else name.startswith(tuple(listed))) != setting.startswith("^")
+
+
+def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
+    """A sentence where NCCL_IB_HCA names no InfiniBand adapter of this node: NCCL says nothing, and takes TCP."""
+    setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # the ports of the adapters
+    if not setting or environ.get("NCCL_IB_DISABLE") == "1":
+        return None
+    names = sorted(os.listdir(ADAPTERS)) if ADAPTERS.is_dir() else []
+    if any(_means(setting, name, "NCCL_IB_HCA") for name in names):
+        return None
+    has = ", ".join(names) or "no InfiniBand adapter"
+    found = f"NCCL_IB_HCA is {setting}, this node has {has}: NCCL takes TCP, which is slower"
+    return f"{found}; unset NCCL_IB_HCA, or ask for another node"
+
+
+def taken_ports(environ: Mapping[str, str]) -> Optional[str]:
+    """A sentence where another program listens on a port that HCCL will want: 16 from HCCL_IF_BASE_PORT on."""
+    if environ.get("HCCL_HOST_SOCKET_PORT_RANGE") or not environ.get("HCCL_IF_BASE_PORT", "60000").isdigit():
+        return None
+    first = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
+    taken = [port for port in range(first, min(first + 16, 65536)) if not _is_free(port)]
+    if not taken:
+        return None
+    ports = ", ".join(map(str, taken))
+    return f"HCCL needs ports {first} to {first + 15}, and on this node {ports} is taken; give another HCCL_IF_BASE_PORT"
+
+
+def _is_free(port):
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def advice(error: Exception) -> str:
+    """What to try where NCCL failed for a reason of its own."""
+    if not re.search(OF_INFINIBAND, str(error), re.IGNORECASE | re.DOTALL):
+        return ""
+    tries = "NCCL_IB_DISABLE=1 tries it without InfiniBand, NCCL_NET_GDR_LEVEL=0 without GPUDirect over it"
+    return f"; NCCL_DEBUG=INFO says why; {tries}"

@@ -64,7 +64,7 @@ class _OverAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         images, weight, bias, running_mean, running_var, eps, momentum = inputs
-        kernels = GpuKernels if devices.is_gpu(images.device) else CpuKernels
+        kernels = GpuKernels if devices.of(images.device).norm_kernels else CpuKernels
         mine = torch.cat(kernels.statistics(images, eps))
         ranks = torch.empty(distributed.get_world_size(), len(mine), dtype=mine.dtype, device=mine.device)
         distributed.all_gather_into_tensor(ranks.view(-1), mine)
@@ -77,7 +77,8 @@ class _OverAllRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         images, weight, mean, scale = ctx.saved_tensors
-        gradient = gradients[0].contiguous(memory_format=torch.channels_last) if devices.is_gpu(images.device) else gradients[0]
+        own = devices.of(images.device).norm_kernels
+        gradient = gradients[0].contiguous(memory_format=torch.channels_last) if own else gradients[0]
         total, product, of_weight, of_bias = ctx.kernels.reduced(gradient, images, mean, scale, weight)
         sums = torch.cat([total, product])
         distributed.all_reduce(sums)

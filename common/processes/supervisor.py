@@ -126,7 +126,7 @@ class Supervisor(Watch):
         shared = {
             "MASTER_ADDR": go["address"], "MASTER_PORT": str(go["port"]), "WORLD_SIZE": str(here.world_size),
             "LOCAL_WORLD_SIZE": str(here.local_world_size), "GROUP_RANK": str(here.node_rank), "NODE_RANK": str(here.node_rank),
-            "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: here.platform,
+            "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: f"{here.platform}: {here.rule}",
             "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
             **network.interfaces(self._own_address()),
             **malloc.tuned(os.environ),
@@ -190,8 +190,8 @@ class Supervisor(Watch):
         restart = verdict["restart"] and self.attempt < self.max_restarts and not self.stop_signal
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
-                print(worker.stack(), file=sys.stderr, flush=True)
-        text = f"{verdict['text']}; stopping all {self.here.world_size} ranks"
+                print(worker.stack(), end="", file=sys.stderr, flush=True)
+        text = self.stopping(self.here.world_size)
         if restart:
             print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
         else:

@@ -123,5 +123,9 @@ class Watch:
         if self.verdict and self.hub:
             self.hub.send(verdict=self.verdict)
 
+    def stopping(self, workers: int) -> str:
+        """What is done after a verdict, for the log."""
+        return f"{self.verdict['text']}; stopping all {workers} ranks" if workers > 1 else self.verdict["text"]
+
     def own_finished(self) -> bool:
         return all(worker.code == 0 and worker.last[0] == "done" for worker in self.workers)

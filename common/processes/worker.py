@@ -15,6 +15,7 @@ from common.errors import STOP_SIGNALS
 
 STOPPED_SECONDS = 3.0  # a debugger may put a process into state T for a moment; this is longer
 STALL_SECONDS, STALL_STEPS = 60, 10  # training without a step for this long, or for as long as this many median steps
+ASLEEP_SECONDS = 10  # without a look at a worker: a terminal's Ctrl-Z, or a cluster that has suspended the job
 STOP = "stop"  # no fault: the platform has told this worker to stop
 
 
@@ -30,7 +31,7 @@ class Worker:
         self.rank, self.files = rank, files
         self.process: Any = None  # a Popen, once it is started
         self.pulse = heartbeat.create(files)
-        self.changed = time.monotonic()
+        self.changed = self.looked = time.monotonic()
         self.last = self.pulse.read()
         self.step_seconds = collections.deque(maxlen=50)
         self.stopped_since = self.code = None
@@ -39,6 +40,9 @@ class Worker:
     def look(self) -> None:
         """Read the pulse and the state of the process."""
         now, seen = time.monotonic(), self.pulse.read()
+        if now - self.looked > ASLEEP_SECONDS:  # this process was stopped, and what it watches was, too: no time of the run
+            self.changed += now - self.looked
+        self.looked = now
         if seen != self.last:
             if seen[1] > self.last[1] and (self.last[1] > 0 or self.last[0] == "compile") and seen[0] in heartbeat.TRAINING:
                 self.step_seconds.append((now - self.changed) / (seen[1] - self.last[1]))
@@ -75,10 +79,10 @@ class Worker:
             return STOP
         if self.code > 0:
             return cause(f"{name} ended with exit code {self.code} {where}")
-        hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else ""
+        hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else getattr(self.process, "doubt", "")
         # A victim aborts at the end of its broken collective; every other signal came from outside.
         text = f"{name} was killed by {signal.Signals(-self.code).name}{hint} {where}"
-        return cause(text, direct=self.code != -signal.SIGABRT)
+        return {**cause(text, direct=self.code != -signal.SIGABRT), "stack_of": self.rank}
 
     def reported_fault(self) -> Optional[dict[str, Any]]:
         """What the worker has written with heartbeat.report_fault, if it could."""
@@ -87,7 +91,9 @@ class Worker:
         return None
 
     def stack(self) -> str:
-        """The stack of the worker, which its fault handler writes on a signal."""
+        """The stack of the worker, which its fault handler writes on a signal, or has written when it crashed."""
+        if self.code is not None:
+            return heartbeat.crash(self.files)
         with contextlib.suppress(OSError):
             self.process.send_signal(signal.SIGUSR2)
             deadline = time.monotonic() + 2
@@ -96,7 +102,7 @@ class Worker:
                 if text.endswith("\n"):
                     return text
                 time.sleep(0.05)
-        return f"rank {self.rank} did not write its stack"
+        return f"rank {self.rank} did not write its stack\n"
 
 
 def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:

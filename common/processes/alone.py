@@ -1,0 +1,58 @@
+"""The watcher of a job on one device: if that is killed, crashes or hangs, its last line says so, and where it was.
+
+A process that hangs or is stopped is ended, so that the platform can start it again; in a terminal there is only a warning.
+"""
+
+import socket
+import sys
+import time
+
+from common import heartbeat
+from common.errors import one_line, show
+from common.processes import beside
+from common.processes.worker import Worker, stalled, summary
+
+LOOK_SECONDS = 0.2
+
+
+def start(rank: int) -> None:
+    """Fork the watcher of this process."""
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    try:
+        files, _ = beside.start(rank, lambda worker: _watch(worker, interactive))
+        heartbeat.watched_alone(files)
+        heartbeat.write_stacks()
+    except OSError as error:  # no room for temporary files
+        print(f"warning: this process is not watched: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+def _watch(worker: Worker, interactive: bool) -> None:
+    warned = False
+    while worker.code is None:
+        time.sleep(LOOK_SECONDS)
+        worker.look()
+        text = _fault(worker)
+        if text and worker.code is None and interactive:
+            if not warned:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+            warned = True
+        elif text:
+            print(worker.stack(), end="", file=sys.stderr, flush=True)
+            show(text)
+            worker.process.end(1)
+            return
+        else:
+            warned = False
+
+
+def _fault(worker):
+    """What is wrong with it, unless it has said that itself. Nobody waits for it, so only its training is timed."""
+    if worker.code is not None and worker.code >= 0:
+        return None
+    report = worker.fault(f"host {socket.gethostname()}")
+    if report:
+        return report["text"]
+    status = worker.status()
+    if status["phase"] not in heartbeat.TRAINING or not stalled([summary([status])]):
+        return None
+    return f"no progress for {status['idle']:.0f} s after step {status['steps']}, in phase {status['phase']}"

@@ -1,0 +1,142 @@
+"""A small process beside one that a platform or a person has started, where that has no parent of ours: it tells how it ended.
+
+It is forked before anything has been computed, and knows nothing of the device. What it watches for is its own affair
+(watcher.py: one of several ranks; alone.py: a single process); here is how the two speak with each other.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Optional
+
+from common import heartbeat
+from common.errors import STOP_SIGNALS, one_line
+from common.processes.worker import Worker
+
+ANSWER_SECONDS = 10  # of the watcher, to its rank
+ENDING_SECONDS = 2  # how long a rank may take to end by itself
+
+# What Python's fault handler writes of a crash, beside the stack.
+CRASHES = {
+    "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE,
+}  # fmt: skip
+
+
+class Rank:
+    """The process that the watcher was forked from, with what a Worker needs of a Popen."""
+
+    def __init__(self, pid: int, files: str, orders: socket.socket):
+        self.pid, self._files, self._orders = pid, files, orders
+        self._stops_well = False  # whether it handles SIGTERM by now
+        self.doubt = ""  # about the signal that poll() returns
+
+    def poll(self) -> Optional[int]:
+        """None while it runs; then the exit code that it has left, or the signal that has ended it.
+
+        Only a parent learns that signal. A crash leaves its stack; else it is SIGKILL, or SIGTERM as long as nobody handles it.
+        """
+        if os.getppid() == self.pid:
+            with contextlib.suppress(OSError):
+                caught = Path(f"/proc/{self.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+                self._stops_well = bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(f"{self._files}.end").read_text())
+        stack = heartbeat.crash(self._files)
+        crashed = next((number for words, number in CRASHES.items() if words in stack), None)
+        self.doubt = "" if crashed or self._stops_well else " or SIGKILL"
+        return -(crashed or (signal.SIGKILL if self._stops_well else signal.SIGTERM))
+
+    def send_signal(self, number: int) -> None:
+        if os.getppid() == self.pid:
+            os.kill(self.pid, number)
+
+    def order(self, seconds: float) -> Optional[dict[str, Any]]:
+        """What it asks for, if it does within these seconds."""
+        if select.select([self._orders], [], [], seconds)[0] and (line := self._orders.recv(65536)):
+            return json.loads(line)
+        return None
+
+    def answer(self, **answer: Any) -> None:
+        self._orders.send(json.dumps(answer).encode())
+
+    def end(self, code: int) -> None:
+        """Make it end with this exit code, or by force."""
+        with contextlib.suppress(OSError):
+            self.answer(end=code)
+        deadline = time.monotonic() + ENDING_SECONDS
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.send_signal(signal.SIGKILL)
+
+
+class Beside:
+    """The socket to its watcher, in the process that is watched."""
+
+    def __init__(self, orders: socket.socket):
+        self._orders, self._answers = orders, threading.Semaphore(0)
+        self._port = 0
+        threading.Thread(target=self._listen, name="watcher", daemon=True).start()
+
+    def _listen(self):
+        with contextlib.suppress(OSError):
+            while line := self._orders.recv(65536):
+                answer = json.loads(line)
+                if "end" in answer:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(answer["end"])
+                self._port = answer["port"]
+                self._answers.release()
+
+    def listen(self, key: str, **order: Any) -> int:
+        """The port on which the watcher of rank 0 now waits for the others; 0 where it does not answer."""
+        self._send(listen=key, **order)
+        self._answers.acquire(timeout=ANSWER_SECONDS)
+        return self._port
+
+    def join(self, **order: Any) -> None:
+        self._send(**order)
+
+    def _send(self, **order):
+        with contextlib.suppress(OSError):  # it has gone, and the rank trains on
+            self._orders.send(json.dumps(order).encode())
+
+
+def start(rank: int, watch: Callable[[Worker], None]) -> tuple[str, Beside]:
+    """Fork a process that calls `watch`; (the files with which this one tells how it is, the socket to that one)."""
+    folder = tempfile.mkdtemp(prefix="anyrank-")
+    worker = Worker(rank, os.path.join(folder, "worker"))
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    pid = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork() == 0:
+        mine.close()
+        worker.process = Rank(pid, worker.files, its)
+        _watch(worker, watch, folder)
+    its.close()
+    return worker.files, Beside(mine)
+
+
+def _watch(worker, watch, folder) -> NoReturn:
+    try:
+        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2):  # they are for the rank, which says what it does
+            signal.signal(number, signal.SIG_IGN)
+        watch(worker)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            print(f"warning: rank {worker.rank} is no longer watched: {type(error).__name__}: {one_line(error)}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)

@@ -1,0 +1,134 @@
+"""A job on one device has a watcher, too: however it ends, and where it hangs, a line says so, and nothing is left behind."""
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from common.processes import alone as alone_watcher
+from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, saved, wait_for
+from tests.ranks import changed_loader, processes_of
+
+LONG = [*TINY, "--epochs", "200"]
+HOME = r"rank 0 \(host \S+\)"
+
+
+@contextlib.contextmanager
+def alone(folder, words, stdin=subprocess.DEVNULL):
+    words = [*map(str, words), "--output_dir", str(folder / "out")]
+    with open(folder / "log", "w") as log:
+        process = Popen(words, cwd=folder, env=environment(), stdin=stdin, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        wait_for(lambda: not processes_of(folder), None, "the end of the watcher")
+
+
+def log_of(folder):
+    return (folder / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "number, code, line",
+    [
+        (signal.SIGKILL, -9, rf"{HOME} was killed by SIGKILL, perhaps for want of memory after step \d+, in phase \w+"),
+        (signal.SIGSEGV, -11, rf"{HOME} was killed by SIGSEGV after step \d+, in phase \w+"),
+        (signal.SIGSTOP, -9, rf"{HOME} is stopped \(state T\) after step \d+, in phase \w+"),
+    ],
+)
+def test_a_job_that_is_killed_stopped_or_crashes_has_a_last_line(tmp_path, number, code, line):
+    with alone(tmp_path, command("train", *LONG, "--save_steps", 1)) as process:
+        wait_for(saved(tmp_path, 64), process, "a step")
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == code
+        wait_for(lambda: not processes_of(tmp_path), None, "the end of the watcher")
+    assert re.fullmatch(f"error: {line}", log_of(tmp_path).splitlines()[-1]), log_of(tmp_path)
+    assert ("Fatal Python error: Segmentation fault" in log_of(tmp_path)) == (number == signal.SIGSEGV)
+
+
+def test_a_job_that_hangs_shows_its_stack_and_ends(tmp_path):
+    with alone(tmp_path, [*changed_loader("train", tmp_path, "time.sleep(10000)"), *LONG]) as process:
+        assert process.wait(PATIENCE) == 1
+        wait_for(lambda: not processes_of(tmp_path), None, "the end of the watcher")
+    lines = log_of(tmp_path).splitlines()
+    assert re.fullmatch(r"error: no progress for \d+ s after step 2, in phase data", lines[-1]), lines
+    assert any(line.endswith("in changed") for line in lines), "the stack shows where it hangs"
+
+
+def test_in_a_terminal_a_job_that_hangs_is_only_warned_of(tmp_path):
+    warning = re.compile(r"^warning: no progress for \d+ s after step 2, in phase data$", re.MULTILINE)
+    words = [*changed_loader("train", tmp_path, "time.sleep(10000)"), *LONG]
+    own, its = pty.openpty()
+    with open(own, "wb"), open(its, "rb") as terminal, alone(tmp_path, words, terminal) as process:
+        wait_for(lambda: warning.search(log_of(tmp_path)), process, "the warning")
+        process.send_signal(signal.SIGKILL)
+        process.wait(PATIENCE)
+    assert len(warning.findall(log_of(tmp_path))) == 1 and "was killed by SIGKILL" in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_before_the_run_it_is_not_claimed_to_know_the_signal(tmp_path, number):
+    script = tmp_path / "early.py"
+    script.write_text(EARLY.format(root=str(ROOT)))
+    with alone(tmp_path, [sys.executable, str(script)], subprocess.PIPE) as process:
+        wait_for(lambda: "ready" in log_of(tmp_path), process, "the beginning")
+        process.send_signal(number)
+        process.wait(PATIENCE)
+        wait_for(lambda: not processes_of(tmp_path), None, "the end of the watcher")
+    assert re.search(rf"^error: {HOME} was killed by SIGTERM or SIGKILL after step 0, in phase start$", log_of(tmp_path), re.M)
+
+
+EARLY = """
+import sys
+sys.path.insert(0, {root!r})
+from common import arguments
+from common.job import run_job
+from datasets import cifar10
+
+def main():
+    arguments.parse(cifar10.parser("A job that has only begun."))
+    print("ready", flush=True)
+    sys.stdin.read()
+
+run_job(main)
+"""
+
+
+def test_of_a_job_that_ends_nothing_is_said_and_nothing_left(tmp_path):
+    with alone(tmp_path, command("train", *TINY)) as process:
+        wait_for(lambda: "epoch=1/2" in log_of(tmp_path), process, "an epoch")
+        files = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in os.listdir(f"/proc/{process.pid}/fd")]
+        folders = {os.path.dirname(file) for file in files if file.endswith(".stack")}
+        assert len(folders) == 1 and process.wait(PATIENCE) == 0
+    assert silent(tmp_path) and not any(map(os.path.exists, folders))
+
+
+def test_of_a_job_that_is_told_to_stop_nothing_is_said(tmp_path):
+    with alone(tmp_path, command("train", *LONG, "--save_steps", 1)) as process:
+        wait_for(saved(tmp_path, 64), process, "a step")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 143
+    assert silent(tmp_path)
+
+
+def silent(folder):
+    return not re.search("error:|rank 0|no progress", log_of(folder).partition("\n")[2])
+
+
+def test_a_mistake_is_said_once(tmp_path):
+    with alone(tmp_path, command("train", "--data_url", tmp_path / "nothing")) as process:
+        assert process.wait(PATIENCE) == 2
+    assert log_of(tmp_path).count("error:") == 1
+
+
+def test_without_room_for_its_files_the_job_trains_on(monkeypatch, capsys):
+    monkeypatch.setattr(alone_watcher.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    alone_watcher.start(0)
+    assert capsys.readouterr().err == "warning: this process is not watched: [Errno 28] No space left on device\n"
