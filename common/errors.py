@@ -56,6 +56,18 @@ def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
     return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
 
 
+def require_folder(name: str, folder: str, advice: str) -> None:
+    """An error that says whether the folder that was given as `name` is missing, is no folder, or cannot be read."""
+    try:
+        os.scandir(folder).close()
+    except FileNotFoundError:
+        raise UserError(f"{name} {one_line(folder)} does not exist: {advice}") from None
+    except OSError as error:
+        raise of_a_file(
+            error, f"{name} {one_line(folder)} cannot be read ({error.strerror}): make it readable, or {advice}"
+        ) from None
+
+
 class SampleError(Exception):
     """A data set could not give a sample. It is no RuntimeError: words of a lost connection in it are not of another rank."""
 

@@ -35,6 +35,7 @@ TRAINING = ("data", "step")
 
 _NAMES = list(PHASES)
 _FORM = struct.Struct("<2q")
+_alone: Optional[str] = None
 
 
 class Pulse:
@@ -63,7 +64,17 @@ def create(prefix: str) -> Pulse:
 
 
 def of_this_process() -> Pulse:
-    return Pulse(os.environ.get(FILES))
+    return Pulse(_files())
+
+
+def watched_alone(prefix: str) -> None:
+    """This process has no other ranks, and a process of ours watches it (processes/alone.py)."""
+    global _alone
+    _alone = prefix
+
+
+def _files():
+    return os.environ.get(FILES) or _alone
 
 
 def has_parent() -> bool:
@@ -71,20 +82,30 @@ def has_parent() -> bool:
 
 
 def has_watcher() -> bool:
-    """Whether a process of ours watches this one, which the platform has started (processes/watcher.py)."""
+    """Whether a process of ours watches this rank, which the platform has started (processes/watcher.py)."""
     return FILES in os.environ and not has_parent()
 
 
-def write_stack_on_signal() -> None:
-    """Who watches this process can ask for its stack."""
-    faulthandler.register(signal.SIGUSR2, file=open(f"{os.environ[FILES]}.stack", "w"))  # noqa: SIM115
+def write_stacks() -> None:
+    """Who watches this process can ask for its stack, and finds it when it has crashed."""
+    prefix = _files()
+    faulthandler.register(signal.SIGUSR2, file=open(f"{prefix}.stack", "w"))  # noqa: SIM115
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=open(f"{prefix}.crash", "w"))  # noqa: SIM115
+
+
+def crash(prefix: str) -> str:
+    """The stack of a worker that has crashed, or nothing."""
+    with contextlib.suppress(OSError):
+        return Path(f"{prefix}.crash").read_text()
+    return ""
 
 
 def report_end(code: object) -> None:
     """Tell the watcher with which exit code this process ends."""
-    if has_watcher():
+    if not has_parent() and _files():
         with contextlib.suppress(OSError):
-            Path(f"{os.environ[FILES]}.end").write_text(str(code if isinstance(code, int) else int(code is not None)))
+            Path(f"{_files()}.end").write_text(str(code if isinstance(code, int) else int(code is not None)))
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:

@@ -9,7 +9,7 @@ local, the parent of a node), never by a job itself, and a user's own setting is
 import platform
 from collections.abc import Mapping
 
-from common import nvml
+from common import drivers
 
 VARIABLE = "GLIBC_TUNABLES"
 OLD_GLIBC = platform.libc_ver()[0] == "glibc" and [int(part) for part in platform.libc_ver()[1].split(".")[:2]] < [2, 35]
@@ -24,7 +24,7 @@ SETTINGS = {
 
 def tuned(environ: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment of processes that train here; nothing where there is a GPU, as it would not help."""
-    return {} if VARIABLE in environ or nvml.gpus() else {VARIABLE: text()}
+    return {} if VARIABLE in environ or drivers.gpus() else {VARIABLE: text()}
 
 
 def text() -> str:

@@ -16,9 +16,12 @@ WORDS = {
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-# An address in any text, without the punctuation after it.
-ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/+)(\S+?)(?=[.,:;'\")\]}>]*(?:\s|$))")
-NAMED = re.compile(r"(?P<name>[A-Za-z][\w-]*)=(?P<value>[^\s,;'\"]+)")
+# An address in any text, and what is written around one. The repetitions have bounds, so that long texts take no longer than
+# their length: of a name that is longer, the end is looked at.
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/+)(\S+)")
+PUNCTUATION = ".,:;'\")]}>"
+NAMED = re.compile(r"(?P<name>[A-Za-z][\w-]{0,127})=(?P<value>[^\s,;'\"]+)")
+IN_QUERY = re.compile(r"[?&#]([^=&]{1,128})=")
 
 
 def is_secret(name: str) -> bool:
@@ -31,8 +34,13 @@ def mask(text: object, *known: str) -> str:
     masked = str(text)
     for secret in sorted(known, key=len, reverse=True):
         masked = masked.replace(secret, HIDDEN) if len(secret) >= 4 else masked
-    masked = ADDRESS.sub(lambda found: found[1] + _masked_rest(found[2]), masked) if ":/" in masked else masked
+    masked = ADDRESS.sub(_masked_address, masked) if ":/" in masked else masked
     return NAMED.sub(_masked_value, masked) if "=" in masked else masked
+
+
+def _masked_address(found: "re.Match[str]") -> str:
+    rest = found[2].rstrip(PUNCTUATION)
+    return found[1] + (_masked_rest(rest) if rest else "") + found[2][len(rest) :]
 
 
 def _masked_rest(rest: str) -> str:
@@ -64,10 +72,11 @@ def parts_of(address: str) -> list[str]:
 def reasons(text: str) -> Iterator[str]:
     """Why a text that is to be sent or stored in the open looks like a secret."""
     for scheme, rest in ADDRESS.findall(text):
+        rest = rest.rstrip(PUNCTUATION)
         shown = _masked_rest(rest)
         if shown.startswith(HIDDEN):
             yield f"holds a user or a password ({scheme}{shown})"
-        elif any(map(is_secret, re.findall(r"[?&#]([^=&]+)=", rest))):
+        elif any(map(is_secret, IN_QUERY.findall(rest))):
             yield f"is signed or holds a key ({scheme}{shown})"
     for found in NAMED.finditer(ADDRESS.sub("", text)):
         if is_secret(found["name"]):

@@ -5,13 +5,12 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from common import cores, devices, nvml
+from common import cores, devices, drivers
 from common.doctor.table import Finding, bad, doubtful, duration, good, size
 from common.errors import count
 from common.files import MIB
@@ -24,6 +23,7 @@ GPU_IDLE_MIB = 1024  # a rank that has just started takes half of it
 NCCL_SHM = 32 * MIB  # of /dev/shm that NCCL may take for each rank
 PREFETCHED = 2  # batches that torch's loader keeps ready for each of its processes
 LEFT_OUT = 0.1  # share of the samples that may fill no batch
+TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and ASCEND_RT_VISIBLE_DEVICES"}
 EXCHANGE = 0.5  # share of a step that the exchange of gradients may take
 
 
@@ -39,28 +39,31 @@ def check_place(here: World) -> Finding:
 
 def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> Finding:
     """`in_use`: the result of cards()."""
-    gpus = devices.count()
+    seen, noun = devices.count(), devices.noun()
     if enable_gpu is False:
         return good("gpus", f"--enable_gpu false: the CPU computes, with {count(cores.count(), 'core')}")
-    if not gpus and (enable_gpu or here.gpus_promised):
+    if not seen and (enable_gpu or here.gpus_promised):
         why, _, do = devices.diagnosis().partition("; ")
         return bad("gpus", f"torch sees none: {why}", f"{do}; or --enable_gpu false trains on the CPU")
-    if not gpus:
+    if not seen:
         return good("gpus", f"this node has none: the CPU computes, with {count(cores.count(), 'core')}")
-    if gpus < here.gpus_promised and not here.owns_the_only(gpus):
-        found = f"torch sees {gpus}, {here.platform} says that this node has {here.gpus_promised}"
-        return bad("gpus", found, "look at CUDA_VISIBLE_DEVICES and nvidia-smi; a GPU may be broken: ask for another node")
-    if here.local_world_size > gpus and not here.owns_the_only(gpus):
-        return bad("gpus", f"{here.local_world_size} ranks on a node with {count(gpus, 'GPU')}", "lower --nproc_per_node")
-    busy = [f"GPU {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
+    tool = TOOLS.get(noun, "the driver's own tool")
+    if seen < here.gpus_promised and not here.owns_the_only(seen):
+        found = f"torch sees {seen}, {here.platform} says that this node has {here.gpus_promised}"
+        return bad("gpus", found, f"look at {tool}; a {noun} may be broken or hidden: ask for another node")
+    if here.local_world_size > seen and not here.owns_the_only(seen):
+        return bad("gpus", f"{here.local_world_size} ranks on a node with {count(seen, noun)}", "lower --nproc_per_node")
+    busy = [f"{noun} {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
             if used > GPU_IDLE_MIB]  # fmt: skip
     if busy:
-        return doubtful("gpus", "; ".join(busy), "end the other program (nvidia-smi shows it), or ask for another node")
-    return good("gpus", f"torch sees {gpus}" + (", no other program uses them" if in_use else ""))
+        return doubtful("gpus", "; ".join(busy), f"end the other program ({tool} shows it), or ask for another node")
+    return good("gpus", f"torch sees {count(seen, noun)}" + (", no other program uses them" if in_use else ""))
 
 
 def cards() -> list[tuple]:
-    """[(number, MiB in use, percent of the time busy)] of the GPUs that this process may use, from nvidia-smi."""
+    """[(number, MiB in use, percent of the time busy)] of the devices that this process may use, from their driver."""
+    if devices.is_ascend():  # which has no figure for how busy it is
+        return [(number, used // MIB, 0) for number, used in devices.memory_in_use()]
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -81,13 +84,17 @@ def parse_cards(text: str, visible: Optional[str]) -> list[tuple]:
 
 
 def check_driver(enable_gpu: Optional[bool]) -> Finding:
-    driver = nvml.driver()
-    if driver is None or enable_gpu is False or not nvml.gpus():
-        return good("driver", "no NVIDIA GPU is needed, or this node has none")
-    if devices.available():
-        return good("driver", f"{driver}, and {devices.build()}")
+    present = drivers.npus() if devices.is_ascend() else drivers.nvidia() is not None and drivers.gpus()
+    if enable_gpu is False or not (present or devices.available()):
+        return good("driver", "no GPU or NPU is needed, or this node has none")
+    if devices.available() and not (wrong := devices.versions_apart()):
+        return good("driver", f"{drivers.nvidia() or drivers.ascend() or 'unknown'}, and {devices.build()}")
+    elif devices.available():
+        found, _, do = wrong.partition("; ")
+        return doubtful("driver", found, do)
     why, _, do = devices.diagnosis().partition("; ")
-    return bad("driver", f"there is a GPU that torch cannot use: {why}", f"{do}; or --enable_gpu false trains on the CPU")
+    found = f"there is {'an NPU' if devices.is_ascend() else 'a GPU'} that torch cannot use: {why}"
+    return bad("driver", found, f"{do}; or --enable_gpu false trains on the CPU")
 
 
 def check_secret(given: bool, port: int) -> Finding:
@@ -99,14 +106,20 @@ def check_secret(given: bool, port: int) -> Finding:
 
 
 def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
-    """The network interface that Gloo or NCCL will use."""
-    names = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        setting = environ.get(variable)
-        if setting and not any(_means(setting, name, variable) for name in names):
-            return bad("interface", f"{variable} is {setting}, this node has {', '.join(names)}", f"unset {variable}")
-        if setting and variable.startswith("NCCL" if devices.available() else "GLOO"):
-            return good("interface", f"{setting}, by {variable}")
+    """The network interface that the ranks will use."""
+    for backend in devices.BACKENDS:
+        if wrong := network.not_here(environ, backend):
+            found, _, do = wrong.partition("; ")
+            return bad("interface", found, do)
+    if here.num_nodes > 1 and devices.available() and (slow := network.no_adapter(environ)):
+        found, _, do = slow.partition("; ")
+        return doubtful("interface", found, do)
+    if devices.is_ascend() and devices.available() and (taken := network.taken_ports(environ)):
+        found, _, do = taken.partition("; ")
+        return bad("interface", found, do)
+    variable = f"{devices.backend().upper()}_SOCKET_IFNAME"
+    if environ.get(variable):
+        return good("interface", f"{environ[variable]}, by {variable}")
     if here.num_nodes == 1 or re.match(r"(127\.|::1$|localhost$)", here.master_addr):
         return good("interface", "lo: all ranks are on this machine")
     own = None
@@ -118,14 +131,6 @@ def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
         return bad("interface", found, "set MASTER_ADDR to an address that the other nodes can reach, or correct /etc/hosts")
     known = name not in (None, "lo")  # else the parents tell their ranks the address by which they were reached
     return good("interface", f"{name} ({own})" if known else "chosen when the nodes have met")
-
-
-def _means(setting, name, variable):
-    """NCCL takes the beginnings of names, =NAME for a whole one and ^NAME for all others; Gloo takes names."""
-    listed = setting.lstrip("^=").split(",")
-    if variable.startswith("GLOO"):
-        return name in setting.split(",")
-    return (name in listed if "=" in setting[:2] else name.startswith(tuple(listed))) != setting.startswith("^")
 
 
 def check_clock(ahead: float, other: str) -> Finding:
@@ -142,7 +147,7 @@ def check_clock(ahead: float, other: str) -> Finding:
 def shared_memory(args: argparse.Namespace) -> tuple[int, str, int]:
     """What the ranks of this node need in /dev/shm: (bytes for batches, their users, bytes that NCCL may need in addition)"""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
-    nccl = ranks * NCCL_SHM if gpus and ranks > 1 else 0
+    nccl = ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
     if not args.input.shared_bytes:
         return 0, "", nccl
     workers = devices.loader_workers(args)

@@ -28,6 +28,7 @@ from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.run import checkpoint
 from common.secrets import mask
 from common.storage import bucket
+from common.world import folders
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 
@@ -171,7 +172,7 @@ class Examination:
         if self._rate:
             gradients = checkpoint.size_of([parameter for parameter in run.model.parameters() if parameter.requires_grad])
             self.add(checks.check_network(self._rate, gradients, seconds, run.world_size))
-        gpus = devices.count() if devices.is_gpu(loader.device) else 1
+        gpus = devices.count() if devices.is_accelerator(loader.device) else 1
         if gpus > 1 == run.world_size and not run.uses_all_gpus:
             self.add(doubtful("gpus", f"{gpus - 1} of {gpus} would stay idle", "start train_ddp.py, which uses all of them"))
         step_seconds = max(seconds, load_seconds) if overlap else seconds + load_seconds
@@ -233,11 +234,13 @@ def _of_node(args, here):
         yield checks.check_interface(here, os.environ)
     if here.node_rank == 0 or args.ledger:  # other nodes write nothing
         yield stores.check_output([args.output_dir, args.checkpoint_dir, args.tensorboard_dir])
+        if why := folders.not_kept(args, os.environ):
+            yield bad("output", why, "declare an output of the job there (ModelArts: train_url)")
         yield stores.check_disk("disk", args.output_dir, 0, "the results")
     if here.node_rank == 0 and args.output_url:
         yield from stores.check_bucket(args.output_url, "output", writes=True)
     if bucket.is_address(args.input.address):
-        yield from stores.check_bucket(args.input.address, "data", fetches=args.input.fetched)
+        yield from stores.check_bucket(args.input.address, "data", inputs=args.input_dir if args.input.fetched else None)
     elif args.input.address:
         yield stores.check_web(args.input.address)
 

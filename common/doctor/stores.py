@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 
 from common.doctor.checks import check_clock
 from common.doctor.table import Finding, bad, good, refusal, size
@@ -85,8 +86,8 @@ def _existing(folder):
 # --- Buckets and web servers --------------------------------------------------------------------------------------------
 
 
-def check_bucket(url: str, what: str, writes: bool = False, fetches: bool = False) -> Iterator[Finding]:
-    """Whether the store allows to list and read, and to write and delete if the job `writes`; its clock; the local disk."""
+def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str] = None) -> Iterator[Finding]:
+    """Whether the store allows to list, read, and where it `writes` to write and delete; its clock; the disk for `inputs`."""
     patience = bucket.Patience(ANSWER_SECONDS)
     try:
         place = bucket.Bucket(url, say=lambda text: None)
@@ -113,8 +114,8 @@ def check_bucket(url: str, what: str, writes: bool = False, fetches: bool = Fals
     done = "written and deleted" if writes else "read"
     yield good(what, f"{where}: {some}{count(len(items), 'object')}, {size(total)}; one was {done}")
     yield check_clock(ahead, "the store")
-    if fetches:
-        folder = folders.local_folder(url, "input_dir")
+    if inputs:
+        folder = folders.local_folder(url, inputs)
         need = max(0, total - _size_of_files(folder))
         yield check_disk("disk", folder, need, f"{some}{count(len(items), 'object')} to be fetched")
 
@@ -145,10 +146,10 @@ def check_web(url: str) -> Finding:
             answer.read(1)
             length = https.stated_length(url, answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", "check the address, or fetch the file by hand")
+        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", f"check the address, or {https.ELSEWHERE}")
     if not length:
         found = f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be noticed"
-        return bad("data", found, "fetch the file by hand, or give another server")
+        return bad("data", found, f"give another server, or {https.ELSEWHERE}")
     return good("data", f"{one_line(url)[:200]}: {size(length)}")
 
 

@@ -6,4 +6,4 @@ from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.timing import STARVED, Stopwatch
 
-__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "restore"]
+__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "raport", "restore"]

@@ -11,7 +11,7 @@ from common import storage
 from common.errors import UserError
 from common.files import TEMPORARY
 from common.run import checkpoint, output
-from common.storage import bucket, download
+from common.storage import bucket, download, index, once
 from common.world.folders import local_folder
 
 GROWS = re.compile(r"runs\.jsonl|ledger/rank_\d+\.jsonl")
@@ -83,14 +83,14 @@ def _run_id(manifest):
         return None
 
 
-def local_checkpoint(path: str, say: Callable) -> str:
-    """The path itself; a checkpoint or an output folder in a bucket is fetched, and its local path returned."""
+def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
+    """The path itself; a checkpoint or an output folder in a bucket is fetched to `inputs`, and its local path returned."""
     if not bucket.is_address(path):
         return path
     if not path.endswith(".pt"):
-        return storage.fetch(path, say=say)
+        return storage.fetch(path, say=say, inputs=inputs)
     url, name = os.path.split(path)
-    place, folder = bucket.Bucket(url, say), local_folder(url, "input_dir")
+    place, folder = bucket.Bucket(url, say), local_folder(url, inputs)
     names = _files_of(name.removesuffix(".pt"))
     items = {place.relative(item.key): item for item in place.items(place.below())}
     for needed in (names[0], names[-1]):
@@ -99,6 +99,26 @@ def local_checkpoint(path: str, say: Callable) -> str:
     os.makedirs(folder, exist_ok=True)
     download.fetch_items(place, {name: items[name] for name in names if name in items}, folder)
     return os.path.join(folder, names[0])
+
+
+def local_weights(path: str, inputs: str, say: Callable) -> str:
+    """The path itself; weights in a bucket are fetched to `inputs`, with their digest, once per node."""
+    if not bucket.is_address(path):
+        return path
+    url, name = os.path.split(path)
+    folder = local_folder(url, inputs)
+
+    def bring(_lease):
+        place = bucket.Bucket(url, say)
+        items = {place.relative(item.key): item for item in place.items(place.below() + name)}
+        wanted = {here: items[here] for here in (name, name + checkpoint.DIGEST) if here in items}
+        if name not in wanted:
+            raise UserError(f"--weights {path}: there is no {name} in {url}")
+        os.makedirs(folder, exist_ok=True)
+        download.fetch_items(place, wanted, folder, remembered=True)
+
+    once.once_per_node(os.path.join(index.notes(folder), name), bring)
+    return os.path.join(folder, name)
 
 
 def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:

@@ -43,7 +43,12 @@ def unwrapped(model: Any) -> torch.nn.Module:
 
 
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
-    """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit().
+    """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit()."""
+    return fit(network, read_weights(path), path, new_head)
+
+
+def read_weights(path: str) -> dict[str, torch.Tensor]:
+    """Those in a file of plain weights, or in a checkpoint.
 
     A file that says what its bytes must be is verified; of others the log says that they are not.
     """
@@ -57,7 +62,7 @@ def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> 
             raise ValueError("it holds more than tensors")
     except Exception as error:  # a file of something else can raise anything
         raise UserError(f"{path} holds no weights: {one_line(error)[:200]}; give a .pth or .pt file of this network") from None
-    return fit(network, state, path, new_head)
+    return state
 
 
 def _read_weights(path):

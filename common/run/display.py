@@ -4,6 +4,7 @@ On a terminal a bar; in a platform's log a key=value line every few seconds, whi
 """
 
 import datetime
+import importlib
 import io
 import json
 import os
@@ -15,23 +16,40 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import progress
-from common.errors import one_line
+from common import moments, progress
+from common.errors import UserError, one_line
+from common.packages import INSTALL
 from common.run import events
 from common.run.spare import Spare
 from common.run.timing import Window
+
+NEEDED_LATER = ("tensorboard.summary.writer.record_writer", "matplotlib.figure", "sklearn.metrics")
+
+
+def _try_imports():
+    """Before the training, because a run that needs one of them for its last file would otherwise end with an error."""
+    for name in NEEDED_LATER:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # of a package that does not fit numpy, mostly, whatever that raises
+            package = name.split(".")[0]
+            raise UserError(f"{package} cannot be imported ({type(error).__name__}: {error}): {INSTALL}") from None
 
 
 class Display:
     """Does nothing on every rank but 0 (`active`), so that no caller has to look at its rank."""
 
-    def __init__(self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool):
+    def __init__(self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool, print_freq: Optional[int] = None):
+        """`print_freq`: a line for so many steps; None: one every few seconds."""
+        self._print_freq = print_freq
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
         self._writes = writes  # files; a trial leaves none
+        if writes:
+            _try_imports()
         self._bar = None
         self._events: Optional[str] = None  # TensorBoard's file, once there is something to write
         self._spare = Spare(self.say)
-        self._window = Window()
+        self._window = Window(print_freq)
 
     def say(self, text: str) -> None:
         if self.active:
@@ -40,7 +58,7 @@ class Display:
     # --- While training ---
 
     def start_epoch(self, epoch: int, epochs: int, steps: int, done: int) -> None:
-        self._window = Window()
+        self._window = Window(self._print_freq)
         if self.active and sys.stderr.isatty():
             columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may report 0 columns
             name = f"epoch {epoch + 1}/{epochs}"
@@ -74,6 +92,8 @@ class Display:
     # --- Files ---
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        if self.active:
+            moments.announce("scalars", step, values)
         if not self._writes:
             return
         self._add_events(step, *(events.scalar(step, name, value) for name, value in values.items()))
@@ -89,6 +109,11 @@ class Display:
         path = os.path.join(self.output_dir, "metrics.jsonl")
         if self._writes and (history or os.path.exists(path)):
             self._spare.write(path, b"".join(json.dumps(row).encode() + b"\n" for row in history))
+
+    def state(self, **state: object) -> None:
+        """state.json: whether the run is finished, for who has only the exit code 0, which --max_hours gives as well."""
+        if self._writes:
+            self._spare.write(os.path.join(self.output_dir, "state.json"), json.dumps(state).encode() + b"\n")
 
     def picture(self, name: str, pixels: torch.Tensor, step: int) -> None:
         if not self._writes:
@@ -107,7 +132,9 @@ class Display:
         from matplotlib.figure import Figure
 
         names = ["train_loss"] + [name for name in history[-1] if name in ("accuracy", "psnr", "ssim")]
-        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+        width = 4 * len(names)
+        figure = Figure(figsize=(width, 3))
+        figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.16, top=0.9, wspace=0.25)  # layouts are slow
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
             axes.plot([row["epoch"] for row in history], [row.get(name) for row in history], marker="o", markersize=3)
             axes.set(title=name.replace("_", " "), xlabel="epoch")

@@ -67,7 +67,8 @@ class Run:
             world.require_one_device(args)
         self.trial = bool(args.trial or prof)
         self._writes = self.rank == 0 and not self.trial
-        self._display = Display(args.output_dir, args.tensorboard_dir, active=self.rank == 0, writes=self._writes)
+        active = self.rank == 0
+        self._display = Display(args.output_dir, args.tensorboard_dir, active, self._writes, args.print_freq)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
         self._saver = Saver(args, self.say)
@@ -94,7 +95,8 @@ class Run:
             self._restore(*found)
         self._agreement.begin()
         self._epoch_began = self._curves_drawn = time.monotonic()
-        self._steps_before, self._saved_place = self.total_steps, self._place() if found else None
+        self._steps_before, self._epochs_before = self.total_steps, self.epoch
+        self._saved_place = self._place() if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
         keeps_ledger = self.args.ledger and not self.trial
@@ -102,9 +104,10 @@ class Run:
         self._ledger.start(self.epoch, self.consumed)
         self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=self._writes)
         if not self.trial:
-            for line in restore.first_lines(self, found, self._attempt.died_twice_in):
+            for line in restore.first_lines(self, found, self._attempt):
                 self.say(line)
             self._display.metrics(self.history)
+            self._tell_state()
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
         self._busy = False
@@ -296,8 +299,10 @@ class Run:
         self._check_losses()
         self._losses.share()
         self._agreement.saved()
-        if not self._writes or (self._place() == self._saved_place and not weights_of_epoch):
-            return  # a trial writes nothing, rank 0 writes for all, or there is nothing new since the last checkpoint
+        if not self._writes or not self.args.checkpoints:
+            return  # a trial writes nothing, and rank 0 writes for all
+        if self._place() == self._saved_place and not weights_of_epoch:
+            return
         self._saved_place = self._place()
         self._show("save")
         self._saver.wait()
@@ -310,6 +315,7 @@ class Run:
             "job": self.args.world.job_id,
             "identity": self._identity,
             "arguments": self.arguments,
+            "classes": list(self.args.class_names),
             "versions": {"anyrank": version.VERSION, **versions},
         }
         self._saver.save(checkpoint.snapshot(self.state()), about, weights_of_epoch)
@@ -365,12 +371,17 @@ class Run:
             return f"--epochs {self.args.epochs}"
         if self._steps_used_up():
             return f"--max_steps {self.args.max_steps}"
+        if self._epochs_used_up():
+            return f"--run_epochs {self.args.run_epochs}"
         if self._patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self._patience:
             return "the present --early_stopping_patience"
         return None
 
     def _steps_used_up(self):
         return self.args.max_steps is not None and self.total_steps >= self.args.max_steps
+
+    def _epochs_used_up(self):
+        return self.args.run_epochs is not None and self.epoch - self._epochs_before >= self.args.run_epochs
 
     def _show(self, phase):
         first = phase in heartbeat.TRAINING and self.total_steps == self._steps_before
@@ -380,9 +391,10 @@ class Run:
         self._close()
         best = f"best {self._best_by} {self.best[self._best_by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
         more = ""
-        if self._steps_used_up() and self.epoch < self.args.epochs:
-            more = f"--max_steps {self.args.max_steps} is reached, {self.epoch} of {self.args.epochs} epochs are done: "
-            more += "the same command with more of them, or without it, goes on. "
+        if self.epoch < self.args.epochs and (self._steps_used_up() or self._epochs_used_up()):
+            more = f"{self._limit()} is reached, {self.epoch} of {self.args.epochs} epochs are done: "
+            again = "with more of them, or without it, " if self._steps_used_up() else ""
+            more += f"the same command {again}goes on. "
         self.say(f"done: {best}{more}{self._where()}")
 
     def _on_signal(self, number, _frame):
@@ -399,7 +411,8 @@ class Run:
         self._busy = True
         self.save()
         self._close(in_a_hurry=code != 0)
-        self.say(f"{why}; saved after step {self.total_steps}: start again to go on. {self._where()}")
+        saved = f"saved after step {self.total_steps}: start again to go on"
+        self.say(f"{why}; {saved if self.args.checkpoints else 'nothing was saved'}. {self._where()}")
         sys.exit(code)
 
     def _close(self, in_a_hurry=False):
@@ -409,11 +422,16 @@ class Run:
         self._show("save")
         self._saver.wait()
         self._draw_curves()
+        self._tell_state()
         self._display.close()
         self._show("publish")
         self._saver.finish_publishing(in_a_hurry)
         self._attempt.done()
         self._show("done")
+
+    def _tell_state(self):
+        finished = bool(self._limit()) and not (self._epochs_used_up() and self.epoch < self.args.epochs)
+        self._display.state(finished=finished, epoch=self.epoch, epochs=self.args.epochs)
 
     def _draw_curves(self):
         self._curves_drawn = time.monotonic()

@@ -7,13 +7,14 @@ from typing import Any, Optional
 
 import torch
 
+from common import devices
 from common.processes.collectives import reduce
 
 
 class Losses:
     def __init__(self, device: torch.device, rank: int, world_size: int):
         self._rank, self._world_size = rank, world_size
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._sum = torch.zeros((), dtype=devices.widest(device), device=device)
         self._count, self._shared, self._unchecked = 0, True, []
 
     def add(self, loss: torch.Tensor, step: int, ids: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|curves\.png|report\.txt|evaluation\.json|"
+    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|state\.json|curves\.png|report\.txt|evaluation\.json|"
     r"trace\.json\.gz|examples/epoch_\d+\.png|tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 
@@ -86,12 +86,14 @@ class Attempt:
 
     def __init__(self, folder: str, say: Callable[[str], None], active: bool):
         self.died_twice_in = self._file = None
+        self.left = False  # by the start before, which so did not end as it should
         self._say, self._warned, self._active = say, False, active
         if not active:
             return
         self._path = os.path.join(folder, ".attempt")
         last = (-1, -1, -1, -1)
         with contextlib.suppress(OSError, struct.error), open(self._path, "rb", buffering=0) as file:
+            self.left = True
             last = self._FORM.unpack(file.read(self._FORM.size))
         died_in, before = last[:2], last[2:]
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None

@@ -16,6 +16,7 @@ from common.processes.barrier import on_every_rank
 from common.processes.collectives import broadcast
 from common.run import bucket_run, checkpoint, output
 from common.version import VERSION
+from common.world import folders
 
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
@@ -142,7 +143,7 @@ def _from_path(args, say):
 
 def _named(args, say):
     """The checkpoint of --resume PATH: a file, or the newest in a folder."""
-    path = bucket_run.local_checkpoint(args.resume, say)
+    path = bucket_run.local_checkpoint(args.resume, args.input_dir, say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
         found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)
@@ -193,11 +194,8 @@ def _not_gone_on_from(args, found):
         yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
 
 
-def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[tuple[int, int]]) -> Iterator[str]:
-    """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from.
-
-    `died_twice_in`: (epoch, samples before it) of the step in which the last two starts died.
-    """
+def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) -> Iterator[str]:
+    """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.rank} of {run.world_size}, "
@@ -215,16 +213,29 @@ def first_lines(run: Any, found: Optional[Checkpoint], died_twice_in: Optional[t
         if not run.grouped and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
     yield from _not_gone_on_from(args, found)
-    gpus = devices.count() if devices.is_gpu(run.device) else 0
+    again = os.environ.get("MA_SCHEDULE_CNT", "")
+    if not found and again.isdigit() and int(again) > 1:
+        yield (
+            f"warning: this is start {again} of the job, and its output folder has no checkpoint: for ModelArts to bring it "
+            "back, Predownload of the Output has to be Yes"
+        )
+    if why := folders.not_kept(args, os.environ):
+        yield f"warning: {why}; declare an output there, or everything is lost with this container"
+    gpus = devices.count() if devices.is_accelerator(run.device) else 0
     if run.world_size == 1 and gpus > 1 and not run.uses_all_gpus:
-        yield f"warning: {gpus - 1} of {gpus} GPUs are idle: train_ddp.py uses all of them"
+        yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
     if args.custom_data:
         yield "warning: the images are synthetic: the accuracy means nothing"
     left = run.sampler.num_samples % global_batch
     if left:
         yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
-    if died_twice_in:
-        epoch, consumed = died_twice_in
+    if attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
+        epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
         ids = run.sampler.step_ids(epoch, consumed).tolist()
         yield f"warning: the last two starts both died in one step, {place}; its sample ids are {ids}"
+    elif attempt.left:
+        yield (
+            "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
+            "of memory: lower --workers or --batch_size"
+        )

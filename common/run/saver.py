@@ -40,6 +40,7 @@ class Writer:
 class Saver:
     def __init__(self, args: argparse.Namespace, say: Callable):
         self._folder, self._output_dir, self._keep = args.checkpoint_dir, args.output_dir, args.keep
+        self._none = "no checkpoint yet" if args.checkpoints else "no checkpoint, as --checkpoints false wants it"
         self._url, self._say = args.output_url, say
         self._writer = Writer(self.last_good)
         self._publisher: Any = None  # where the output goes to a bucket
@@ -77,7 +78,7 @@ class Saver:
     def last_good(self) -> str:
         numbers = checkpoint.numbers(self._folder)
         folder = f"{self._url.rstrip('/')}/checkpoints" if self._url else self._folder
-        return f"last checkpoint {folder}/{numbers[-1]:012d}.pt" if numbers else "no checkpoint yet"
+        return f"last checkpoint {folder}/{numbers[-1]:012d}.pt" if numbers else self._none
 
     def _write(self, state, about, weights_of_epoch):
         if not checkpoint.finite(state["model"]):

@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import distributed
 
+from common import devices
+
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 
 
@@ -21,7 +23,7 @@ class Scores:
     def __init__(self, classes: list[str], device: torch.device):
         self.classes = classes
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # right, among the best five, loss
+        self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
         self._batches = []  # (losses, ids, labels, predicted)
         self.worst = []
 

@@ -24,18 +24,23 @@ TRACED, MOST = 10, 10  # steps in a trace; operations in the table
 class Window:
     """Samples, and seconds in each phase, since the last line of the log."""
 
-    def __init__(self):
-        self._first = True
+    def __init__(self, every: Optional[int] = None):
+        """A line is due after so many steps; None: after some seconds."""
+        self._first, self._every = True, every
         self._begin_anew()
 
     def _begin_anew(self):
         self._began, self._samples, self._seconds = time.monotonic(), 0, [0.0] * len(PHASES)
+        self._steps = 0
 
     def add(self, samples: int, seconds: Sequence[float]) -> None:
         self._samples += samples
+        self._steps += 1
         self._seconds = [sum(pair) for pair in zip(self._seconds, seconds)]
 
     def due(self) -> bool:
+        if self._every:
+            return self._first or self._steps >= self._every
         return self._first or time.monotonic() - self._began >= LINE_SECONDS
 
     def close(self) -> tuple[float, dict[str, float]]:

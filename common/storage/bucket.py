@@ -39,6 +39,7 @@ ENDPOINTS = {"obs": "https://obs.{region}.myhuaweicloud.com", "oss": "https://os
 KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) for this store"
 EXPIRED = "the temporary credential has expired: get a new one and start again, and the transfer goes on where it stopped"
 EXPIRED_CODES = ["ExpiredToken", "RequestExpired", "SecurityTokenExpired", "InvalidToken", "TokenRefreshRequired"]
+CERTIFICATE = "give the file of the authority that signed it as AWS_CA_BUNDLE"
 REMEDIES = {
     "NoSuchBucket": "there is no such bucket: check its name, AWS_REGION and the endpoint",
     "NoSuchKey": "there is no such object",
@@ -161,6 +162,16 @@ class Bucket:
         patience.pause()
 
 
+def encryption(url: str) -> Optional[str]:
+    """How a bucket encrypts what is put into it, where it does and the store tells; asked once."""
+    try:
+        bucket = Bucket(url)
+        rules = bucket.client.get_bucket_encryption(Bucket=bucket.name)["ServerSideEncryptionConfiguration"]["Rules"]
+        return rules[0]["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"]
+    except Exception:  # no credential, no right, no such request, no encryption
+        return None
+
+
 class Patience:
     """One time limit for many requests: the seconds since the last good answer to any of them."""
 
@@ -276,6 +287,9 @@ def _refusal(error: Exception, asked: str) -> Optional[Exception]:
         return UserError(f"{asked} answered {describe(error)}: {message}")
     if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
         return UserError(f"{asked}: there is no credential: {KEYS}")
+    if isinstance(error, exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        not_followed = "; S3_VERIFY_SSL=0 is not followed" if os.environ.get("S3_VERIFY_SSL") == "0" else ""
+        return UserError(f"{asked}: the store's certificate cannot be verified: {CERTIFICATE}{not_followed}")
     temporary = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ResponseParserError,
                urllib3.exceptions.HTTPError, OSError)  # fmt: skip
     if isinstance(error, temporary):

@@ -60,10 +60,15 @@ def _name_what_is_old(folder: str, items: dict[str, Item], known: Index, say: Sa
         say(f"warning: {folder} was fetched by an earlier version: its files are verified again{which}")
 
 
-def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str) -> None:
-    """{name: item} as files of `folder`, in addition to what is there already."""
-    with _progress(bucket.url(bucket.prefix), items) as progress:
-        Transfer(bucket, folder, None, progress).run(items)
+def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False) -> None:
+    """{name: item} as files of `folder`, in addition to what is there already. `remembered`: not those that are there as they
+    were fetched before."""
+    with contextlib.ExitStack() as stack:
+        known = stack.enter_context(contextlib.closing(Index(folder))) if remembered else None
+        missing = {name: item for name, item in items.items() if known is None or not known.has(name, item)}
+        if missing:
+            with _progress(bucket.url(bucket.prefix), missing) as progress:
+                Transfer(bucket, folder, known, progress).run(missing)
     with contextlib.suppress(OSError):  # another fetch has its notes there
         os.rmdir(index.notes(folder))
 

@@ -22,6 +22,7 @@ from common.storage import index
 STALL_SECONDS = 15  # a connection that brings no byte for so long is opened again
 ATTEMPTS = 6  # in a row that bring no new byte
 CHUNK = 1 << 20
+ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that as --data_url"
 
 
 def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:
@@ -55,7 +56,7 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
                 os.unlink(part)
             elif error.code < 500 and error.code != 429:
                 raise UserError(
-                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secret))}; fetch it by hand to {path}"
+                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secret))}; fetch it to {path}, or {ELSEWHERE}"
                 ) from None
             reason = error
         except (OSError, http.client.HTTPException) as error:
@@ -63,18 +64,18 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
         failures = 0 if _size(part) > had else failures + 1
         if failures == ATTEMPTS:
             why = one_line(mask(reason, *secret))
-            raise UserError(f"{shown} cannot be fetched: {why}; fetch it by hand to {path}") from None
+            raise UserError(f"{shown} cannot be fetched: {why}; fetch it to {path}, or {ELSEWHERE}") from None
         time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
     digest = files.sha256(part) if sha256 else None
     if digest != sha256:
         os.unlink(part)
         raise UserError(
             f"{shown} has SHA-256 {digest}, expected {sha256}: it was damaged on the way, or replaced; "
-            f"start again, or fetch it by hand to {path}"
+            f"start again, or fetch it to {path}, or {ELSEWHERE}"
         )
     if reason := path.endswith((".gz", ".tgz")) and _damage(part):
         os.unlink(part)
-        raise UserError(f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it by hand to {path}")
+        raise UserError(f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or {ELSEWHERE}")
     os.replace(part, path)
 
 
@@ -101,7 +102,7 @@ def refuse_unsafe(url: str) -> None:
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
         raise UserError(f"{one_line(url)[:200]} is not an https:// address")
     if "@" in parts.netloc:
-        raise UserError(f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file by hand")
+        raise UserError(f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file, and {ELSEWHERE}")
 
 
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
@@ -115,10 +116,12 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
 def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
     """The bytes that a server says it sends; None where it does not say."""
     if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
-        raise UserError(f"{url} answered with a page in place of the file: open it in a browser, and fetch the file by hand")
+        raise UserError(
+            f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {ELSEWHERE}"
+        )
     length = answer.headers.get("Content-Length")
     if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
-        raise UserError(f"{url} states the length {length[:40]!r}, which is none: fetch the file by hand")
+        raise UserError(f"{url} states the length {length[:40]!r}, which is none: fetch the file, and {ELSEWHERE}")
     return None if length is None else int(length)
 
 
@@ -135,7 +138,8 @@ def _download(url: str, path: str, part: str, needs_length: bool, tell: Optional
         length = stated_length(url, answer)
         total = None if length is None else have + length
         if total is None and needs_length:
-            raise UserError(f"{one_line(url)} does not state its length, so it cannot be verified; fetch it by hand to {path}")
+            unknown = f"{one_line(url)} does not state its length, so it cannot be verified"
+            raise UserError(f"{unknown}; fetch it to {path}, or {ELSEWHERE}")
         with (
             open(part, "r+b") if have else files.create(part) as file,
             Progress(f"fetching {url}", total_bytes=total, tell=tell) as progress,

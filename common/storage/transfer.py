@@ -13,16 +13,16 @@ from common import files
 from common.errors import UserError, of_a_file, one_line
 from common.storage import bucket, download, https, index, once, upload
 from common.storage.bucket import Say
-from common.world.folders import is_address, is_name, local_folder
+from common.world.folders import INPUT_DIR, is_address, is_name, local_folder
 
 
-def fetch(url: str, folder: Optional[str] = None, say: Say = print) -> str:
-    """The folder to read. One process of a node fetches; the others wait for it, and fail if it fails."""
+def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR) -> str:
+    """The folder to read, by default one in `inputs`. One process of a node fetches; the others wait, and fail if it fails."""
     if not is_address(url):
         return url
     if not bucket.is_address(url):
         https.refuse_unsafe(url)
-    folder = folder or local_folder(url, "input_dir")
+    folder = folder or local_folder(url, inputs)
     try:
         if bucket.is_address(url):
             lease = os.path.join(index.notes(folder), "fetch")

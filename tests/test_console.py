@@ -1,0 +1,61 @@
+"""Every form of upload, from the console's fields to what is in OBS afterwards, as the manual describes it (tests/console.py)."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from launch import bundle
+from tests.console import Console
+from tests.hosts import need_namespaces
+from tests.jobs import ROOT
+from tests.test_data import write_folder
+
+pytestmark = pytest.mark.rehearsal
+TYPED = {"epochs": " 1 ", "batch_size": "4 ", "lr": " 0.01", "width": " 2", "workers": "0 ", "deterministic": " False "}
+
+
+def uploads(folder):
+    """{form: (code directory, boot file)}"""
+    job = ROOT / "jobs" / "train_ddp.py"
+    one, several, whole = folder / "file", folder / "folder", folder / "whole"
+    one.mkdir()
+    assert bundle.main([str(job), "-o", str(one / "train_ddp.py")]) == bundle.main([str(job), "--folder", str(several)]) == 0
+    shutil.copy(ROOT / "requirements.txt", one / "pip-requirements.txt")  # the name in older pages
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (whole / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, whole / name)
+    return {
+        "file": (one, "train_ddp.py"),
+        "folder": (several, "jobs/train_ddp.py"),
+        "this folder": (whole, "jobs/train_ddp.py"),
+    }
+
+
+@pytest.fixture
+def console(tmp_path):
+    need_namespaces()
+    write_folder(tmp_path / "data" / "cifar-10-batches-py", 16)
+    made = Console(tmp_path / "console", tmp_path / "data")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("form, image", [("file", False), ("folder", False), ("this folder", False), ("file", True)])
+def test_what_is_uploaded_trains_on_two_nodes_and_its_results_are_in_obs(tmp_path, console, form, image):
+    code, boot = uploads(tmp_path)[form]
+    codes, logs = console.play(code, boot, image=image, **TYPED)
+    assert codes == [0, 0], "\n".join(logs)
+    assert "Successfully installed tqdm" in logs[0] and "Requirement already satisfied: torch" in logs[0]
+    rule = "MA_NUM_HOSTS and VC_TASK_INDEX" if image else "--init_method, --rank and --world_size count nodes"
+    assert f"node 0: starting rank 0 of 2 (modelarts: {rule})" in logs[0], logs[0]
+    assert json.loads((console.obs / "state.json").read_text())["finished"] is True
+    assert {"checkpoints", "metrics.jsonl", "curves.png", "report.txt"} <= {path.name for path in console.obs.iterdir()}
+    assert not re.search("^error|Traceback", "".join(logs), re.MULTILINE)
+    if form != "folder":
+        return
+    again, logs = console.play(code, boot, image=image, starts=2, **{**TYPED, "epochs": " 2"})
+    assert again == [0, 0] and "going on from /home/ma-user/modelarts/outputs/train_url_0" in logs[0], "\n".join(logs)

@@ -1,0 +1,488 @@
+"""The troubles in ModelArts' own manual: each cannot happen, or is a sentence that says what to do."""
+
+import ast
+import http.server
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tarfile
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import arguments, devices, job, packages, storage
+from common.doctor import checks, examination
+from common.errors import TrainingFailed, UserError
+from common.processes import network
+from common.run import display
+from common.run.display import Display
+from common.world import World, folders
+from datasets import cifar10, loader
+from launch import bundle
+from launch.submit import command as submit
+from launch.submit import modelarts, request
+from tests.jobs import PATIENCE, ROOT, TINY, command, environment, run_forked, saved, start, wait_for
+from tests.ranks import changed_loader, children
+from tests.test_data import write_folder
+from tests.test_submit import ask
+
+JOBS = sorted((ROOT / "jobs").glob("*.py"))
+INPUT, OUTPUT = "/home/ma-user/modelarts/inputs/data_url_0", "/home/ma-user/modelarts/outputs/train_url_0"
+
+
+# --- Packages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "python, torch, missing, words",
+    [
+        ((3, 11), "2.15.0+cu132", (), None),
+        ((3, 9), "2.6.0a0+git1234", (), None),
+        ((3, 8), "1.13.1", (), "this is Python 3.8, and the jobs need Python 3.9 and torch 2.6, or later: choose an engine"),
+        ((3, 10), "2.1.0", (), "torch is 2.1.0, and the jobs need torch 2.6 or later: choose an engine"),
+        ((3, 9), "2.10.0", ("sklearn", "tqdm"), "not installed: scikit-learn, tqdm; on a platform's image requirements.txt"),
+    ],
+)
+def test_what_is_too_old_or_missing_is_a_sentence(python, torch, missing, words):
+    said = packages.too_old(python, torch) or packages.not_installed(lambda module: module not in missing)
+    assert said is None if words is None else said.startswith(words)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*JOBS, ROOT / "common" / "__init__.py", ROOT / "common" / "packages.py", ROOT / "launch" / "bundle" / "importer.py"],
+    ids=lambda path: path.name,
+)
+def test_an_old_python_can_read_what_it_reads_first(path):
+    ast.parse(path.read_text(), feature_version=(3, 6))
+
+
+@pytest.mark.parametrize("form", ["repository", "file"])
+def test_a_job_without_a_package_ends_with_one_line(tmp_path, form):
+    """None in sys.modules is how Python is told that there is no such module."""
+    job = ROOT / "jobs" / "train.py"
+    if form == "file":
+        job = tmp_path / "train.py"
+        job.write_text(bundle.bundle(ROOT / "jobs" / "train.py"))
+    start = f"""
+import runpy, sys, importlib.util as util
+real = util.find_spec
+util.find_spec = lambda name, package=None: None if name in ("sklearn", "tqdm") else real(name, package)
+sys.argv = [{str(job)!r}, "--custom_data", "true"]
+runpy.run_path({str(job)!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", start], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: not installed: scikit-learn, tqdm; on a platform's image ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_package_that_is_broken_is_noticed_before_the_training(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("raise ValueError('numpy.dtype size changed')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(display, "NEEDED_LATER", ("broken_package",))
+    with pytest.raises(
+        UserError, match=r"broken_package cannot be imported \(ValueError: numpy.dtype size changed\): on a platform"
+    ):
+        Display(str(tmp_path), str(tmp_path), active=True, writes=True)
+    Display(str(tmp_path), str(tmp_path), active=True, writes=False)  # which writes nothing
+
+
+def test_uploads_and_bundles_have_the_packages_under_both_names(tmp_path, capsys):
+    text = (ROOT / "requirements.txt").read_text()
+    job = str(ROOT / "jobs" / "train.py")
+    assert bundle.main([job, "--folder", str(tmp_path / "folder")]) == 0
+    assert bundle.main([job, "-o", str(tmp_path / "file" / "train.py")]) == 0
+    request.stage("jobs/train.py", tmp_path / "upload")
+    for folder in ("folder", "file", "upload"):
+        for name in bundle.PACKAGES:
+            assert (tmp_path / folder / name).read_text() == text
+    assert bundle.PACKAGES == ("requirements.txt", "pip-requirements.txt")
+    assert "or with requirements.txt and pip-requirements.txt beside it" in capsys.readouterr().out
+    (tmp_path / "file" / "requirements.txt").write_text("mine\n")
+    assert bundle.main([job, "-o", str(tmp_path / "file" / "train.py")]) == 0
+    assert (tmp_path / "file" / "requirements.txt").read_text() == "mine\n", "a file of somebody else stays"
+    assert "or with pip-requirements.txt beside it" in capsys.readouterr().out
+
+
+# --- Addresses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"data_url": "obs://bkt/code/data"}, "--data_url obs://bkt/code/data lies in --code_url obs://bkt/code"),
+        ({"output_url": "obs://bkt/code/out"}, "--output_url obs://bkt/code/out lies in --code_url obs://bkt/code"),
+        (
+            {"output_url": "obs://bkt/cifar"},
+            "--data_url obs://bkt/cifar/ lies in --output_url obs://bkt/cifar: give each a folder",
+        ),
+        ({"log_url": "obs://bkt/runs/7/log"}, "--log_url obs://bkt/runs/7/log lies in --output_url obs://bkt/runs/7"),
+        ({"hours": 73.0}, "--hours is 73: modelarts stops a job after 72 at most: give the job --max_hours"),
+    ],
+)
+def test_addresses_in_each_other_are_refused(changes, words):
+    lines = [*request.mistakes(ask("modelarts", **changes)), *modelarts.mistakes(ask("modelarts", **changes))]
+    assert len(lines) == 1 and lines[0].startswith(words), lines
+
+
+def test_addresses_beside_each_other_are_not(tmp_path):
+    assert not request.mistakes(ask("modelarts", data_url="obs://bkt/code2", output_url="obs://bkt/co"))
+    assert not request.mistakes(ask("slurm", data_url="/mnt/nas", output_url="/mnt/nas/runs")), "a disk is not copied"
+
+
+def test_an_encrypted_bucket_is_refused_before_anything_is_sent(monkeypatch):
+    monkeypatch.setattr(storage.bucket, "encryption", lambda url: "aws:kms" if "cifar" in url else None)
+    with pytest.raises(
+        UserError, match=r"--data_url obs://bkt/cifar/: the bucket is encrypted \(aws:kms\), which ModelArts' jobs"
+    ):
+        modelarts.send(None, ask("modelarts"), {})
+
+
+# --- Names of inputs and outputs -----------------------------------------------------------------------------------------
+
+
+def parse(*argv, **environ):
+    return arguments.parse(cifar10.parser("A job."), list(argv), environ)
+
+
+@pytest.mark.parametrize(
+    "argv, environ, words",
+    [
+        ([f"--data_path={INPUT}"], {}, f"--data_path is {INPUT}, an input that this job does not read: call it data_url"),
+        (["--data_path", INPUT], {}, f"--data_path is {INPUT}, an input that this job does not read: call it data_url"),
+        ([], {"dataset": INPUT}, f"dataset is {INPUT}, an input that this job does not read: call it data_url"),
+        (
+            ["--output_path", OUTPUT],
+            {},
+            f"--output_path is {OUTPUT}, an output that this job does not write to: call it train_url",
+        ),
+        (
+            [],
+            {"PAI_OUTPUT_RESULT": "/ml/output/r"},
+            "PAI_OUTPUT_RESULT is /ml/output/r, an output that this job does not write to: call it model",
+        ),
+    ],
+)
+def test_an_input_or_output_of_another_name_is_refused_with_ours(argv, environ, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv, **environ)
+    assert stop.value.code == 2 and f"error: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, environ",
+    [
+        ([f"--data_path={INPUT}", f"--data_url={INPUT}"], {}),
+        ([f"--data_path={INPUT}", "--custom_data=true"], {}),
+        ([f"--output_path={OUTPUT}", f"--train_url={OUTPUT}"], {}),
+        (["--data_path=/data"], {}),
+        ([], {"PAI_OUTPUT_CHECKPOINTS": "/ml/output/c", "PAI_OUTPUT_TENSORBOARD": "/ml/output/t"}),
+        ([], {"PAI_OUTPUT_RESULT": "/ml/output/r", "PAI_OUTPUT_MODEL": "/ml/output/model"}),
+    ],
+)
+def test_beside_ours_it_is_left_alone(argv, environ):
+    parse(*argv, **environ)
+
+
+@pytest.mark.parametrize(
+    "output, environ, kept",
+    [
+        (OUTPUT, {"MA_JOB_DIR": "/x"}, True),
+        ("/home/ma-user/modelarts/outputs_of_mine", {"MA_JOB_DIR": "/x"}, False),
+        ("/cache/out", {"MA_JOB_DIR": "/x"}, False),
+        ("/opt/ml/model", {"SM_MODEL_DIR": "/opt/ml/model"}, True),
+        ("/tmp/out", {"SM_MODEL_DIR": "/opt/ml/model"}, False),
+        ("/proc/out", {"MA_JOB_DIR": "/x"}, True),  # a disk that is mounted
+        ("/anywhere", {}, True),
+    ],
+)
+def test_results_that_would_go_with_the_container_are_warned_of(output, environ, kept, monkeypatch):
+    ismount = folders.os.path.ismount
+    monkeypatch.setattr(folders.os.path, "ismount", lambda path: path == "/cache" or ismount(path))
+    why = folders.not_kept(types.SimpleNamespace(output_dir=output, output_url=None), environ)
+    assert why is None if kept else why.startswith(f"the platform does not keep {output}: it keeps what is in /")
+
+
+def test_the_log_and_the_doctor_say_that_results_are_not_kept(tmp_path, monkeypatch):
+    env = {"MA_JOB_DIR": "/x", "MA_SCHEDULE_CNT": "2"}
+    done = run_forked([command("train")[1], *TINY, "--max_steps", 1], tmp_path, env)
+    lines = done.stdout + done.stderr
+    assert "warning: the platform does not keep output_dir/train: it keeps what is in /home/ma-user/modelarts/outputs;" in lines
+    assert (
+        "warning: this is start 2 of the job, and its output folder has no checkpoint: for ModelArts to bring it back, Predownload"
+        in lines
+    )
+    monkeypatch.setenv("MA_JOB_DIR", "/x")
+    monkeypatch.chdir(tmp_path)
+    args = parse("--custom_data", "true")
+    rows = [finding for finding in examination._of_node(args, args.world) if finding.what == "output"]
+    assert [row.severity for row in rows] == ["good", "bad"]
+
+
+# --- Memory --------------------------------------------------------------------------------------------------------------
+
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB of which 1.2 GiB is free."
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (
+            torch.OutOfMemoryError(OOM),
+            "CUDA out of memory. Tried to allocate 2.00 GiB: the GPU's memory is full; lower --batch_size",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA error: out of memory"),
+            "CUDA error: out of memory: the GPU's memory is full; lower --batch_size",
+        ),
+        (MemoryError(), "this node's memory is full: lower --workers or --batch_size, or ask for more memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+            "this node's memory is full: ",
+        ),
+        (OSError(12, "Cannot allocate memory"), "this node's memory is full: "),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"),
+            "/dev/shm is full: start the container with more",
+        ),
+        (RuntimeError("Some memory of another kind"), None),
+    ],
+)
+def test_for_want_of_memory_a_job_ends_with_one_line(error, line, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        job._run(main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and ("Traceback" in said) == (line is None)
+    assert line is None or (said.startswith(f"error: {line}") and said.count("\n") == 1)
+
+
+def test_a_killed_loader_process_is_said_with_what_to_lower(tmp_path):
+    process = start(tmp_path, *TINY, "--epochs", 200, "--save_steps", 1, "--workers", 2)
+    wait_for(saved(tmp_path, 64), process, "a step")
+    loaders = [pid for pid in children(process) if Path(f"/proc/{pid}/comm").read_text().startswith("pt_data")]
+    os.kill(loaders[-1], signal.SIGKILL)
+    assert process.wait(PATIENCE) == 1
+    said = (tmp_path / "log").read_text()
+    assert "error: a loader process was killed, perhaps for want of memory: lower --workers or --batch_size" in said
+    assert "Traceback" not in said
+
+
+def test_a_loader_process_that_is_killed_while_it_hands_over_a_batch_is_said_too(monkeypatch):
+    def broken(_):
+        yield "a batch"
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", broken)
+    batches = iter(loader.torch_batches([0], [[0]]))
+    assert next(batches) == "a batch"
+    with pytest.raises(TrainingFailed, match="a loader process was killed, perhaps for want of memory: lower --workers"):
+        next(batches)
+
+
+def test_a_start_after_one_that_was_killed_says_so(tmp_path):
+    process = start(tmp_path, *TINY, "--epochs", 200, "--save_steps", 1)
+    wait_for(saved(tmp_path, 64), process, "a step")
+    process.kill()
+    process.wait()
+    words = "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want"
+    words_of_job = [command("train")[1], *TINY, "--output_dir", tmp_path / "out"]
+    assert words in run_forked([*words_of_job, "--max_steps", 3], tmp_path).stdout
+    assert words not in run_forked(words_of_job, tmp_path).stdout
+
+
+@pytest.mark.parametrize("seen, promised, warned", [(7, 8, True), (8, 8, False), (0, 8, False), (2, 0, False)])
+def test_fewer_gpus_than_promised_are_a_warning_with_both_numbers(seen, promised, warned, monkeypatch):
+    monkeypatch.setattr(devices.choice, "count", lambda: seen)
+    here = World("modelarts", "", "node", 0, 2, 0, 8, 0, 16, gpus_promised=promised)
+    said = devices.fewer_than_promised(types.SimpleNamespace(world=here, enable_gpu=None))
+    assert said == ("torch sees 7 of the 8 GPUs that modelarts says this node has: the others are idle" if warned else None)
+
+
+# --- How a job ends ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_not_finished_can_be_told_from_one_that_is(tmp_path):
+    job = [command("train")[1], *TINY]
+    run_forked([*job, "--max_hours", "0.00000001"], tmp_path)
+    state = tmp_path / "output_dir" / "train" / "state.json"
+    assert state.read_text() == '{"finished": false, "epoch": 0, "epochs": 2}\n'
+    run_forked(job, tmp_path)
+    assert state.read_text() == '{"finished": true, "epoch": 2, "epochs": 2}\n'
+    run_forked([*job, "--epochs", "3", "--max_hours", "0.00000001"], tmp_path)
+    assert state.read_text() == '{"finished": false, "epoch": 2, "epochs": 3}\n'
+
+
+def test_volcano_does_not_start_a_mistake_again():
+    policies = submit.importlib.import_module("launch.submit.kubernetes").build(ask("volcano"))
+    text = re.sub(r"\s", "", str(policies))
+    assert "'policies':[{'exitCode':2,'action':'TerminateJob'},{'event':'PodFailed','action':'RestartJob'}" in text
+
+
+# --- Disks and rights ----------------------------------------------------------------------------------------------------
+
+
+def test_data_that_cannot_be_read_are_called_so_and_not_missing(tmp_path):
+    (closed := tmp_path / "closed").mkdir()
+    (closed / "cifar-10-batches-py").mkdir()
+    closed.chmod(0)
+    unprivileged = without_rights(command("train", "--data_url", closed), tmp_path)
+    assert unprivileged.returncode == 2
+    assert f"error: --data_url {closed} cannot be read (Permission denied): make it readable" in unprivileged.stderr
+    missing = without_rights(command("train", "--data_url", tmp_path / "none"), tmp_path)
+    assert f"error: --data_url {tmp_path / 'none'} does not exist: give a folder" in missing.stderr
+
+
+def without_rights(words, folder):
+    """Run it in a working folder that cannot be written to, without a home; root as anybody else."""
+    mode = folder.stat().st_mode
+    folder.chmod(0o555)
+    drop = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+    env = environment(HOME="/nonexistent", PYTHONDONTWRITEBYTECODE="1")
+    try:
+        return subprocess.run([*drop, *map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    finally:
+        folder.chmod(mode)
+
+
+def test_without_a_home_and_a_working_folder_it_trains(tmp_path):
+    (tmp_path / "out").mkdir()
+    done = without_rights(command("train", *TINY, "--epochs", 1, "--output_dir", tmp_path / "out"), tmp_path)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert not re.search("^error", done.stderr, re.MULTILINE) and (tmp_path / "out" / "curves.png").exists()
+
+
+def test_where_nothing_can_be_written_it_says_what_to_give(tmp_path):
+    done = without_rights(command("train", *TINY), tmp_path)
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-1] == "error: cannot write to output_dir/train: Permission denied; give another --output_dir"
+    )
+
+
+def test_a_crash_leaves_no_core_file(tmp_path):
+    job = changed_loader(
+        "train", tmp_path, "import resource; print('core', resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)"
+    )
+    done = subprocess.run(
+        [*job, *TINY, "--epochs", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert "core 0\n" in done.stdout, done.stderr
+
+
+def test_what_is_fetched_and_indexed_lies_in_the_folder_that_was_given(tmp_path):
+    write_folder(tmp_path / "data" / "cifar-10-batches-py")
+    with tarfile.open(tmp_path / "data" / "cifar-10-python.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "data" / "cifar-10-batches-py", "cifar-10-batches-py")
+    shutil.rmtree(tmp_path / "data" / "cifar-10-batches-py")
+    (tmp_path / "data").chmod(0o555)
+    somewhere = tmp_path / "disk" / "in"
+    somewhere.parent.mkdir()
+    (out := tmp_path / "out").mkdir()
+    job = command(
+        "train",
+        "--data_url",
+        tmp_path / "data",
+        "--input_dir",
+        somewhere,
+        "--output_dir",
+        out,
+        *TINY[2:],
+        "--batch_size",
+        4,
+        "--epochs",
+        1,
+    )
+    done = without_rights(job, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (somewhere / "cifar-10-batches-py" / "data_batch_1").exists() and not (out / "input_dir").exists()
+
+
+@pytest.mark.parametrize("free, folder", [({"/cache": 2, ".": 1}, "/cache/input_dir"), ({"/cache": 1, ".": 2}, "input_dir")])
+def test_on_modelarts_the_larger_disk_takes_the_data(free, folder, monkeypatch):
+    monkeypatch.setattr(folders, "_size", lambda place: free[place])
+    monkeypatch.setattr(folders.os, "access", lambda *_: True)
+    assert parse("--custom_data", "true", MA_JOB_DIR="/x").input_dir == folder
+    assert parse("--custom_data", "true").input_dir == "input_dir"
+    assert parse("--custom_data", "true", "--input_dir", "/mine", MA_JOB_DIR="/x").input_dir == "/mine"
+
+
+# --- Network -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interface_that_this_node_has_not_ends_the_job_with_what_the_doctor_says(tmp_path):
+    setting = {"GLOO_SOCKET_IFNAME": "eth77", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2",
+               "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # fmt: skip
+    done = run_forked(command("train_ddp", *TINY, "--output_dir", tmp_path / "out")[1:], tmp_path, setting, check=2)
+    assert "error: GLOO_SOCKET_IFNAME is eth77, this node has lo" in done.stderr, done.stderr
+    assert checks.check_interface(types.SimpleNamespace(num_nodes=2, master_addr="h", level="node"), setting).severity == "bad"
+
+
+@pytest.mark.parametrize(
+    "setting, adapters, said",
+    [
+        ({}, (), None),
+        ({"NCCL_IB_HCA": "mlx5"}, ("mlx5_0", "mlx5_1"), None),
+        ({"NCCL_IB_HCA": "=mlx5_1:1"}, ("mlx5_0", "mlx5_1"), None),
+        ({"NCCL_IB_HCA": "^mlx5_0"}, ("mlx5_0", "mlx5_1"), None),
+        ({"NCCL_IB_HCA": "mlx5", "NCCL_IB_DISABLE": "1"}, (), None),
+        (
+            {"NCCL_IB_HCA": "mlx5"},
+            (),
+            "NCCL_IB_HCA is mlx5, this node has no InfiniBand adapter: NCCL takes TCP, which is slower",
+        ),
+        ({"NCCL_IB_HCA": "^mlx5_0"}, ("mlx5_0",), "NCCL_IB_HCA is ^mlx5_0, this node has mlx5_0: NCCL takes TCP"),
+    ],
+)
+def test_infiniband_that_is_promised_and_missing_is_said(tmp_path, monkeypatch, setting, adapters, said):
+    for name in adapters:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(network, "ADAPTERS", tmp_path)
+    found = network.no_adapter(setting)
+    assert found is None if said is None else found.startswith(said)
+    monkeypatch.setattr(devices, "available", lambda: True)
+    if said:
+        doctor = checks.check_interface(types.SimpleNamespace(num_nodes=2, master_addr="h", level="node"), setting)
+        assert doctor.severity == "doubtful" and doctor.found.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "error, advised",
+    [
+        ("NCCL error in: ProcessGroupNCCL.cpp:3, unhandled system error (run with NCCL_DEBUG=INFO for details)", True),
+        ("NCCL error ... ncclInternalError: Internal check failed.\nLast error: Net/IB: ibv_modify_qp failed", True),
+        ("NCCL communicator was aborted on rank 1", False),
+        ("Connection closed by peer [127.0.0.1]:1", False),
+    ],
+)
+def test_a_fault_of_nccl_comes_with_what_to_try(error, advised):
+    assert ("NCCL_IB_DISABLE=1" in network.advice(RuntimeError(error))) == advised
+
+
+def test_a_certificate_that_cannot_be_verified_is_refused_at_once_whatever_s3_verify_ssl_says(tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
+                    "-subj", "/CN=127.0.0.1"], check=True, capture_output=True)  # fmt: skip
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    store = {"S3_ENDPOINT": f"127.0.0.1:{server.server_port}", "S3_USE_HTTPS": "1", "S3_VERIFY_SSL": "0"}
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    options = ("--data_url", "obs://bucket/cifar10", "--output_dir", tmp_path / "out")
+    done = run_forked(command("train", *options)[1:], tmp_path, {**store, **keys}, check=2)
+    server.shutdown()
+    assert "certificate cannot be verified: give the file of the authority" in done.stderr, done.stderr
+    assert "S3_VERIFY_SSL=0 is not followed" in done.stderr
