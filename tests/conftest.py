@@ -12,11 +12,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 import pytest
 
+from common import moments
 from tests.jobs import ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
 from tests.ranks import TWO
 from tests.stores import MIB, fill
 from tests.test_data import write_folder
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_any_more(monkeypatch):
+    """A test that calls a job in its own process leaves no listener, which would start a watcher for each that parses arguments."""
+    monkeypatch.setattr(moments, "_listeners", [])
 
 
 @pytest.fixture(scope="session")

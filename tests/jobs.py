@@ -1,6 +1,7 @@
 """Running a job as a user does: a process of its own, started by absolute path from an unrelated folder."""
 
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,6 +25,14 @@ def environment(**extra):
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")}
     own = {"RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}  # no cluster and no GPU that this machine happens to have
     return {**kept, **own, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **extra}
+
+
+def module_of(job):
+    """jobs/JOB.py, imported and not run."""
+    spec = importlib.util.spec_from_file_location(job, ROOT / "jobs" / f"{job}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def command(job, *options):
@@ -57,23 +66,22 @@ def starter():
     return subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def ask(**order):
+    print(json.dumps(order), file=starter().stdin, flush=True)
+    return json.loads(starter().stdout.readline())
+
+
 def forked(words, folder, *environments, timeout=PATIENCE):
     """Run the script words[0] in `folder` once per environment, all at a time; returns the finished processes."""
     with tempfile.TemporaryDirectory() as temporary:
-        outputs = [Path(temporary) / str(number) for number in range(len(environments))]
+        printed = [[Path(temporary) / f"{number}.{which}" for which in ("out", "err")] for number in range(len(environments))]
         wishes = [
-            {
-                "words": list(map(str, words)),
-                "folder": str(folder),
-                "env": environment(**env),
-                "seconds": timeout,
-                "output": str(output),
-            }
-            for env, output in zip(environments, outputs)
-        ]
-        print(json.dumps(wishes), file=starter().stdin, flush=True)
-        codes = json.loads(starter().stdout.readline())
-        texts = [[output.with_suffix(f".{number}").read_text() for number in (1, 2)] for output in outputs]
+            {"words": list(map(str, words)), "folder": str(folder), "env": environment(**env), "seconds": timeout,
+             "files": [os.devnull, *map(str, both)]}
+            for env, both in zip(environments, printed)
+        ]  # fmt: skip
+        codes = ask(run=wishes)
+        texts = [[path.read_text() for path in both] for both in printed]
     return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts)]
 
 
@@ -84,18 +92,50 @@ def run_forked(words, folder, env=None, check=0, timeout=PATIENCE):
     return done
 
 
+class Popen(subprocess.Popen):
+    """As subprocess.Popen, for `python SCRIPT ...`, `python -m MODULE ...`, `python -c CODE ...`: forked from a process that has done the imports."""
+
+    def _execute_child(self, args, _executable, preexec, _close_fds, _pass_fds, folder, env, *rest):
+        words = list(map(str, args))
+        assert words[0] == sys.executable and not preexec, words
+        own = [f"/proc/{os.getpid()}/fd/{number}" for number in range(3)]
+        given = [place if fd == -1 else f"/proc/{os.getpid()}/fd/{fd}" for place, fd in zip(own, (rest[3], rest[6], rest[8]))]
+        order = {"words": words[1:], "folder": str(folder or os.getcwd()), "env": dict(os.environ if env is None else env)}
+        self.pid = ask(start={**order, "files": given})
+        self._child_created = True
+        self._close_pipe_fds(*rest[3:9])
+
+    def _try_wait(self, flags):
+        return tuple(ask(wait=[self.pid, flags]))
+
+    def _internal_poll(self, *_how, **_more):
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid == self.pid:
+                self._handle_exitstatus(status)
+        return self.returncode
+
+
+def run(words, timeout=PATIENCE, **how):
+    """As subprocess.run with capture_output and text, through that."""
+    with Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how) as process:
+        printed = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(words, process.returncode, *printed)
+
+
 def start(folder, *options, job="train"):
-    """Start jobs/JOB.py from nothing, with the output in folder/out and what it prints in folder/log; returns the process."""
-    log = open(folder / "log", "a")  # noqa: SIM115 (the process owns it)
-    return subprocess.Popen(
-        command(job, *options, "--output_dir", folder / "out"), cwd=folder, env=environment(), stdout=log, stderr=log
-    )
+    """Start jobs/JOB.py with the output in folder/out and what it prints in folder/log; returns the process."""
+    with open(folder / "log", "a") as log:
+        return Popen(
+            command(job, *options, "--output_dir", folder / "out"), cwd=folder, env=environment(), stdout=log, stderr=log
+        )
 
 
 def wait_for(condition, process, what):
+    """`process` may be None, where none has to run on meanwhile."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert process.poll() is None, f"the job ended before {what}"
+        assert process is None or process.poll() is None, f"the job ended before {what}"
         assert time.monotonic() < deadline, f"no {what} in time"
         time.sleep(0.002)
 

@@ -6,13 +6,50 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked
+from tests.jobs import ROOT, TINY, command, environment, forked, run
 from tests.objectstore import free_port
 
 TWO = [*TINY[:4], "--batch_size", "32", *TINY[6:], "--ledger", "true"]  # two ranks: a global batch of 64, as in TINY
 LONG = [*TWO, "--epochs", "200"]
 CHECK = [sys.executable, str(ROOT / "tests" / "check_ledger.py"), "--samples", "256", "--global_batch", "64"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+
+# The last rank does something else instead of its third batch.
+CHANGED = """
+import ctypes, os, sys, time
+sys.path.insert(0, {root!r})
+from common.processes import worker
+from datasets import loader
+worker.STALL_SECONDS = 3
+batches = loader.DeviceLoader.__iter__
+
+def changed(self):
+    for number, batch in enumerate(batches(self)):
+        if number == 2:
+            {what}
+        yield batch
+
+if os.environ.get("RANK") != "0":
+    loader.DeviceLoader.__iter__ = changed
+exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
+"""
+
+
+def changed_loader(name, folder, what):
+    """The command of this job with `what` in place of the third batch."""
+    job = folder / f"{name}.py"
+    job.write_text(CHANGED.format(root=str(ROOT), job=str(ROOT / "jobs" / job.name), what=what))
+    return [sys.executable, str(job)]
+
+
+def processes_of(folder):
+    """The processes of the run whose output is in folder/out, which work in this folder or say so in their command."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "cwd") == str(folder) or f"{folder}/out" in (process / "cmdline").read_text():
+                found.append(int(process.name))
+    return found
 
 
 def check_ledger(*folders):
@@ -23,7 +60,7 @@ def check_ledger(*folders):
 def run_variant(job, folder, *options):
     """A changed job from nothing, with the output in folder/out; returns the finished process, however it ended."""
     script = [sys.executable, str(job), *map(str, options), "--output_dir", str(folder / "out")]
-    return subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    return run(script, cwd=folder, env=environment())
 
 
 def fork_ranks(job, folder, *options):
@@ -62,6 +99,7 @@ def workers_of(pids):
     for pid in pids:
         with contextlib.suppress(OSError, KeyError):
             env = dict(word.partition("=")[::2] for word in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+            name = Path(f"/proc/{pid}/comm").read_text().strip()  # of one that tests/starter.py has forked
             parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            found[pid] = int(env["RANK"])
+            found[pid] = int(name.removeprefix("rank ") if name.startswith("rank ") else env["RANK"])
     return {rank: pid for pid, rank in found.items() if found.get(parents[pid]) != rank}

@@ -1,41 +1,57 @@
 """Starts a job without waiting for its imports: as a process of its own, forked from one that has done them.
 
-Most of the seconds of a small run are imports of torch, matplotlib and the like. A test that looks at what a run leaves gets
-it from here; where the start itself, a signal or an exit code is the subject, the job is started from nothing.
+Most of the seconds of a small run are imports of torch, matplotlib and the like. A test that looks at what a run does gets it
+from here, and so do the workers that this run starts; where the start itself is the subject, Python starts it from nothing.
 
-    python tests/starter.py     reads a JSON object per line, what become() needs of each process; answers with their exit codes
+    python tests/starter.py     reads a JSON object per line, an order of tests/jobs.py, and answers with another one
 """
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import traceback
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 # What the jobs import of others; nothing of ours, so that every fork reads it anew.
 IMPORTS = ["torch._dynamo", "torch.distributed.elastic.multiprocessing", "torch.utils.tensorboard", "matplotlib.figure",
            "matplotlib.backends.backend_agg", "sklearn.metrics", "tqdm", "torchvision"]  # fmt: skip
 
 
-def become(words, folder, env, seconds, output):
-    """Turn this process into the script words[0], as a shell would start it; what it prints is in OUTPUT.1 and OUTPUT.2."""
+OURS = ("common", "datasets", "launch")
+PATH = list(sys.path)
+
+
+def become(words, folder, env, descriptors, seconds=0):
+    """Turn this process into `python WORDS...`, as a shell would start it; `descriptors`: what are its 0, 1 and 2."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    for number, path, how in ((0, os.devnull, os.O_RDONLY), (1, f"{output}.1", os.O_WRONLY), (2, f"{output}.2", os.O_WRONLY)):
-        file = os.open(path, how | (os.O_CREAT if number else 0))
-        os.dup2(file, number)
-        os.close(file)
+    for number, descriptor in enumerate(descriptors):
+        if descriptor != number:
+            os.dup2(descriptor, number)
     signal.alarm(seconds)  # a job that hangs dies of SIGALRM
-    sys.argv = words
-    sys.path[:1] = [os.path.dirname(words[0]), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rank := env.get("RANK"):
+        ctypes.CDLL(None).prctl(15, f"rank {rank}".encode())  # PR_SET_NAME: see ranks.workers_of
+    if words[0] == "-u":
+        words = words[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
+    subprocess.Popen = subprocess_handler.Popen = Worker  # the second is that of torch's launcher
     code = 0
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        run(words, env)
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -45,9 +61,79 @@ def become(words, folder, env, seconds, output):
         print(code, file=sys.stderr)
     threading._shutdown()  # what an interpreter does at its end, but for taking apart all that it has imported: that takes a second
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code if isinstance(code, int) else 1 if code else 0)
+
+
+def run(words, env):
+    beside = [os.getcwd()] if words[0] in ("-c", "-m") else [os.path.dirname(words[0])]
+    sys.path[:] = [*beside, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *PATH[1:]]
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+class Worker(subprocess.Popen):
+    """A process that a job starts with Python: a fork of the job's own, which forgets what of ours it has imported."""
+
+    def _execute_child(self, args, executable, preexec, close_fds, pass_fds, folder, env, *rest):
+        words, read, write, errors, own_session = list(args), rest[3], rest[6], rest[8], rest[14]
+        a_script = words[0] == sys.executable and (words[1:2] == ["-u"] or words[1].endswith(".py"))
+        threads = len(os.listdir("/proc/self/task"))  # no thread would survive a fork, and what it holds stays locked
+        if not a_script or threads > 1 or preexec or pass_fds:
+            super()._execute_child(args, executable, preexec, close_fds, pass_fds, folder, env, *rest)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+                del sys.modules[name]
+            atexit._clear()  # what the job has left to do at its own end
+            if own_session:
+                os.setsid()
+            for number, own in enumerate((read, write, errors)):
+                os.dup2(number if own == -1 else own, number)
+            os.closerange(3, 1024)  # what the job has opened
+            become(words[1:], folder or os.getcwd(), os.environ.copy() if env is None else env, (0, 1, 2))
+        self._child_created = True
+        self._close_pipe_fds(*rest[3:9])
+
+
+def fork(order):
+    """The process id of one that becomes what is ordered; `files`: the paths of its descriptors."""
+    descriptors = opened(*order.pop("files"))  # before the one who asks closes them
+    pid = os.fork()
+    if not pid:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(3, 1024)
+        become(**order, descriptors=(0, 1, 2))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return pid
+
+
+def opened(read, *written):
+    """Descriptors of these files, which are made where they are missing."""
+    return [os.open(read, os.O_RDONLY), *(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in written)]
+
+
+def answer(order):
+    if "run" in order:  # some at a time, until all have ended
+        children = [fork(one) for one in order["run"]]
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if "start" in order:
+        return fork(order["start"])
+    return os.waitpid(*order["wait"])
 
 
 def main():
@@ -57,15 +143,7 @@ def main():
     gc.freeze()  # so that no fork looks through all of it
     reader = os.fdopen(os.dup(0), "rb", buffering=0)
     while line := reader.readline():
-        children = []
-        for wish in json.loads(line):
-            children.append(os.fork())
-            if children[-1] == 0:
-                reader.close()
-                become(**wish)
-                return
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        os.write(1, f"{json.dumps(codes)}\n".encode())
+        os.write(1, f"{json.dumps(answer(json.loads(line)))}\n".encode())
     os._exit(0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.chaos.disk_cases import left
 from tests.chaos.kill import in_child
 from tests.jobs import ROOT, environment
-from tests.starter import become
+from tests.starter import become, opened
 
 NAMED = re.compile(r"rename out/checkpoints/(\d{12})\.json")  # from here on it is a checkpoint
 WENT_ON = re.compile(r"(?:going on from| of) \S*?(\d{12})\.pt")
@@ -47,7 +47,8 @@ def run(case, folder, work, order, library, options=None):
     process = os.fork()
     if process == 0:
         os.setsid()
-        become(case.words(folder, work, options), folder, environment(**own), case.seconds, control / "printed")
+        printed = opened(os.devnull, f"{control}/printed.1", f"{control}/printed.2")
+        become(case.words(folder, work, options), folder, environment(**own), printed, case.seconds)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     printed = "".join((control / f"printed.{number}").read_text() for number in (1, 2))
     log = (control / "log").read_text().splitlines() if (control / "log").exists() else []

@@ -5,12 +5,13 @@ Every start is forked from a process that has only imported torch and the like, 
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
 from tests.jobs import ROOT, environment, final_state
 from tests.objectstore import ObjectStore, free_port
-from tests.starter import become
+from tests.starter import become, opened
 
 SMALL = ["--custom_data", "true", "--max_samples", "512", "--batch_size", "32", "--width", "4", "--epochs", "3",
          "--save_steps", "2"]  # fmt: skip
@@ -42,7 +43,13 @@ class Job:
     def run(self, folder, env, output, words=None):
         """Become one process of a start."""
         words = list(map(str, words or self.words(folder)))
-        become(words, folder, environment(PYTHONPATH=str(ROOT), **env), START_SECONDS, output)
+        become(
+            words,
+            folder,
+            environment(PYTHONPATH=str(ROOT), **env),
+            opened(os.devnull, f"{output}.1", f"{output}.2"),
+            START_SECONDS,
+        )
 
     def unfinished(self, folder):
         """Whether a file is being written."""
