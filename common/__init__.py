@@ -1,0 +1,5 @@
+"""What every job shares."""
+
+from common import packages
+
+packages.check_versions()

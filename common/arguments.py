@@ -1,17 +1,12 @@
-"""The options of a job: their groups and defaults, and what becomes of options that it does not declare.
+"""The options of a job: their groups and defaults. How they may be typed is in typed.py.
 
-    parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
-    args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read
-
-Consoles pass every value as a string, as `--x v` or `--x=v`, cannot pass bare flags, and append options that no job declared.
-So booleans are spelled out (`--custom_data true`), options that platforms are known to append are ignored, what looks like a
-mistyped option of ours is refused with the right name, and all others are listed in one warning.
+parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
+args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read
 """
 
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import math
 import operator
 import os
@@ -19,23 +14,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
-from common import moments, secrets, world
+from common import heartbeat, moments, secrets, typed, world
 from common.errors import UserError, one_line, show
+from common.typed import boolean
 from common.world import folders
 
-# Options that platforms are known to append and that no job needs: ignored without a warning.
-PLATFORM_OPTIONS = {
-    "task_index", "num_gpus", "job_name", "ps_hosts", "worker_hosts", "cluster_spec", "model_dir", "log_dir",
-    "num_workers_per_node", "local_data_root", "sagemaker_program", "sagemaker_region",
-}  # fmt: skip
-
-
-def boolean(text: str) -> bool:
-    """A type for argparse: consoles send 'true', 'True' or '1'; anything that is neither true nor false is refused."""
-    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.strip().lower())
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is neither true nor false")
-    return value
+LARGEST = 2**53  # what comes behind computes with whole numbers as it does with floats
 
 
 def number(
@@ -48,7 +32,11 @@ def number(
     def parse(text):
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
-            if math.isfinite(value) and all(holds(value, limit) for _, limit, holds in bounds):
+            if (
+                math.isfinite(value)
+                and (kind is float or value < LARGEST)
+                and all(holds(value, limit) for _, limit, holds in bounds)
+            ):
                 return value
         name = {int: "a whole number", float: "a number"}[kind]
         limits = " and ".join(f"{word} {limit}" for word, limit, _ in bounds)
@@ -72,14 +60,23 @@ class Input:
     shared_bytes: int = 0  # of a batch of one rank, where loader processes pass it in shared memory
     samples: int = 0  # in that batch
     remedies: tuple[str, ...] = ()  # suggestions that could make the loader faster
+    needs: tuple[str, ...] = ()  # what its loader needs of the device (common/devices/kinds.py)
 
 
 class Parser(argparse.ArgumentParser):
-    """`reads(args)` says what the job will read: the data set sets it, and another loader may replace it."""
+    """`reads(args)` says what the job will read: the data set sets it, and another loader may replace it.
+
+    `recipes`: {value of --recipe: {option: its default then}}. `respell(parser, words)`: the words of another program in
+    those of this one, and remarks about those that have no meaning here.
+    """
 
     reads: Callable[..., Input] = staticmethod(lambda args: Input())
+    recipes: Mapping[str, Mapping[str, Any]] = {}
+    respell: Callable[..., tuple[list[str], list[str]]] = staticmethod(lambda parser, words: (words, []))
 
     def error(self, message: str) -> NoReturn:
+        if len(message) > 1000:
+            message = f"{message[:800]}... (and {len(message) - 800:,} letters more)"
         show(f"{message}; --help lists every option")
         sys.exit(2)
 
@@ -110,19 +107,35 @@ def add_compile(group: argparse._ArgumentGroup) -> None:
 def bare_parser(doc: Optional[str], data: str) -> Parser:
     """The options of a program with a training loop of its own: device and seed, data and output, what platforms append."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
-    absent = {"doctor": False, "evaluate": False, "deterministic": False, "nproc_per_node": None, "trial": False}
-    parser.set_defaults(**absent)  # only some jobs have options for these
+    absent = {
+        "doctor": False,
+        "evaluate": False,
+        "deterministic": False,
+        "nproc_per_node": None,
+        "trial": False,
+        "compile": False,
+        "checkpoints": True,
+        "print_freq": None,
+        "run_epochs": None,
+    }
+    parser.set_defaults(**absent, needs=())  # only some jobs have options for these, or need what not every device has
+    parser.set_defaults(class_names=())  # of the data set, once it is loaded: for who reads the checkpoints
     rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument
-    add(
-        "--enable_gpu", type=boolean, help="true: the GPU, an error without one; false: the CPU; unset: the GPU if there is one"
-    )
+    which = "true: the GPU (or NPU, XPU), an error without one; false: the CPU; unset: the GPU if there is one"
+    add("--enable_gpu", type=boolean, help=which)
+    kinds = ("cuda", "npu", "xpu", "mps", "cpu")
+    add("--device", choices=kinds, help="the kind of device, an error without one; unset: --enable_gpu decides")
     add("--seed", type=seed, default=0, help="seed of the first weights, the order of the samples and the augmentation")
 
     add = parser.add_argument_group("data").add_argument
     add("--custom_data", type=boolean, default=False, help="train on synthetic images instead; their accuracy means nothing")
     add("--data_url", help=data)
+    add(
+        "--input_dir",
+        help="where data are fetched to, and indexes kept; unset: input_dir, on ModelArts that of /cache if larger",
+    )
 
     add = parser.add_argument_group("output and restart").add_argument
     place = "folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB"
@@ -186,6 +199,14 @@ def explain(parser: Parser, **texts: str) -> None:
         action.help = texts.get(action.dest, action.help)
 
 
+def also_named(parser: Parser, names: Mapping[str, str]) -> None:
+    """{another name for an option: the option that it means}, both without dashes."""
+    for name, meant in names.items():
+        action = parser._option_string_actions[f"--{meant}"]
+        action.option_strings = [*action.option_strings, f"--{name}"]
+        parser._option_string_actions[f"--{name}"] = action
+
+
 def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
     """The group of options whose title begins so."""
     return next(group for group in parser._action_groups if (group.title or "").startswith(title))
@@ -193,18 +214,36 @@ def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
 
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
     """The arguments, with the folders and the place of this process as the platform gives them. Exits with 2 on a mistake."""
-    args, unknown = parser.parse_known_args(argv)
-    _judge_unknown(parser, unknown)
+    words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
+    words = typed.as_meant(parser, words)
+    for word in words:
+        if word.startswith("--recipe="):
+            parser.set_defaults(**parser.recipes.get(word.partition("=")[2], {}))
+    args, unknown = parser.parse_known_args(words)
+    ignored = typed.judge_unknown(parser, unknown)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     try:
+        _which_device(args)
         vars(args).update(folders.resolve(args, environ))
+        folders.refuse_other_names(args, ignored, environ)
     except UserError as error:
         parser.error(one_line(error))
     moments.announce("arguments", args)
     args.world = world.here(args, environ)
+    if args.world.rank == 0 and not heartbeat.has_parent():
+        for remark in remarks:
+            print(remark, flush=True)
     args.input = parser.reads(args)
     moments.announce("world", args)
     return args
+
+
+def _which_device(args):
+    """--device says the same as --enable_gpu, and which kind."""
+    if args.device and args.enable_gpu in (None, args.device != "cpu"):
+        args.enable_gpu = args.device != "cpu"
+    elif args.device:
+        raise UserError(f"--enable_gpu {str(args.enable_gpu).lower()} and --device {args.device}: give one of them")
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
@@ -214,20 +253,3 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
         name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)
         for name, value in values.items()
     }
-
-
-def _judge_unknown(parser, unknown):
-    known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
-    ignored = []
-    for word in unknown:
-        name = word.split("=")[0]
-        if not name.startswith("--") or name.lstrip("-") in PLATFORM_OPTIONS:
-            continue
-        begins = [option for option in known if len(name) > 4 and option.startswith(name.lstrip("-").replace("-", "_"))]
-        nearest = begins or difflib.get_close_matches(name.lstrip("-").replace("-", "_")[:64], known, n=1, cutoff=0.75)
-        if nearest:
-            parser.error(f"unknown option {one_line(name)[:80]}: did you mean --{nearest[0]}?")
-        ignored.append(one_line(name)[:80])
-    if ignored:
-        listed = " ".join(ignored)[:500]
-        print(f"warning: ignored options that this job does not have: {listed}", file=sys.stderr, flush=True)

@@ -1,20 +1,25 @@
 """How a job runs and ends: its `main` is called, and its result is an exit code (see errors.py) and at most one line.
 
-With --doctor true the doctor listens to the moments of the job, from when its arguments are parsed.
+With --doctor true the doctor listens to the moments of the job, from when its arguments are parsed. A small process watches
+a job on one device; several ranks are watched by processes/.
 """
 
 import argparse
 import errno
 import os
+import resource
 import signal
 import sys
 import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import heartbeat, moments, streams
+from common import devices, heartbeat, moments, packages, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
+from common.processes import alone, network
 from common.secrets import mask
+
+packages.check_installed()  # before the job imports the rest of ours, which needs them
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
 DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed
@@ -28,12 +33,21 @@ class _CallTheDoctor:
             moments.listen(Examination(args))
 
 
+class _WatchASingleProcess:
+    def world(self, args: argparse.Namespace) -> None:
+        alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
+        if alone_here and not args.doctor and sys.platform == "linux":
+            alone.start(args.world.rank)
+
+
 def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main` and leave with its exit code."""
     streams.never_fail()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as it was during the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     moments.listen(_CallTheDoctor())
+    moments.listen(_WatchASingleProcess())
     try:
         _run(main)
     except SystemExit as end:
@@ -46,7 +60,8 @@ def _run(main):
     try:
         _announcing_failure(main)
     except Exception as given:
-        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise in the midst of what follows
+        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or devices.no_memory(given)
         if error is None:
             _end_with_a_traceback(given)
         if heartbeat.has_parent():  # the parent prints it once for all ranks
@@ -68,7 +83,8 @@ def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
 
 
 def _end_with_a_traceback(error: Exception) -> NoReturn:
-    text = one_line(error.line) if isinstance(error, SampleError) else f"{type(error).__name__}: {one_line(error)[:300]}"
+    said = f"{type(error).__name__}: {one_line(error)[:300]}{network.advice(error)}"
+    text = one_line(error.line) if isinstance(error, SampleError) else said
     watched = heartbeat.has_parent() or heartbeat.has_watcher()
     if not watched or not is_victim(error):
         print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from common import arguments, moments, storage
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, require_folder
 from common.files import sha256
 from common.processes.barrier import on_every_rank
 from common.storage import https
 from common.storage.once import once_per_node
-from common.world.folders import is_address
+from common.world.folders import INPUT_DIR, can_be_made, is_address
 from datasets import crops, synthetic, untrusted
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 
@@ -26,6 +26,11 @@ SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 TRAIN_FILES, TEST_FILES = [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]
 MAX_UNPACKED = 256 * 2**20
+# What the sample script of ModelArts' documents trains with.
+MODELARTS = {
+    "epochs": 100, "lr": 0.01, "optimizer": "adam", "schedule": "constant", "weight_decay": 0.0, "label_smoothing": 0.0,
+    "augment": False,
+}  # fmt: skip
 DATA = (
     "folder or bucket (s3://, obs://, oss://) with cifar-10-batches-py or cifar-10-python.tar.gz, or the archive's "
     "https:// address; unset: downloaded to input_dir"
@@ -42,6 +47,9 @@ def parser(doc: Optional[str]) -> arguments.Parser:
     arguments.add_label_smoothing(training)
     arguments.add_compile(training)
     training.add_argument("--augment", type=arguments.boolean, default=True, help="random crop and flip of the training images")
+    sets = " ".join(f"--{name} {str(value).lower()}" for name, value in MODELARTS.items())
+    training.add_argument("--recipe", choices=["modelarts"], help=f"other defaults: modelarts has {sets}")
+    made.recipes = {"modelarts": MODELARTS}
     width = arguments.number(int, at_least=1, below=1025)
     arguments.group(made, "short runs").add_argument("--width", type=width, default=64, help="channels of the network's first "
                                                      "stage")  # fmt: skip
@@ -49,7 +57,7 @@ def parser(doc: Optional[str]) -> arguments.Parser:
     return made
 
 
-def reads(args: argparse.Namespace, shared: bool = True) -> arguments.Input:
+def reads(args: argparse.Namespace, shared: bool = True, needs: tuple[str, ...] = ()) -> arguments.Input:
     """`shared`: whether --workers are processes of torch's loader, which pass their batches in shared memory."""
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
@@ -57,6 +65,7 @@ def reads(args: argparse.Namespace, shared: bool = True) -> arguments.Input:
         shared_bytes=args.batch_size * 3 * 32 * 32 if shared and args.workers else 0,
         samples=args.batch_size,
         remedies=tuple(more_workers(args)),
+        needs=needs,
     )
 
 
@@ -87,26 +96,27 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
         folder = on_every_rank("data", lambda: _find(args))
         train, test = _read(folder, TRAIN_FILES), _read(folder, TEST_FILES)
         classes = CLASSES
+    args.class_names = classes
     return ImageArrays(*train, classes, args.max_samples), ImageArrays(*test, classes, args.max_samples)
 
 
 def _find(args):
     """The folder with the batches; where there is only the archive, or nothing, it is unpacked and fetched once per node."""
-    root = storage.fetch(args.data_url) if args.data_url else "input_dir"
+    root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
+    if args.data_url:
+        require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")
     for folder in (os.path.join(root, FOLDER), root):
         has_its_name = os.path.basename(folder) == FOLDER and os.path.isdir(folder)
         if has_its_name or os.path.exists(os.path.join(folder, "data_batch_1")):
             return folder
     archive = os.path.join(root, ARCHIVE)
-    if args.data_url and not os.path.exists(root):
-        raise UserError(f"--data_url {root} does not exist: give a folder with CIFAR-10 in it, or --custom_data true")
     if args.data_url and not os.path.exists(archive):
         raise UserError(
             f"--data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: "
-            "give the folder that holds one of them, or --custom_data true"
+            f"give the folder that holds one of them ({URL}), or --custom_data true"
         )
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
-        root = os.path.join(args.output_dir, "input_dir")
+        root = args.input_dir if can_be_made(args.input_dir) else os.path.join(args.output_dir, INPUT_DIR)
     folder = os.path.join(root, FOLDER)
 
     def prepare(held):
@@ -114,7 +124,7 @@ def _find(args):
             return
         if not os.path.exists(archive):
             https.download(URL, archive, SHA256, held.tell)
-        untrusted.unpack(archive, folder, ["batches.meta", "readme.html", *TRAIN_FILES, *TEST_FILES], MAX_UNPACKED)
+        untrusted.unpack(archive, folder, [*TRAIN_FILES, *TEST_FILES], MAX_UNPACKED, may_have=["batches.meta", "readme.html"])
         if sha256(archive) != SHA256:
             print(f"warning: {one_line(archive)} is not the published archive: only its own checksum was verified", flush=True)
 

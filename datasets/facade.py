@@ -1,6 +1,6 @@
 """Two loaders over a folder of photographs for a script of your own, under the names of the DALI article that they come from.
 
-    data = Dataset("/data/imagenet", batch_size=256, use_dali=True, dali_cpu=False, fp16=True)
+    data = Dataset("/data/imagenet", batch_size, val_batch_size, workers, use_dali, dali_cpu, fp16)
     for epoch in range(90):
         for images, labels in data.get_train_loader(): ...
         data.prep_for_val()
@@ -19,6 +19,7 @@ from typing import Optional, Union
 import torch
 
 from common import devices
+from common.errors import UserError
 from datasets import imagenet
 from datasets.dali import give_memory_back
 from datasets.loader import DeviceLoader
@@ -34,13 +35,20 @@ Loader = Union[DeviceLoader, imagenet.Resident]
 
 class Dataset:
     def __init__(
-        self, data_dir: str, batch_size: int, size: int = 224, val_batch_size: Optional[int] = None, val_size: int = 256,
-        min_crop_size: float = 0.08, workers: int = 4, world_size: int = 1, cuda: bool = True, use_dali: bool = False,
-        dali_cpu: bool = True, fp16: bool = False, mean: Optional[Sequence[float]] = None,
-        std: Optional[Sequence[float]] = None, pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
+        self, data_dir: str, batch_size: int, val_batch_size: Optional[int] = None, workers: int = 4, use_dali: bool = False,
+        dali_cpu: bool = True, fp16: bool = False, *, size: int = 224, val_size: int = 256, min_crop_size: float = 0.08,
+        world_size: int = 1, cuda: bool = True, mean: Optional[Sequence[float]] = None, std: Optional[Sequence[float]] = None,
+        pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs torch.distributed running."""
+        """The first seven in the order of the article's own call, which names none of them; the others by their names alone,
+        so that a call in the order of its repository (size is third there) is an error and no other batch size.
+
+        `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs torch.distributed running.
+        """
         rank = torch.distributed.get_rank() if world_size > 1 else 0
+        if cuda and not devices.available():
+            noun = devices.noun()
+            raise UserError(f"cuda=True, but torch sees no {noun}: {devices.diagnosis()}; or give cuda=False to use the CPU")
         self.device = devices.current() if cuda else torch.device("cpu")
         self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
         self._rank, self._world_size, self._workers, self._seed = rank, world_size, workers, seed

@@ -55,6 +55,12 @@ def add_options(parser: arguments.Parser) -> None:
     )
     photo_files.add_max_megapixels(data)
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
+    data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
+                      "resize, which is antialiased; so bilinear is what others call triangular")  # fmt: skip
+    data.add_argument("--augmentation", choices=["none", "autoaugment"], default="none",
+                      help="of the training pictures, beside the random crop and flip")  # fmt: skip
+    data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
+                      "loader process has ready")  # fmt: skip
     parser.reads = reads
 
 
@@ -71,6 +77,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
         shared_bytes=samples * 3 * args.image_size**2 if own_processes else 0,
         samples=samples,
         remedies=() if backend in NO_INPUT else tuple(_remedies(args)),
+        needs=(devices.DALI,) if backend.startswith("dali") else (),
     )
 
 
@@ -89,18 +96,20 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         counts = {split: min(count, limit or count) for split, count in counts.items()}
         train, val = (ColouredNoise(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
+        args.class_names = train.classes
         return train, val
     if not args.data_url:
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
     def prepare() -> list[tree.Tree]:
         if args.data_backend.startswith("packed"):
-            root = args.data_url if args.data_backend == "packed-remote" else storage.fetch(args.data_url)
-            return [packed.load(root, split) for split in ("train", "val")]
-        root = storage.fetch(args.data_url)
+            remote = args.data_backend == "packed-remote"
+            root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
+            return [packed.load(root, split, args.input_dir) for split in ("train", "val")]
+        root = storage.fetch(args.data_url, inputs=args.input_dir)
         if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
             raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
-        return [tree.load(os.path.join(root, split)) for split in ("train", "val")]
+        return [tree.load(os.path.join(root, split), args.input_dir) for split in ("train", "val")]
 
     moments.announce("data", args)
     splits = [files.within(args.max_megapixels) for files in on_every_rank("data", prepare)]
@@ -108,10 +117,15 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for files in splits:
             progress.say(files.describe())
+    args.class_names = splits[0].classes
     train, val = (spread(files, limit) for files in splits)
     if args.data_backend.endswith("kspeed"):
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
-    return Photos(train, size, True, args.seed), Photos(val, size, False, args.seed)
+    how = {
+        "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
+        "autoaugmented": args.augmentation == "autoaugment",
+    }
+    return Photos(train, size, True, args.seed, **how), Photos(val, size, False, args.seed, **how)
 
 
 def _compare_classes(train, val):
@@ -137,8 +151,8 @@ class Resident:
 
     beside = False
 
-    def __init__(self, data_set: DataSet, sampler: Sampler, device: torch.device) -> None:
-        self.sampler, self.device = sampler, device
+    def __init__(self, data_set: DataSet, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
+        self.sampler, self.device, self._layout = sampler, device, layout
         self.ids: Optional[torch.Tensor] = None
         self._size, self._classes = data_set.size, len(data_set.classes)
 
@@ -151,7 +165,7 @@ class Resident:
             if images is None or len(ids) > len(images):
                 generator = torch.Generator(self.device).manual_seed(0)
                 images = torch.randn((len(ids), 3, self._size, self._size), device=self.device, generator=generator)
-                images = images.contiguous(memory_format=torch.channels_last)
+                images = images.contiguous(memory_format=self._layout)
                 labels = torch.randint(0, self._classes, (len(ids),), device=self.device, generator=generator)
             self.ids = torch.from_numpy(ids)
             yield images[: len(ids)], labels[: len(ids)]
@@ -162,16 +176,21 @@ class Resident:
 
 def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
-    mean: Sequence[float] = MEAN, std: Sequence[float] = STD, **how: Any,
+    mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, **how: Any,
 ) -> Union[DeviceLoader, Resident]:  # fmt: skip
     """`backend`: one of NO_INPUT, or of BACKENDS, which give the same pictures in the same order. `how`: see DeviceLoader."""
     if backend in NO_INPUT:
-        return Resident(data_set, sampler, device)
+        return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):
-        on_gpu = backend == "dali-gpu" or (backend == "dali-kspeed" and devices.is_gpu(device))
+        on_gpu = backend == "dali-gpu" or (backend == "dali-kspeed" and devices.is_nvidia(device))
+        if on_gpu and (data_set.autoaugmented or data_set.mode == "bicubic"):
+            raise UserError(
+                f"--data_backend {backend} makes the pictures on a GPU, without AutoAugment and only with a bilinear resize: "
+                "take dali-cpu, or leave out --augmentation and --interpolation"
+            )
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=on_gpu)
     elif backend == "dpex":
         batches = dpex.batches(data_set, sampler, workers)
     else:
-        batches = torch_batches(data_set, sampler, workers)
+        batches = torch_batches(data_set, sampler, workers, prefetch)
     return DeviceLoader(batches, sampler, device, mean, std, **how)

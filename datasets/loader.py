@@ -36,12 +36,15 @@ class DeviceLoader:
         augment: Optional[Callable] = None,
         dtype: torch.dtype = torch.float32,
         pin_memory: bool = True,
+        layout: Optional[torch.memory_format] = None,
     ):
+        """`layout`: of the images in memory; None: the one in which convolutions are fastest there."""
         self.sampler, self.device, self.dtype = sampler, device, dtype
         self._batches, self._augment = batches, augment
         self._move = functools.partial(devices.moved, device=device, pin=pin_memory)
         self.ids: Any = None
-        self.beside = devices.is_gpu(device)  # whether the transfer happens during the training step
+        self._layout = layout or devices.layout(device)
+        self.beside = devices.has_queues(device)  # whether the transfer happens during the training step
         self._clock = Clock(device)
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
         with self._clock.stream():  # on which they are used
@@ -79,7 +82,8 @@ class DeviceLoader:
                 images = self._move(images)
                 if augment:
                     images = augment(images, ids, epoch=epoch)
-                images = images.to(torch.float32).mul_(self._scale).add_(self._shift).to(self.dtype)
+                images = images.to(torch.float32, memory_format=self._layout)
+                images = images.mul_(self._scale).add_(self._shift).to(self.dtype)
                 labels = self._move(labels)
             yield images, labels, ids, clock.end
 
@@ -164,13 +168,14 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
-def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.data.DataLoader:
+def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
-    loader = torch.utils.data.DataLoader(
+    loader = Batches(
         HandsOnErrors(data_set),
         sampler=WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
         num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
         persistent_workers=workers > 0,
         worker_init_fn=leave_signals_to_the_parent,
         generator=torch.Generator(),  # so that starting an epoch draws nothing from the global generator
@@ -178,6 +183,21 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0) -> torch.utils.
     if workers:
         atexit.register(_end_workers, weakref.ref(loader))
     return loader
+
+
+class Batches(torch.utils.data.DataLoader):
+    """Which says what has happened where a process was killed while it handed over a batch: the connection breaks first."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError, FileNotFoundError):  # those of reading a sample come as batches
+                raise TrainingFailed(devices.KILLED) from None
+            yield batch
 
 
 class HandsOnErrors(torch.utils.data.Dataset):

@@ -18,6 +18,7 @@ from datasets.sampler import Sampler
 
 DATA = f"folder or bucket (s3://, obs://, oss://) with {LAYOUT}"
 RESIZE, CROP, SYNTHETIC_CROP = 256, 224, 48
+TEMPLATE = {"data_source": "data_url", "num_workers": "workers", "result_dir": "output_dir"}  # its names for our options
 
 
 def add_options(parser: arguments.Parser) -> None:
@@ -29,6 +30,7 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--crop", type=arguments.number(int, at_least=11), help="height and width in pixels that the network "
                       f"sees; unset: {CROP}, with --custom_data {SYNTHETIC_CROP}")  # fmt: skip
     files.add_max_megapixels(data)
+    arguments.also_named(parser, TEMPLATE)
     parser.reads = reads
 
 
@@ -43,6 +45,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
         shared_bytes=2 * args.batch_size * 3 * crop**2 if own_processes else 0,
         samples=args.batch_size,
         remedies=(*more_workers(args), *gpu),
+        needs=(devices.DALI,) if args.data_backend.startswith("dali") else (),
     )
 
 
@@ -57,7 +60,7 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
     if not args.data_url:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
     moments.announce("data", args)
-    root = on_every_rank("data", lambda: storage.fetch(args.data_url))
+    root = on_every_rank("data", lambda: storage.fetch(args.data_url, inputs=args.input_dir))
     how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed,
            "megapixels": args.max_megapixels}  # fmt: skip
     train, test = (Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))

@@ -37,10 +37,10 @@ class EpochSampler:
                 f"use one of {allowed} ranks, or another --batch_size"
             )
         if global_batch > self.num_samples:
-            raise UserError(
-                f"an epoch would have no step: {self.num_samples} samples are fewer than one global batch of {global_batch} "
-                f"({global_batch // self.world_size} x {self.world_size} ranks); lower --batch_size or use fewer ranks"
-            )
+            share = f" ({global_batch // self.world_size} x {self.world_size} ranks)" if self.world_size > 1 else ""
+            fewer = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{share}"
+            do = "lower --batch_size" + (" or use fewer ranks" if share else "")
+            raise UserError(f"an epoch would have no step: {fewer}; {do}")
         self.global_batch = global_batch
 
     def start_at(self, epoch: int, consumed: int) -> None:

@@ -15,6 +15,7 @@ import shutil
 import tarfile
 import tempfile
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,15 @@ class _Bounded:
         return content
 
 
-def unpack(archive: str, folder: str, names: list[str], max_bytes: int) -> None:
-    """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all."""
+def unpack(archive: str, folder: str, names: list[str], max_bytes: int, may_have: Sequence[str] = ()) -> None:
+    """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all; `may_have`: others."""
     parent = os.path.dirname(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
     try:
         with open_regular(archive) as file, gzip.open(file) as stream:
             bounded = _Bounded(stream, max_bytes)
-            written = _write_members(bounded, unfinished, names)
+            written = _write_members(bounded, unfinished, {*names, *may_have})
             while rest := bounded.read(MIB):  # tarfile stops before gzip's checksum, and after its own end there are only zeros
                 if any(rest):
                     raise ValueError("it goes on after its end")

@@ -27,11 +27,15 @@ import signal
 import statistics
 import sys
 import time
+from importlib.util import find_spec
 
 BEGUN = time.perf_counter()
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if not find_spec("common"):  # this file was uploaded alone
+    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+    sys.exit(2)
 
 import torch
 from torch import nn
@@ -100,6 +104,7 @@ def main():
 
 def asked():
     parser = arguments.bare_parser(__doc__, data=cifar10.DATA)
+    parser.set_defaults(needs=(devices.CHANNELS_LAST,))
     training = arguments.group(parser, "training")
     targets = sorted({target for _, target in RECIPES})
     training.add_argument("--target", type=float, choices=targets, help="unset: 0.94 with resnet18 on a GPU, else 0.8")
@@ -148,14 +153,15 @@ def run(args, device, train, seed, steps_of_a_size=None):
     order = torch.cat([torch.randperm(len(images)) for _ in range(len(sizes) * batch // len(images) + 1)]).to(device)
     flipped = (torch.rand(len(images)) < 0.5).to(device)
 
-    model = NETS[args.net](images).to(device).to(memory_format=torch.channels_last)
+    model = NETS[args.net](images).to(device).to(memory_format=devices.layout(device))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     muon = Muon([parameter for parameter in trained if parameter.ndim == 4], FILTER_MOMENTUM)
     norms_and_last_layer = [
         {"params": [parameter for parameter in trained if parameter.ndim == dimensions], "weight_decay": decay}
         for dimensions, decay in ((1, 0), (2, 5e-4))
     ]
-    sgd = torch.optim.SGD(norms_and_last_layer, lr=OTHER_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=True)
+    fused = devices.fused(device)
+    sgd = torch.optim.SGD(norms_and_last_layer, lr=OTHER_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=fused)
     if device.type != "cpu":
         model.compile(mode="reduce-overhead", dynamic=False)
 

@@ -20,10 +20,14 @@ Images as small as CIFAR's gain nothing by it; for photographs see train_imagene
 import os
 import signal
 import sys
+from importlib.util import find_spec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if not find_spec("common"):  # this file was uploaded alone
+    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+    sys.exit(2)
 
 import torch
 
@@ -62,12 +66,12 @@ def main():
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
-    # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
+    # The layout in which the images arrive, and the fastest one for convolutions there: channels last, but not on NPUs.
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 
-    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
+    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": devices.fused(device)}
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), **how)
     else:
@@ -100,7 +104,7 @@ def main():
         scores = evaluate(run.model, test_loader, test_set.classes)
         accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(scores, accuracy=accuracy)
+        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)
 
 
 def learning_rate(args, progress):

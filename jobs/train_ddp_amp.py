@@ -32,10 +32,14 @@ heavy networks, little for light ones. bfloat16 where the hardware has it, float
 import os
 import signal
 import sys
+from importlib.util import find_spec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if not find_spec("common"):  # this file was uploaded alone
+    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+    sys.exit(2)
 
 import torch
 
@@ -91,8 +95,8 @@ def main():
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
-    # Channels last is the layout in which the images arrive, and the faster one for convolutions on CPU and GPU.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=torch.channels_last)
+    # The layout in which the images arrive, and the fastest one for convolutions there: channels last, but not on NPUs.
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if norms.over_all_ranks(args):
         model = norms.synchronised(model)
@@ -101,7 +105,7 @@ def main():
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 
-    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
+    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": devices.fused(device)}
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), **how)
     else:
@@ -150,7 +154,7 @@ def main():
         scores = evaluate(run.model, test_loader, test_set.classes)
         accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
-        run.end_epoch(scores, accuracy=accuracy)
+        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)
 
 
 def learning_rate(args, progress):

@@ -7,35 +7,46 @@
     python jobs/train_imagenet.py --data_backend synthetic --prof 100    the speed of everything but the input
 
 Every GPU of every node works, in half precision. Started again, it goes on where it stopped, on any number of GPUs that
-divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further.
+divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further. The
+options of NVIDIA's ResNet-50 script are understood as well: train_imagenet.py FOLDER -a resnet50 -b 256 --amp (docs/from.md).
 """
 
-import difflib
 import json
 import math
 import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if not find_spec("common"):  # this file was uploaded alone
+    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+    sys.exit(2)
 
 import torch
 from torch import distributed
 
-from common import arguments, devices
-from common.arguments import boolean, number
+from common import arguments, devices, spellings
+from common.arguments import COUNT, POSITIVE, boolean, number
 from common.errors import UserError
 from common.files import write_atomically
 from common.job import run_job
-from common.models import Average
+from common.models import Average, classifiers
 from common.processes import group, norms
 from common.progress import say
-from common.run import Run, Scaler, Scores, checkpoint, restore
+from common.run import Run, Scaler, Scores, bucket_run, checkpoint, raport, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
+
+LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
+# What NVIDIA's ResNet-50 script does unless it is told otherwise.
+NVIDIA = {
+    "lr_batch": 0, "schedule": "step", "warmup": 0, "weight_decay": 1e-4, "label_smoothing": 0.0, "nesterov": False,
+    "amp_dtype": "float32",
+}  # fmt: skip
 
 
 def main():
@@ -45,26 +56,33 @@ def main():
     group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
     device = devices.choose(args)
     group.join(args, device)
+    if args.memory_format == "nhwc":
+        devices.refuse(device, devices.CHANNELS_LAST)
     args.workers = devices.loader_workers(args)
+    bound = devices.bind(args, device)
+    if bound:
+        say(bound)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(args.seed)
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; the others need no scaling.
     amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
     autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
-    scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
+    scaler = Scaler(device.type, enabled=amp_dtype == torch.float16, **scaling(args))
 
     # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
     train_set, val_set = imagenet.load(args)
     train_sampler = EpochSampler(len(train_set), 1, seed=args.seed)
-    val_sampler = InOrder(len(val_set), args.batch_size)
+    val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
     train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
-    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, args.data_backend)
-    val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, args.data_backend)
+    layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
+    how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
+    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, **how)
+    val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, **how)
 
-    network = build(args, num_classes=len(train_set.classes)).to(device).to(memory_format=torch.channels_last)
+    network = build(args, len(train_set.classes)).to(device).to(memory_format=layout)
     if norms.over_all_ranks(args):
         network = norms.synchronised(network)
     ema = Average(network, args.ema) if args.ema else None
@@ -75,16 +93,22 @@ def main():
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
 
+    classes = [*val_set.classes, *(f"output {number}" for number in range(len(val_set.classes), args.num_classes or 0))]
+    args.class_names = classes
     if args.evaluate:
-        return evaluate_alone(args, network, val_loader, val_set.classes, autocast)
+        return evaluate_alone(args, network, val_loader, classes, autocast)
+    if args.find_max_batch:
+        return find_max_batch(args, network, loss_fn, optimizer, device, layout, autocast)
 
     run = Run(args, train_sampler, model, patience=args.early_stopping_patience, prof=args.prof,
               optimizer=optimizer, scaler=scaler)  # fmt: skip
     if ema:
         run.register(ema=ema)
     run.resume()  # from the newest checkpoint in the output folder, if there is one
+    if rank == 0:
+        raport.start(args)
 
-    peak = args.lr * run.global_batch / 256
+    peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")
     for epoch in run.epochs():
         model.train()
@@ -120,74 +144,100 @@ def main():
         if args.training_only:
             run.end_epoch()
         else:
-            metrics, _ = evaluate(ema.module if ema else network, val_loader, val_set.classes, autocast)
+            metrics, _ = evaluate(ema.module if ema else network, val_loader, classes, autocast)
             run.end_epoch(**metrics)
 
 
 def options():
     parser = arguments.general_parser(__doc__, data=imagenet.DATA, workers=None)
     parser.set_defaults(epochs=90, batch_size=256, lr=0.1, weight_decay=5e-5)
-    arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of 256; it grows with that")
+    arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of --lr_batch; it grows with that")
+    parser.recipes, parser.respell = {"nvidia": NVIDIA}, spellings.respell
     imagenet.add_options(parser)
     group.add_options(parser)
     norms.add_options(parser)
-
     training = arguments.group(parser, "training")
     arguments.add_label_smoothing(training)
-    training.add_argument("--arch", default="resnet50", help="a classification network of torchvision")
-    training.add_argument("--weights", help="file of weights to begin with: an epoch_N.pth, or one of torchvision's")
-    training.add_argument("--total_batch", type=number(int, at_least=1), help="images a step, of all devices together; larger "
-                          "than batch_size x devices, the gradients are accumulated; unset: batch_size x devices")  # fmt: skip
-    training.add_argument("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine",
-                          help="learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run")  # fmt: skip
-    training.add_argument(
-        "--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up, half of the run at most"
-    )
-    training.add_argument("--end_lr", type=number(float, at_least=0), default=0, help="where cosine and linear end")
-    training.add_argument("--optimizer", choices=["sgd", "rmsprop"], default="sgd", help="sgd is Nesterov's")
-    training.add_argument("--momentum", type=number(float, at_least=0, below=1), default=0.9, help="of either")
-    training.add_argument("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
-    training.add_argument("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
-    training.add_argument("--ema", type=number(float, above=0, below=1), help="decay of averaged weights, e.g. 0.9999, which "
-                          "are evaluated and given away instead; unset: none")  # fmt: skip
-    training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
-                          help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
     arguments.add_compile(training)
-    training.add_argument("--early_stopping_patience", type=number(int, at_least=1), help="end after so many epochs without a "
-                          "better accuracy")  # fmt: skip
-
-    short = arguments.group(parser, "short runs")
-    short.add_argument("--prof", type=number(int, at_least=1), help="the throughput of so many steps, after 10 that warm up: "
-                       "images a second and where the time went; saves nothing and ends")  # fmt: skip
-    short.add_argument("--evaluate", type=boolean, default=False, help="only evaluate: --weights, the checkpoint of "
-                       "--resume, or the newest in the output folder; what is found is in evaluation.json there")  # fmt: skip
-    short.add_argument("--training_only", type=boolean, default=False, help="no evaluation")
+    add_training(training.add_argument)
+    add_output(arguments.group(parser, "output").add_argument)
+    add_short_runs(arguments.group(parser, "short runs").add_argument)
     return parser
 
 
-def build(args, num_classes):
-    """The network; in ResNets the last norm of each block begins at zero, so that training begins with a shallow one."""
-    import torchvision
+def add_training(add):
+    add("--arch", default="resnet50", help="a classification network of torchvision")
+    add("--weights", help="weights to begin with, a file or its address in a bucket: an epoch_N.pth, or one of torchvision's")
+    add("--num_classes", type=COUNT, help="outputs of the network; unset: the classes of the data")
+    add("--val_batch_size", type=COUNT, help="photographs in a batch of the evaluation; unset: batch_size")
+    total = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
+    add("--total_batch", type=COUNT, help=f"{total}; unset: batch_size x devices")
+    meant = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
+    add("--lr_batch", type=number(int, at_least=0), default=256, help=meant)
+    falls = "learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run"
+    add("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine", help=falls)
+    add("--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up, half of the run at most")
+    add("--end_lr", type=number(float, at_least=0), default=0, help="where cosine and linear end")
+    add("--optimizer", choices=["sgd", "rmsprop"], default="sgd", help="how the gradients change the weights")
+    add("--momentum", type=number(float, at_least=0, below=1), default=0.9, help="of either")
+    add("--nesterov", type=boolean, default=True, help="Nesterov's momentum for sgd")
+    add("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
+    add("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
+    averaged = "decay of averaged weights, e.g. 0.9999, which are evaluated and given away instead; unset: none"
+    add("--ema", type=number(float, above=0, below=1), help=averaged)
+    half = "unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU"
+    add("--amp_dtype", choices=["bfloat16", "float16", "float32"], help=half)
+    scale = "of float16: the scale of the loss at first, and for good without --growth_interval; unset: 65536, which grows"
+    add("--static_loss_scale", type=POSITIVE, help=scale)
+    add("--growth_interval", type=COUNT, help="of float16: steps without an overflow until the scale doubles; unset: 2000")
+    add("--memory_format", choices=list(LAYOUTS), help="of images and network; unset: the device's fastest")
+    near = "bind each rank to cores near its GPU: all of its socket's, one of them, or a part that no other rank has"
+    add("--gpu_affinity", choices=devices.AFFINITIES, default="none", help=near)
+    add("--early_stopping_patience", type=COUNT, help="end after so many epochs without a better accuracy")
+    sets = " ".join(f"--{name} {str(value).lower()}" for name, value in NVIDIA.items())
+    add("--recipe", choices=["nvidia"], help=f"other defaults: nvidia has {sets}")
 
-    # inception_v3 and googlenet answer with more than the classes.
-    names = set(torchvision.models.list_models(module=torchvision.models)) - {"inception_v3", "googlenet"}
-    if args.arch not in names:
-        near = difflib.get_close_matches(args.arch, names, n=3, cutoff=0) or sorted(names)
-        raise UserError(f"--arch {args.arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(near)}")
-    zero_init = {"zero_init_residual": True} if args.arch.startswith(("resne", "wide_resnet")) else {}
-    sized = {"vit": {"image_size": args.image_size}, "maxvit": {"input_size": (args.image_size,) * 2}}
-    own = {**zero_init, **sized.get(args.arch.split("_")[0], {})}
-    try:
-        network = torchvision.models.get_model(args.arch, num_classes=num_classes, **own)
-        with torch.no_grad():
-            network.train(False)(torch.zeros(1, 3, args.image_size, args.image_size))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise UserError(f"--arch {args.arch} takes no --image_size {args.image_size}: {error}") from None
+
+def add_output(add):
+    add("--print_freq", type=COUNT, help="a line in the log for so many steps; unset: one every few seconds")
+    add(
+        "--raport_file",
+        help="also write the numbers of the log to this file in output_dir, as lines of JSON in NVIDIA's names",
+    )
+    add("--checkpoints", type=boolean, default=True, help="false: save none, so that no start can go on from them")
+
+
+def add_short_runs(add):
+    speed = "the throughput of so many steps, after 10 that warm up: images a second and where the time went"
+    add("--prof", type=COUNT, help=f"{speed}; saves nothing and ends")
+    alone = "only evaluate: --weights, the checkpoint of --resume, or the newest in the output folder"
+    add("--evaluate", type=boolean, default=False, help=f"{alone}; what is found is in evaluation.json there")
+    add("--training_only", type=boolean, default=False, help="no evaluation")
+    add("--run_epochs", type=COUNT, help="stop after so many epochs of this start; the same command goes on")
+    add("--find_max_batch", type=boolean, default=False, help="only find the largest batch_size that this GPU has memory for")
+
+
+def build(args, classes):
+    """The network, with the weights to begin with."""
+    if args.num_classes and args.num_classes < classes:
+        raise UserError(
+            f"--num_classes {args.num_classes} are fewer than the {classes} classes of the data: leave the option out"
+        )
+    network = classifiers.classifier(args.arch, args.num_classes or classes, args.image_size)
     if args.weights:
-        anew = checkpoint.load_weights(network, args.weights, new_head=not args.evaluate)
+        path = bucket_run.local_weights(args.weights, args.input_dir, say)
+        anew = checkpoint.load_weights(network, path, new_head=not args.evaluate)
         if anew and distributed.get_rank() == 0:
             say(f"{args.weights} is for other classes: {' and '.join(anew)} begin anew")
     return network
+
+
+def scaling(args):
+    """How the scale of float16's loss begins and grows; nothing for torch's own way."""
+    first = {"init_scale": args.static_loss_scale} if args.static_loss_scale else {}
+    never = 2**31 - 1 if args.static_loss_scale else None
+    growth = args.growth_interval or never
+    return {**first, **({"growth_interval": growth} if growth else {})}
 
 
 def build_optimizer(args, network):
@@ -198,7 +248,9 @@ def build_optimizer(args, network):
     parameters = [{"params": weights, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": of_others}]
     if args.optimizer == "rmsprop":
         return torch.optim.RMSprop(parameters, lr=args.lr, alpha=0.9, eps=1e-3, momentum=args.momentum)
-    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0, fused=True)
+    fused = devices.fused(weights[0].device)
+    nesterov = args.nesterov and args.momentum > 0
+    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=nesterov, fused=fused)
 
 
 def learning_rate(args, peak, epochs):
@@ -220,6 +272,24 @@ def mix(images, labels, strength):
     share = float(torch.distributions.Beta(strength, strength).sample())
     order = devices.moved(torch.randperm(len(images)), images.device)
     return images.lerp(images[order], 1 - share), labels, labels[order], share
+
+
+def find_max_batch(args, network, loss_fn, optimizer, device, layout, autocast):
+    """A training step with a batch of noise, larger and larger ones, until the memory of the GPU is full."""
+
+    def step(size):
+        images = torch.zeros(size, 3, args.image_size, args.image_size, device=device).contiguous(memory_format=layout)
+        with autocast:
+            loss = loss_fn(network.train()(images), torch.zeros(size, dtype=torch.int64, device=device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    largest = devices.largest_batch(device, step)
+    if distributed.get_rank() == 0:
+        what = f"{args.arch} and pictures of {args.image_size} x {args.image_size}"
+        say(f"--batch_size {largest} is the largest that {devices.describe(device)} has memory for, with {what}")
+    group.finished()
 
 
 def evaluate_alone(args, network, loader, classes, autocast):

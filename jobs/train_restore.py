@@ -11,10 +11,14 @@ Every GPU of every node works, in half precision. After each epoch: PSNR and SSI
 import os
 import signal
 import sys
+from importlib.util import find_spec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if not find_spec("common"):  # this file was uploaded alone
+    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+    sys.exit(2)
 
 import torch
 from torch import distributed
@@ -50,10 +54,11 @@ def main():
     test_loader = pairs.loader(test_set, test_sampler, device, args.workers, args.data_backend)
     watch.lap("data")
 
-    network = Restorer(args.width).to(device).to(memory_format=torch.channels_last)
+    network = Restorer(args.width).to(device).to(memory_format=devices.layout(device))
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     devices.compile_network(args, model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    fused = devices.fused(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=fused)
     loss_fn = torch.nn.L1Loss()
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
@@ -114,7 +119,7 @@ def options():
 def evaluate(model, loader, number):
     """PSNR and SSIM over the `number` test pairs of all ranks, each counted once, and the first examples side by side."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
+    sums = torch.zeros(2, dtype=devices.widest(loader.device), device=loader.device)
     rows = []
     for blurry, sharp in loader:
         restored = model(blurry).clamp(-1, 1)

@@ -8,6 +8,9 @@
 
 A block begins with `### TAG: why ###` and ends with `### end TAG ###` at the same indentation. Directly after its first line,
 `# was: <line>` names each line of the base that it replaces; without such a line it only adds. Blocks do not nest.
+
+list, show and revert also take a script in the form of ModelArts' sample, by its path. There a line that reads
+`### 分布式改造,... ###` opens a block, and the same line closes it.
 """
 
 import argparse
@@ -35,6 +38,8 @@ EXCLUSIVE = {
 OPEN = re.compile(r"( *)### ([A-Z0-9]+): (\S.*) ###")
 CLOSE = re.compile(r"( *)### end ([A-Z0-9]+) ###")
 WAS = re.compile(r"( *)# was:(?: (.*))?")
+FULLWIDTH_COMMA = "\uff0c"
+SAMPLE = re.compile(rf"\s*### *(分布式改造) *[,{FULLWIDTH_COMMA}].*###\s*")
 
 
 class BlockError(UserError):
@@ -103,11 +108,40 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
     return base, blocks
 
 
+def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
+    """The same of a script whose blocks begin and end with the same line, as in ModelArts' sample."""
+    base: list[str] = []
+    blocks: list[Block] = []
+    opened: Optional[int] = None  # index of the line that opened a block
+    for index, line in enumerate(lines):
+        marker = SAMPLE.fullmatch(line)
+        if opened is None and marker:
+            opened = index
+        elif opened is None:
+            base.append(line)
+        elif marker:
+            if _plain(line) != _plain(lines[opened]):
+                raise BlockError(
+                    f"{name}:{index + 1}: the block of line {opened + 1} ends with another line than it began with"
+                )
+            blocks.append(Block(marker[1], len(base), (), tuple(lines[opened : index + 1])))
+            opened = None
+    if opened is not None:
+        raise BlockError(f"{name}:{opened + 1}: the block is never closed: the same line has to stand below it once more")
+    return base, blocks
+
+
+def _plain(marker):
+    """Without what differs between copies of the sample."""
+    return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
+
+
 def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
-    """(base lines, blocks) of a job's file."""
+    """(base lines, blocks) of a job's file, or of a script in the form of ModelArts' sample."""
     if wrong := missing_job(path):
         raise BlockError(wrong)
-    return parse(Path(path).read_text().split("\n"), str(path))
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    return (parse_sample if any(map(SAMPLE.fullmatch, lines)) else parse)(lines, str(path))
 
 
 def apply(base: list[str], blocks: list[Block]) -> list[str]:
@@ -192,13 +226,13 @@ def _refuse_other_bases(paths: list[Path]) -> None:
                 )
 
 
-def table() -> str:
-    """A line for each job, which docs/blocks.md shows too."""
+def table(paths: Sequence[str] = ()) -> str:
+    """A line for each job, which docs/blocks.md shows too; or for each of these files."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
-    for path in feature_jobs():
+    for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
         code = [block for block in read(path)[1] if block.code]
         added, replaced = sum(len(block.code) for block in code), sum(len(block.was) for block in code)
-        rows.append(f"| `jobs/{path.name}` | {len(code)} | {added} | {replaced} |")
+        rows.append(f"| `{name}` | {len(code)} | {added} | {replaced} |")
     return "\n".join(rows)
 
 
@@ -215,7 +249,7 @@ def show(path: Union[str, Path]) -> str:
 def main(argv: list[str]) -> int:
     parser = new_parser("blocks", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("list", help="every job and its blocks")
+    verbs.add_parser("list", help="every job and its blocks").add_argument("jobs", nargs="*", metavar="JOB", help="these alone")
     for verb, what in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
         verbs.add_parser(verb, help=what).add_argument("job", help="the job's file, such as jobs/train_ddp.py")
     verbs.add_parser("compose", help="a job with several features").add_argument(
@@ -242,7 +276,7 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
 
 def run(options: argparse.Namespace) -> str:
     if options.verb == "list":
-        return table()
+        return table(options.jobs)
     if options.verb == "show":
         return show(options.job)
     if options.verb == "revert":

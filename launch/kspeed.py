@@ -4,7 +4,9 @@
     python -m launch kspeed preload imagenet            put every image into the cache that is not there yet
     python -m launch kspeed load imagenet               the same, but what is there is read back and verified
     python -m launch kspeed display                     the servers; with a folder, how many of its images are there
-    python -m launch kspeed remove imagenet             delete its images, and nothing else
+    python -m launch kspeed remove imagenet             delete its images, and nothing else (also: rm)
+    python -m launch kspeed size PHOTOGRAPH             how many bytes of it are in the cache
+    python -m launch kspeed get PHOTOGRAPH FILE         write them to a file
 
 The servers are plain memcached with enough memory: `memcached -m 200000 -I 16m -U 0 -l 10.0.0.7`, and with `-Y FILE` (a line
 user:password) for a login, whose password is in KSPEED_PASSWORD. The key of an image has the names of its folder and of the
@@ -14,12 +16,15 @@ folder above, its size and its time of change, so give the folder that the job r
 import argparse
 import functools
 import os
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any, Callable
 
 from common.arguments import WORKERS
 from common.errors import TrainingFailed, UserError, one_line
+from common.files import write_atomically
 from common.progress import Progress
 from datasets.kspeed import NOT_STORED, STORED, TOO_LARGE, SampleCache, name_of, samples
 from datasets.photos import files
@@ -91,21 +96,60 @@ def display(cache: SampleCache, options: argparse.Namespace) -> None:
         )
 
 
+def look(cache: SampleCache, options: argparse.Namespace) -> None:
+    """The bytes of one image as the cache has them."""
+    path = os.path.abspath(options.image)
+    try:
+        info = os.stat(path)
+    except OSError as error:
+        raise UserError(f"{one_line(options.image)}: {error.strerror}: its size and time are a part of its key") from None
+    content = cache.get(samples.sample_key(root_of(path), path, info))
+    if content is None:
+        raise TrainingFailed(f"{one_line(options.image)} is not in the cache: python -m launch kspeed preload puts it there")
+    print(f"{len(content)} bytes")
+    if options.verb == "get":
+        write_atomically(options.file, content)
+
+
+def root_of(path: str) -> str:
+    """The folder that a job reads this image from: the one called train or val above it, else that of its class's folder."""
+    above = [folder for folder in Path(path).parents if folder.name in ("train", "val")]
+    return str(above[0] if above else Path(path).parent.parent)
+
+
+# Verbs of the original service that memcached has no word for.
+ABSENT = {
+    "adduser": "users are lines user:password of the file that memcached -Y reads: add one and start it again",
+    "deluser": "users are lines user:password of the file that memcached -Y reads: delete one and start it again",
+    "passwd": "passwords are in the file that memcached -Y reads: change it there, start it again, and set KSPEED_PASSWORD",
+}
+
 VERBS = {
     "preload": (fill, "put every image into the cache that is not there yet; that it is there is known by its key alone"),
     "load": (fill, "read every image back from the cache, verify it, and put there what is missing"),
     "display": (display, "each server: items, memory, hit rate, evictions, version; with ROOT, how many of its images it has"),
+    "size": (look, "how many bytes of a photograph are in the cache"),
+    "get": (look, "write a photograph, as the cache has it, to a file"),
     "remove": (remove, "delete the images of this folder as its files are now; those of files that have changed since age out"),
 }
 
 
 def main(argv: list[str]) -> int:
+    if argv and argv[0] in ABSENT:
+        print(f"error: {argv[0]}: {ABSENT[argv[0]]}", file=sys.stderr)
+        return 2
     parser = new_parser("kspeed", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, (_, what) in VERBS.items():
-        sub = verbs.add_parser(verb, help=what, description=what)
+    for verb, (work, what) in VERBS.items():
+        sub = verbs.add_parser(verb, help=what, description=what, aliases=["rm"] if verb == "remove" else [])
+        sub.set_defaults(verb=verb)
         optional = "?" if verb == "display" else None
-        sub.add_argument("root", nargs=optional, metavar="ROOT", help="a folder with train and val in it, or with images")
+        if work is look:
+            sub.add_argument("image", metavar="PHOTOGRAPH", help="the file that is in the cache, below train or val")
+        else:
+            sub.add_argument("root", nargs=optional, metavar="ROOT", help="a folder with train and val in it, or with images")
+        if verb == "get":
+            sub.add_argument("file", metavar="FILE", help="where its bytes are written to")
         sub.add_argument("--iplist", help="the servers, HOST:PORT,HOST:PORT; unset: those of KSPEED_IPLIST")
         sub.add_argument("--user", help="for servers with a login, whose password is in KSPEED_PASSWORD; unset: no login")
         sub.add_argument(

@@ -2,6 +2,7 @@
 
     python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --platform pai-dlc jobs/train_ddp.py -- --custom_data true
+    python -m launch local --nodes 2 --procs 2 --accelerator npu jobs/train_ddp.py -- --custom_data true --enable_gpu false
     python -m launch local --nodes 2 --kill 1@8 --restarts 1 jobs/train_ddp.py -- --custom_data true
 
 The last one kills node 1 after 8 seconds and then starts the whole job again, as the platform would. Ctrl-C and SIGTERM reach
@@ -17,16 +18,18 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from typing import IO, Callable
 
-from common import arguments, cores, malloc, nvml
+from common import arguments, cores, drivers, malloc
 from common.errors import count
 from common.processes.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"
+VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # by which nodes share this machine's devices
 Injected = tuple[list[str], dict[str, str]]  # the arguments and variables that a platform gives a node
 
 
@@ -76,19 +79,39 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 }  # fmt: skip
 
 
-def start(options: argparse.Namespace, node: int, port: int, secret: str) -> "subprocess.Popen[bytes]":
-    """Start a node as the platform would, in a process group of its own."""
-    injected, env = PLATFORMS[options.platform](node, options.nodes, port)
-    if options.procs:
-        env["NPROC_PER_NODE"] = str(options.procs)
+def ascend(node: int, nodes: int, port: int, card: int, cards: int, table: str) -> Injected:
+    """ModelArts' Ascend engine, which starts the boot file once for each card."""
+    rank, size = str(node * cards + card), str(nodes * cards)
+    ours = {"RANK_TABLE_FILE": table, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
+    return [], {**modelarts_image(node, nodes, port)[1], **ours}
+
+
+def rank_table(nodes: int, cards: int) -> dict:
+    """What that engine writes into RANK_TABLE_FILE, here with every server on this machine."""
+    servers = [
+        {"server_id": f"node_{node}", "host_ip": HOST,
+         "device": [{"device_id": str(card), "rank_id": str(node * cards + card)} for card in range(cards)]}
+        for node in range(nodes)
+    ]  # fmt: skip
+    return {"status": "completed", "version": "1.0", "server_count": str(nodes), "server_list": servers}
+
+
+def start(options: argparse.Namespace, node: int, card: int, port: int, secret: str, table: str) -> "subprocess.Popen[bytes]":
+    """Start a process of a node as the platform would, in a process group of its own."""
+    if options.cards:
+        injected, env = ascend(node, options.nodes, port, card, options.cards, table)
+    else:
+        injected, env = PLATFORMS[options.platform](node, options.nodes, port)
+        if options.procs:
+            env["NPROC_PER_NODE"] = str(options.procs)
     threads = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))
     if "ANYRANK_SECRET_FILE" not in os.environ:
         env["ANYRANK_SECRET"] = secret
-    if options.nodes > 1 and options.gpus:
-        share = len(options.gpus) // options.nodes
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[node * share : (node + 1) * share])
+    if options.nodes > 1 and options.devices:
+        share = len(options.devices) // options.nodes
+        env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * share : (node + 1) * share])
     command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
         command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -109,12 +132,22 @@ def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]]) -> li
     """Start every node once and wait for all of them; their exit codes."""
     port = free_port()
     secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # what the nodes share (docs/security.md)
-    nodes = [start(options, node, port, secret) for node in range(options.nodes)]
-    relays = [threading.Thread(target=relay, args=(node, process.stdout)) for node, process in enumerate(nodes)]
-    timers = [threading.Timer(seconds, kill, [nodes[node]]) for node, seconds in kill_at]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
+        json.dump(rank_table(options.nodes, options.cards), table)
+        table.flush()
+        places = [(node, card) for node in range(options.nodes) for card in range(options.cards or 1)]
+        started = [(node, start(options, node, card, port, secret, table.name)) for node, card in places]
+        return _wait_for(started, kill_at)
+
+
+def _wait_for(started, kill_at):
+    processes = [process for _, process in started]
+    relays = [threading.Thread(target=relay, args=(node, process.stdout)) for node, process in started]
+    of_node = {node: [process for at, process in started if at == node] for node, _ in started}
+    timers = [threading.Timer(seconds, lambda ends=of_node[node]: [kill(end) for end in ends]) for node, seconds in kill_at]
 
     def pass_on(number, _frame):
-        for process in nodes:
+        for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
@@ -123,9 +156,9 @@ def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]]) -> li
     for thread in relays + timers:
         thread.start()
     try:
-        return [process.wait() for process in nodes]
+        return [process.wait() for process in processes]
     finally:
-        for process in nodes:
+        for process in processes:
             kill(process)
         for timer in timers:
             timer.cancel()
@@ -147,6 +180,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--procs", type=arguments.WORKERS, help="workers of each node; unset: one per GPU, or one on a CPU")
     whose = "whose arguments or environment the nodes get (default: modelarts)"
     parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=whose)
+    kinds = "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine starts them"
+    parser.add_argument("--accelerator", choices=VISIBLE, default="gpu", help=kinds + " (default: gpu)")
     when = "kill a node so many seconds after the first start; may be given again"
     parser.add_argument("--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
     again = "how often a failed job is started again (default: 0)"
@@ -159,16 +194,20 @@ def main(argv: list[str]) -> int:
     for node, _ in options.kill:
         if node >= options.nodes:
             parser.error(f"--kill names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
-    options.gpus = gpus(os.environ)
-    if 0 < len(options.gpus) < options.nodes:
-        print(f"{count(len(options.gpus), 'GPU')} for {options.nodes} nodes: all of them train on the CPU", flush=True)
+    options.devices = devices(options.accelerator, os.environ)
+    if 0 < len(options.devices) < options.nodes:
+        found = count(len(options.devices), options.accelerator.upper())
+        print(f"{found} for {options.nodes} nodes: all of them train on the CPU", flush=True)
+    by_card = options.accelerator == "npu" and options.platform == "modelarts"
+    options.cards = (options.procs or len(options.devices) // options.nodes or 1) if by_card else 0
     return play(options)
 
 
-def gpus(environ: Mapping[str, str]) -> list[str]:
-    """The names of this machine's GPUs that may be used; the nodes get as many each."""
-    shown = environ.get("CUDA_VISIBLE_DEVICES")
-    names = map(str, range(nvml.gpus())) if shown is None else shown.split(",")
+def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
+    """The names of this machine's devices that may be used; the nodes get as many each."""
+    shown = environ.get(VISIBLE[accelerator])
+    present = drivers.npus if accelerator == "npu" else drivers.gpus
+    names = map(str, range(present())) if shown is None else shown.split(",")
     return [name.strip() for name in names if name.strip() not in ("", "-1")]
 
 

@@ -5,14 +5,18 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Callable, NoReturn, Optional, Union
+from typing import Any, Callable, NoReturn, Optional, Union
 
+from common import typed
 from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.secrets import HIDDEN, is_secret
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote no secret, such as the value of an option that is not there."""
+    """Reads words as a job does (common/typed.py); its errors quote no secret, such as the value of an unknown option."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(typed.as_meant(self, sys.argv[1:] if args is None else list(args)), namespace)
 
     def error(self, message: str) -> NoReturn:
         takes_a_job = any(action.dest == "job" for action in self._actions)

@@ -14,6 +14,8 @@ NOT_RUN = {
     ],
     "tests/test_examples.py runs it": [
         "python jobs/my_data.py --data_url arrays --batch_size 32 --width 4 --max_steps 20",
+        "python jobs/my_digits.py --data_url mnist --optimizer adam --lr 0.0002 --schedule constant --weight_decay 0 --label_smoothing 0 --batch_size 2048 --epochs 5",
+        "python jobs/my_digits.py --data_url data/FashionMNIST/raw --workers 10 --batch_size 100 --epochs 3",
         "python jobs/my_network.py --custom_data true --max_samples 256 --batch_size 32 --max_steps 20",
         "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64",
         "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --max_steps 15",
@@ -59,11 +61,19 @@ NOT_RUN = {
         "export GLIBC_TUNABLES=$(python -m common.malloc)",
         "export GLIBC_TUNABLES=$(python -m common.malloc) OMP_NUM_THREADS=1",
     ],
+    "reads a script of the reader's; tests/test_blocks.py has such a one": [
+        "python -m launch blocks show train_sample.py",
+        "python -m launch blocks revert train_sample.py -o single.py",
+    ],
     "compares what the command before it wrote; tests/test_blocks.py": [
         "diff single.py jobs/train.py",
     ],
     "reads what the command before it wrote": [
         "python tests/check_ledger.py --samples 256 --global_batch 32 out",
+    ],
+    "reads what a run has left; tests/test_export.py": [
+        "python -m launch export output_dir/train_imagenet --format onnx",
+        "python -m launch export output_dir/train_imagenet --format modelarts --output dist/model_package",
     ],
     "takes hours": [
         "make chaos",
@@ -110,19 +120,26 @@ REFUSED = {
     "python -m launch blocks compose DALI DPEX": "DALI and DPEX do not go together",
 }
 
-# Names that look like ours, but are a reader's, or of what a program writes.
+# Names that look like ours, but are a reader's, of another repository, or of what a program writes.
 MADE_UP = {
     "jobs/my_ddp.py",
     "jobs/my_data.py",
+    "jobs/my_digits.py",
     "jobs/my_network.py",
     "jobs/own_script.py",
     "common/models/own_network.py",
     "datasets/own_data.py",
+    "common/models/own_template.py",
+    "datasets/own_digits.py",
+    "train_DP.py",
+    "train_DDP.py",
+    "loader_DALI.py",
+    "main.py",
+    "pytorch_ddp.py",
     "bench.md",
 }
 
 # What docs/modelarts.md quotes of other programs.
 OTHERS_SAY = {
-    "ModuleNotFoundError: No module named 'common'",
     "return code: 137",
 }

@@ -4,14 +4,13 @@ import contextlib
 import io
 import os
 import random
-import subprocess
 
 import pytest
 
 from common import arguments
 from common.errors import UserError
 from datasets import cifar10
-from tests.jobs import PATIENCE, command, environment
+from tests.jobs import command, environment, run
 
 PARSER = cifar10.parser("A job.")
 
@@ -49,6 +48,13 @@ def refusal(*argv):
         (["--train_url", "/o"], "output_dir", "/o"),
         (["--data_url=/d"], "data_url", "/d"),
         (["--lr", "0.5", "--lr", "0.1"], "lr", 0.1),
+        (["--batch-size", "3"], "batch_size", 3),
+        (["--data-url=/d-1/x_y"], "data_url", "/d-1/x_y"),
+        (["--custom_data"], "custom_data", True),
+        (["--custom-data", "--epochs", "3"], "custom_data", True),
+        (["--custom_data", "--epochs", "3"], "epochs", 3),
+        (["--custom_data", " No "], "custom_data", False),
+        (["--enable-gpu=0"], "enable_gpu", False),
     ],
 )
 def test_every_form_that_platforms_use(argv, name, value):
@@ -59,14 +65,24 @@ def test_every_form_that_platforms_use(argv, name, value):
     "argv, words",
     [
         (["--epoch", "3"], ["--epoch", "did you mean --epochs?"]),
-        (["--batch-size", "3"], ["--batch-size", "did you mean --batch_size?"]),
+        (["--batch-sise", "3"], ["--batch-sise", "did you mean --batch_size?"]),
+        (["-b", "256"], ["unknown option -b: did you mean --batch_size?"]),
+        (["-lr", "1"], ["unknown option -lr: did you mean --lr"]),
+        (["-q"], ["unknown option -q: options begin with two dashes"]),
+        (["/data/cifar"], ["'/data/cifar' belongs to no option: did you mean --data_url /data/cifar?"]),
+        (["train"], ["'train' belongs to no option"]),
+        (["--zzz", "1", "2"], ["'2' belongs to no option"]),
+        (["--custom_data", "/data"], ["'/data' belongs to no option"]),
+        (["--schedule", "x" * 100_000], ["letters more"]),
         (["--ouput_dir=/x"], ["--ouput_dir", "did you mean --output_dir?"]),
-        (["--custom-data", "true"], ["did you mean --custom_data?"]),
-        (["--enable_gpu", "maybe"], ["--enable_gpu", "'maybe' is neither true nor false"]),
+        (["--custom-dato", "true"], ["did you mean --custom_data?"]),
+        (["--enable_gpu", "maybe"], ["'maybe' belongs to no option"]),
+        (["--enable_gpu=maybe"], ["--enable_gpu", "'maybe' is neither true nor false"]),
         (["--lr", "nan"], ["--lr", "'nan' is not a number above 0"]),
         (["--lr", "-1"], ["--lr", "above 0"]),
         (["--lr", "inf"], ["--lr"]),
         (["--epochs", "9" * 400], ["--epochs"]),
+        (["--epochs", "9" * 300], ["--epochs"]),
         (["--epochs", "1.5"], ["--epochs", "'1.5' is not a whole number at least 1"]),
         (["--epochs", "0"], ["--epochs", "at least 1"]),
         (["--rank", "-1"], ["--rank", "at least 0"]),
@@ -81,6 +97,31 @@ def test_every_form_that_platforms_use(argv, name, value):
 def test_a_mistake_is_refused_in_one_line(argv, words):
     line = refusal(*argv)
     assert all(word in line for word in words), line
+
+
+def test_a_recipe_is_the_options_written_out_and_each_of_them_may_be_given_otherwise():
+    written = [word for name, value in cifar10.MODELARTS.items() for word in (f"--{name}", str(value))]
+    assert vars(parse("--recipe", "modelarts")) == {**vars(parse(*written)), "recipe": "modelarts"}
+    assert parse("--lr", "0.1", "--recipe=modelarts").lr == 0.1 and parse("--recipe=modelarts", "--epochs", "2").epochs == 2
+    assert "--recipe" in refusal("--recipe", "another")
+
+
+@pytest.mark.parametrize("argv", [["--resume="], ["--resume", ""], ["--resume", "  "], ["--resume= "]])
+def test_a_field_that_was_left_empty_is_not_given(argv):
+    for words in (argv, ["--epochs", "3", *argv], [*argv, "--epochs", "3"]):
+        args = parse(*words)
+        assert args.resume == "auto" and args.epochs == (3 if len(words) > len(argv) else 30)
+    assert parse("--data_url=", "--train_url", "", environ={"data_url": "/data", "train_url": "/out"}).data_url == "/data"
+
+
+@pytest.mark.parametrize("argv", [["--resume= never "], ["--resume", " never\t"]])
+def test_blanks_around_a_value_do_not_count(argv):
+    assert parse(*argv, "--epochs", " 3 ").resume == "never"
+
+
+@pytest.mark.parametrize("argv", [["--resume"], ["--resume", "--epochs", "3"]])
+def test_an_option_without_its_value_is_refused(argv):
+    assert refusal(*argv) == "error: argument --resume: expected one argument; --help lists every option"
 
 
 def test_what_platforms_append_is_accepted_and_the_rest_reported_once(capsys):
@@ -166,7 +207,7 @@ def test_random_argument_lists_as_whole_processes(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         script = command("train", *words, "--custom_data=false", "--data_url", folder, f"--output_dir={folder}/out")
-        done = subprocess.run(script, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+        done = run(script, cwd=folder, env=environment())
         assert done.returncode in (0, 2), (words, done.stderr)
         assert "Traceback" not in done.stderr, (words, done.stderr)
         assert not os.path.exists(folder / "etc")

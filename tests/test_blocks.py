@@ -230,3 +230,69 @@ def test_what_somebody_wrote_is_never_lost(house, capsys, tmp_path):
     mine.write_text("my own work\n")
     assert blocks.main(["compose", "DP", "-o", str(mine)]) == 2
     assert "exists and is not train.py with blocks" in capsys.readouterr().err and mine.read_text() == "my own work\n"
+
+
+# --- The form of ModelArts' sample -----------------------------------------------------------------------------------------
+
+# The same line opens and closes a block. The commas are those of ASCII or of full width, also in one pair of lines.
+THEIRS = """#### any other comment ####
+rank, shown = 0, []
+    # 分布式改造, in another comment
+### 分布式改造,进程, 由平台给出 ###
+rank = 1
+
+shown.append("started")
+### 分布式改造\uff0c进程\uff0c由平台给出 ###
+for step in range(2):
+    ### 分布式改造,打印 ###
+    shown.append(rank)
+    ### 分布式改造,打印 ###
+    shown.append(step)
+"""
+SINGLE_CARD = """#### any other comment ####
+rank, shown = 0, []
+    # 分布式改造, in another comment
+for step in range(2):
+    shown.append(step)
+"""
+
+
+@pytest.fixture
+def sample(tmp_path):
+    path = tmp_path / "sample.py"
+    path.write_text(THEIRS, encoding="utf-8")
+    return path
+
+
+def test_a_script_of_the_vendor_is_listed_shown_and_reverted(sample, tmp_path, capsys):
+    assert blocks.main(["list", str(sample)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [f"| `{sample}` | 2 | 3 | 0 |"]
+    assert blocks.main(["show", str(sample)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# after line 3: # 分布式改造, in another comment\n### 分布式改造,进程, 由平台给出 ###\nrank = 1\n")
+    assert "# after line 4: for step in range(2):\n    ### 分布式改造,打印 ###\n    shown.append(rank)\n" in shown
+    assert blocks.main(["revert", str(sample)]) == 0
+    assert capsys.readouterr().out == SINGLE_CARD
+    assert blocks.main(["revert", str(sample), "-o", str(tmp_path / "single.py")]) == 0
+    assert (tmp_path / "single.py").read_text(encoding="utf-8") == SINGLE_CARD
+    capsys.readouterr()
+    assert blocks.main(["revert", str(sample), "-o", str(sample)]) == 2, "nobody's work is lost"
+    assert "exists and is not train.py with blocks" in capsys.readouterr().err and sample.read_text(encoding="utf-8") == THEIRS
+
+
+@pytest.mark.parametrize(
+    "old, new, error",
+    [
+        ("    ### 分布式改造,打印 ###\n    shown.append(step)", "    shown.append(step)", ":10: the block is never closed"),
+        (
+            "### 分布式改造,进程, 由平台给出 ###\nrank",
+            "### 分布式改造,别的 ###\nrank",
+            ":8: the block of line 4 ends with another",
+        ),
+    ],
+)
+def test_a_block_of_the_vendor_that_is_not_closed_is_refused(sample, old, new, error, capsys):
+    assert THEIRS.count(old) == 1
+    sample.write_text(THEIRS.replace(old, new), encoding="utf-8")
+    assert blocks.main(["revert", str(sample)]) == 2
+    assert f"{sample}{error}" in capsys.readouterr().err

@@ -179,6 +179,7 @@ def test_the_dp_block_is_needed(intact, tmp_path):
     """Without a GPU DataParallel changes nothing, so the variant runs with one that says when it is used."""
     watch = "import runpy, sys, torch\nclass Watched(torch.nn.DataParallel):\n    def forward(self, *x):\n        print('split over the GPUs'); return super().forward(*x)\n"
     watch += "torch.nn.DataParallel = Watched\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    job = blocks.job_of("DP") if intact else without_block(blocks.job_of("DP"), 0, tmp_path)
+    job = blocks.job_of("DP") if intact else without_block(blocks.job_of("DP"), 1, tmp_path)
     done = run_watched(watch, job, tmp_path)
     assert done.returncode == 0 and ("split over the GPUs" in done.stdout) == intact
+    assert len([block for block in blocks.read(blocks.job_of("DP"))[1] if block.code]) == 2  # the other: tests/test_npu.py

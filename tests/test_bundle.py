@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,19 @@ import pytest
 from common.errors import UserError
 from common.version import VERSION
 from launch.bundle import command as bundle
-from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, environment, final_state, run_forked, run_job, saved, wait_for
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    TINY,
+    assert_same_bits,
+    environment,
+    final_state,
+    run,
+    run_forked,
+    run_job,
+    saved,
+    wait_for,
+)
 from tests.test_train import LEAVES, SMALLER
 
 JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
@@ -37,7 +50,7 @@ def write(folder, name, change=lambda text: text):
 def started(folder, path, *options, launcher=(sys.executable,), check=0):
     script = [*launcher, str(path), *map(str, options), "--output_dir", str(folder / "out")]
     env = environment(PYTHONPATH=str(folder.parent / "site"))
-    done = subprocess.run(script, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    done = run(script, cwd=folder, env=env)
     assert done.returncode == check, done.stdout + done.stderr
     return done
 
@@ -53,12 +66,21 @@ def test_the_job_comes_first_line_for_line_and_every_module_as_it_is(name):
     assert all((ROOT / place).read_text() == source for place, source in sections)
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_that_was_uploaded_alone_says_what_is_missing(name, empty):
+    shutil.copy(ROOT / "jobs" / name, empty)
+    done = run_forked([empty / name, "--custom_data", "true"], empty, check=2)
+    said = "error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n"
+    assert (done.stdout, done.stderr) == ("", said) and [path.name for path in empty.iterdir()] == [name]
+
+
 def test_only_what_the_job_uses_is_in_it():
     assert "datasets/imagenet.py" not in bundle.modules_of(ROOT / "jobs" / "train.py")
     assert {"datasets/imagenet.py", "datasets/dali/batches.py", "common/processes/supervisor.py"} <= set(
         bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
     )
-    others = ("datasets/dpex/", "datasets/dali/", "launch/submit/", "common/report")
+    others = ("datasets/dpex/", "datasets/dali/", "datasets/drop_in/", "launch/submit/", "common/report", "common/spellings",
+              "common/run/raport", "common/models/classifiers")  # fmt: skip
     assert not [place for place in bundle.modules_of(ROOT / "jobs" / "train.py") if place.startswith(others)]
     assert {"datasets/dpex/bridge.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
@@ -108,7 +130,7 @@ def test_a_module_in_a_package_of_a_package_works(deep, empty, form):
     boot = empty / "jobs" / "deep.py" if form == "folder" else empty / "deep.py"
     words = ["--folder", str(empty)] if form == "folder" else ["-o", str(boot)]
     assert bundle.main([str(deep), *words]) == 0
-    done = subprocess.run([sys.executable, str(boot)], cwd=empty, env=environment(), capture_output=True, text=True)
+    done = run([sys.executable, str(boot)], cwd=empty, env=environment())
     assert done.stdout == "outer is imported\ninner is imported\ncommon.outer.inner.deep\n", done.stderr
 
 
@@ -200,7 +222,7 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     assert bundle.main([str(ROOT / "jobs" / "train.py"), "--folder", str(empty / "code")]) == 0
     assert "the boot file is jobs/train.py" in capsys.readouterr().out
     found = sorted(str(path.relative_to(empty / "code")) for path in (empty / "code").rglob("*") if path.is_file())
-    assert found == sorted([bundle.MARKER, "jobs/train.py", "requirements.txt", *bundle.modules_of(ROOT / "jobs" / "train.py")])
+    assert found == sorted([bundle.MARKER, "jobs/train.py", *bundle.PACKAGES, *bundle.modules_of(ROOT / "jobs" / "train.py")])
     started(empty, empty / "code" / "jobs" / "train.py", *TINY, "--max_steps", 1)
     with pytest.raises(UserError, match="is not empty: give another folder, or --overwrite true"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "code")
@@ -212,7 +234,7 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     with pytest.raises(UserError, match="is not empty: give another folder; launch bundle replaces only what it has written"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "mine", overwrite=True)
     assert (empty / "mine" / "thesis.txt").exists()
-    for name, what in (("MOST_BYTES", "bytes"), ("MOST_FILES", "files"), ("DEEPEST", "levels of folders")):
+    for name, what in (("MOST_BYTES", "bytes"), ("MOST_FILES", "files and folders"), ("DEEPEST", "levels of folders")):
         with monkeypatch.context() as patch, pytest.raises(UserError, match=f"has \\d+ {what}: a console takes 1 at most"):
             patch.setattr(bundle, name, 1)
             bundle.write_folder(ROOT / "jobs" / "train.py", empty / "other")

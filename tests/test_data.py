@@ -65,7 +65,9 @@ def write_archive(path, source):
 
 
 def arguments(folder, output):
-    return types.SimpleNamespace(custom_data=False, max_samples=None, data_url=folder and str(folder), output_dir=str(output))
+    return types.SimpleNamespace(
+        custom_data=False, max_samples=None, data_url=folder and str(folder), output_dir=str(output), input_dir="input_dir"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,10 @@ def test_an_archive_that_finds_no_room_is_not_said_to_be_damaged(archive, tmp_pa
 
 
 def test_a_folder_with_neither_names_both(tmp_path):
-    with pytest.raises(UserError, match=r"neither cifar-10-batches-py nor cifar-10-python.tar.gz.*--custom_data true"):
+    with pytest.raises(
+        UserError,
+        match=r"neither cifar-10-batches-py nor cifar-10-python.tar.gz.*\(https://www.cs.toronto.edu.*--custom_data true",
+    ):
         cifar10.load(arguments(tmp_path, tmp_path))
 
 
@@ -137,6 +142,14 @@ def archive_of(*members, mode="w:gz"):
 def good_members(without=()):
     names = [*cifar10.TRAIN_FILES, *cifar10.TEST_FILES, "batches.meta", "readme.html"]
     return [member(f"cifar-10-batches-py/{name}", python2(batch())) for name in names if name not in without]
+
+
+def test_an_archive_needs_the_batches_and_nothing_else(tmp_path):
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(archive_of(*good_members(["readme.html", "batches.meta"])))
+    train, test = cifar10.load(arguments(tmp_path, tmp_path))
+    assert len(train) == 5 * len(test) and sorted(path.name for path in (tmp_path / "cifar-10-batches-py").iterdir()) == sorted(
+        [*cifar10.TRAIN_FILES, *cifar10.TEST_FILES]
+    )
 
 
 D = "cifar-10-batches-py/"

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import PATIENCE, ROOT, assert_same_bits, command, environment, final_state, run_job, saved, start, wait_for
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    Popen,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    run_job,
+    saved,
+    start,
+    wait_for,
+)
 from tests.objectstore import free_port
 from tests.ranks import LONG, TWO, check_ledger, children, workers_of
 
@@ -73,9 +85,7 @@ def node(folder, port, rank, world_size, *options, env=None, script=None):
     own = folder / f"node{rank}-{len(list(folder.iterdir()))}"
     own.mkdir()
     words = [sys.executable, script or str(ROOT / "jobs" / "train_ddp.py"), *map(str, words), "--output_dir", str(own / "out")]
-    return subprocess.Popen(
-        words, cwd=own, env=environment(**(env or {})), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return Popen(words, cwd=own, env=environment(**(env or {})), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def listening(port):
@@ -168,7 +178,7 @@ def test_under_torchrun_the_ranks_themselves_compare(tmp_path):
     for rank in range(2):
         script = command("train_ddp", *TWO, "--lr", 0.1 + 0.1 * rank, "--output_dir", tmp_path / str(rank))[1:]
         nodes.append(
-            subprocess.Popen(
+            Popen(
                 [*words, "--node_rank", str(rank), *script],
                 cwd=tmp_path,
                 env=environment(),

@@ -2,7 +2,6 @@
 
 import argparse
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -14,10 +13,12 @@ from tests.jobs import (
     PATIENCE,
     ROOT,
     TINY,
+    Popen,
     assert_same_bits,
     command,
     environment,
     final_state,
+    run,
     run_job,
     saved,
     start,
@@ -69,7 +70,7 @@ def test_sigterm_saves_a_step_that_all_ranks_have_done(two_ranks, tmp_path):
 def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
     log = open(tmp_path / "log", "w")  # noqa: SIM115
     script = [*TORCHRUN, str(free_port()), *command("train_ddp", *TWO, "--save_steps", 1, "--output_dir", tmp_path / "out")[1:]]
-    process = subprocess.Popen(script, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
+    process = Popen(script, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 1  # torchrun's own
@@ -90,13 +91,7 @@ def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path)
         "--master_port",
         str(free_port()),
     ]
-    done = subprocess.run(
-        [*words, str(ROOT / "tests" / "gradients.py"), str(tmp_path / "ranks")],
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run([*words, str(ROOT / "tests" / "gradients.py"), str(tmp_path / "ranks")], env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0, done.stderr
     ranks = torch.load(tmp_path / "ranks", weights_only=True)
     for mode in gradients.MODES:

@@ -10,7 +10,7 @@ import pytest
 from common import arguments, world
 from datasets import cifar10
 from launch import blocks, local
-from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, command, environment, final_state, run_job
+from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, command, environment, final_state, run, run_job
 from tests.objectstore import free_port
 from tests.ranks import TWO, check_ledger
 
@@ -51,10 +51,7 @@ def test_srun_starts_one_task_per_process(two_ranks, tmp_path):
     env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
            "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}  # fmt: skip
     script = [*command("train_ddp", *TWO), "--output_dir", str(tmp_path / "out")]
-    tasks = [
-        subprocess.Popen(script, cwd=tmp_path, env=environment(**env, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)))
-        for n in range(2)
-    ]
+    tasks = [Popen(script, cwd=tmp_path, env=environment(**env, SLURM_PROCID=str(n), SLURM_LOCALID=str(n))) for n in range(2)]
     assert [task.wait(PATIENCE) for task in tasks] == [0, 0]
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
@@ -85,14 +82,7 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platfor
         "--",
         *TWO,
     ]
-    done = subprocess.run(
-        [*script, "--output_dir", str(tmp_path / "out")],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run([*script, "--output_dir", str(tmp_path / "out")], cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stdout
     assert ", platform torchrun (" not in done.stdout, "the workers know what their parent recognised"
     assert "[node 1] node 1: starting rank 1 of 2" in done.stdout and "exit codes 0 0" in done.stdout

@@ -135,7 +135,7 @@ def test_a_small_shm_a_read_only_output_and_a_batch_that_no_data_fill(tmp_path):
     assert "--shm-size" in found["shm"][2]
     assert found["output"][:2] == (BAD, f"cannot write to {tmp_path}/out: Read-only file system")
     assert "an epoch would have no step: 256 samples are fewer than one global batch of 2048" in found["job"][1]
-    assert found["job"][2] == "lower --batch_size or use fewer ranks"
+    assert found["job"][2] == "lower --batch_size"
 
 
 def test_a_full_disk_and_no_data(tmp_path):
@@ -200,7 +200,7 @@ def test_a_rank_that_refuses_the_job_in_a_process_of_its_own(tmp_path):
     (done,) = forked(words, tmp_path, {})
     found = faults(done.stdout)
     assert done.returncode == 1 and set(found) == {"job"} and "an epoch would have no step" in found["job"][1], done.stdout
-    assert found["job"][2] == "lower --batch_size or use fewer ranks"
+    assert found["job"][2] == "lower --batch_size"
 
 
 # --- Faults between nodes -----------------------------------------------------------------------------------------------
@@ -285,13 +285,13 @@ def test_a_bucket_that_cannot_be_read(reachable, monkeypatch, url, env, found):
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    (finding,) = stores.check_bucket(url, "data", fetches=True)
+    (finding,) = stores.check_bucket(url, "data", inputs="input_dir")
     assert finding.severity == BAD and found in f"{finding.found}: {finding.do}" and finding.do
 
 
 def test_a_bucket_larger_than_the_disk(reachable, monkeypatch):
     monkeypatch.setattr(stores, "SPARE", 1 << 60)
-    found = list(stores.check_bucket("s3://data/cifar", "data", fetches=True))
+    found = list(stores.check_bucket("s3://data/cifar", "data", inputs="input_dir"))
     assert [finding.severity for finding in found] == [GOOD, GOOD, BAD] and "objects to be fetched need" in found[-1].found
 
 

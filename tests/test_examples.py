@@ -4,11 +4,15 @@ import ast
 import json
 import re
 import shutil
+import struct
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from launch import blocks
+from tests.examples import own_template
 from tests.examples.own_platform import skyline
 from tests.jobs import ROOT, assert_same_bits, final_state, run_forked
 from tests.ranks import fork_ranks
@@ -61,8 +65,13 @@ def house(tmp_path_factory):
     script = (EXAMPLES / "own_script.py").read_text()
     (root / "jobs" / "own_script.py").write_text(script)
     (root / "jobs" / "everywhere.py").write_text(changed(script, "On every GPU of every node"))
-    shutil.copy(EXAMPLES / "own_network.py", root / "common" / "models")
-    shutil.copy(EXAMPLES / "own_data.py", root / "datasets")
+    digits = changed(base, "MNIST, FashionMNIST and the network of the Template")
+    (root / "jobs" / "my_digits.py").write_text(digits)
+    (root / "jobs" / "ray_digits.py").write_text(changed(digits, "Its batches from a Ray cluster"))
+    for name in ("own_network", "own_template"):
+        shutil.copy(EXAMPLES / f"{name}.py", root / "common" / "models")
+    for name in ("own_data", "own_digits"):
+        shutil.copy(EXAMPLES / f"{name}.py", root / "datasets")
     rules = root / "common" / "world" / "rules.py"
     text = rules.read_text().replace("def plain(given", f"{own_rule()}\n\ndef plain(given")
     rules.unlink()
@@ -106,6 +115,75 @@ def test_a_data_set_of_your_own(house, tmp_path):
     run(house, tmp_path, words)
     found = manifest(tmp_path)
     assert found["identity"]["data set"] == "real, 640 samples" and found["total_steps"] == 20
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """64 and 20 digits in MNIST's own files: dark ones and bright ones."""
+    folder = tmp_path_factory.mktemp("mnist")
+    for split, count in (("train", 64), ("t10k", 20)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.random.default_rng(count).integers(0, 50, (count, 28, 28)).astype(np.uint8) + 20 * labels[:, None, None]
+        for name, numbers in (("images-idx3", images), ("labels-idx1", labels)):
+            head = bytes([0, 0, 8, numbers.ndim]) + struct.pack(f">{numbers.ndim}i", *numbers.shape)
+            (folder / f"{split}-{name}-ubyte").write_bytes(head + numbers.tobytes())
+    return folder
+
+
+SMALL = ["--batch_size", 32, "--epochs", 1]
+
+
+def test_the_network_of_the_template_on_the_files_of_mnist(house, tmp_path, digits):
+    words = [digits if word == "mnist" else word for word in commands("my_digits")[0][1]]
+    assert "done: " in run(house, tmp_path, [*words, *SMALL]).stdout
+    found = manifest(tmp_path)
+    assert re.match("TemplateNet of 19,824 parameters", found["identity"]["model"]) and found["total_steps"] == 2
+    wanted = {"optimizer": "adam", "lr": 2e-4, "schedule": "constant", "weight_decay": 0, "label_smoothing": 0}
+    assert {name: found["arguments"][name] for name in wanted} == wanted
+    state = final_state(tmp_path)
+    assert state["optimizer"]["param_groups"][0]["betas"] in ([0.5, 0.999], (0.5, 0.999))
+    sizes = [list(weight.shape) for name, weight in state["model"].items() if weight.dim() > 1]
+    assert sizes == [[3, 1, 3, 3], [3, 3, 3, 3], [8, 3, 3, 3], [8, 8, 3, 3], [16, 8, 3, 3], [16, 16, 3, 3], [32, 16, 3, 3],
+                     [32, 32, 3, 3], [10, 128]]  # fmt: skip
+
+
+def test_its_first_weights_are_those_of_the_template():
+    net = own_template.TemplateNet(num_classes=10)
+    assert net(torch.rand(2, 3, 28, 28)).shape == (2, 10)
+    assert [layer.negative_slope for layer in net.layers if isinstance(layer, torch.nn.LeakyReLU)] == [0.2] * 8
+    last = net.layers[-1]
+    assert last.weight.std().item() == pytest.approx(0.01, rel=0.15) and not last.bias.any()
+    convolution = net.layers[-5]
+    assert (
+        convolution.weight.std().item() == pytest.approx((2 / (9 * (32 + 32))) ** 0.5, rel=0.1) and not convolution.bias.any()
+    )
+
+
+COMPARE = """
+import sys
+from torchvision.datasets import FashionMNIST
+sys.path.insert(0, sys.argv[1])
+from datasets import own_digits
+theirs = FashionMNIST(".", train=False)
+ours = own_digits.Digits("FashionMNIST/raw", "t10k")
+assert len(ours) == 20 and (ours.images == theirs.data.numpy()[:, None]).all() and (ours.labels == theirs.targets.numpy()).all()
+"""
+
+
+def test_the_reader_reads_what_torchvision_reads(house, tmp_path, digits):
+    (tmp_path / "FashionMNIST").mkdir()
+    (tmp_path / "FashionMNIST" / "raw").symlink_to(digits)
+    (tmp_path / "compare.py").write_text(COMPARE)
+    run_forked([tmp_path / "compare.py", house], tmp_path)
+
+
+@pytest.mark.rehearsal
+def test_its_batches_from_a_ray_cluster_are_the_same(house, tmp_path, digits):
+    shutil.copytree(house, tmp_path / "copy")  # without links: what the cluster gets is the repository in which its loader is
+    words = [digits if word.startswith("data/") else word for word in commands("my_digits")[1][1]]
+    run(house, tmp_path / "here", [*words, *SMALL, "--workers", 0])
+    run(tmp_path / "copy", tmp_path / "ray", ["jobs/ray_digits.py", *words[1:], *SMALL, "--workers", 1])
+    assert_same_bits(final_state(tmp_path / "ray"), final_state(tmp_path / "here"))
 
 
 def test_a_script_of_your_own_goes_on_to_the_bits_of_a_run_that_was_not_stopped(house, tmp_path):

@@ -1,14 +1,14 @@
 """The line that says why a job failed, where platforms show it: in a file of the platform's, and at the end of the log."""
 
 import os
-import subprocess
 import sys
 import time
 
 import pytest
 
 from common import errors
-from tests.jobs import PATIENCE, ROOT, environment
+from tests import jobs
+from tests.jobs import ROOT, environment
 
 # A job that writes where a platform would look, in a folder of the test; what it does is the test's.
 JOB = """
@@ -42,7 +42,7 @@ def platform(tmp_path):
         job = tmp_path / "job.py"
         job.write_text(JOB.format(root=str(ROOT), ml=str(ml), log=str(log), does=does))
         words = [sys.executable, str(job), *options, "--enable_gpu", "false"]
-        done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+        done = jobs.run(words, cwd=tmp_path, env=environment())
         places = [path.read_text() if path.exists() else None for path in (ml / "failure", log)]
         return done, places
 

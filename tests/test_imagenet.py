@@ -1,6 +1,5 @@
 """The flagship as whole jobs: it learns, goes on to the same bits from every backend, evaluates, profiles, and says what is wrong."""
 
-import importlib.util
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from common.run import restore
 from datasets.kspeed.cache import SampleCache
 from launch.pack import command as pack
 from tests.check_ledger import complaints, steps_that_count
-from tests.jobs import ROOT, assert_same_bits, final_state, run_job, saved, start, wait_for
+from tests.jobs import PATIENCE, ROOT, assert_same_bits, final_state, module_of, run_forked, run_job, saved, start, wait_for
 from tests.memcached import Memcached
 
 SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--epochs", 2, "--warmup", 0, "--lr", 0.8]
@@ -63,6 +62,16 @@ def test_it_learns_from_photographs_and_says_where_the_time_went(trained):
     assert not torch.equal(state["ema"]["module.fc.weight"], state["model"]["fc.weight"])
 
 
+# A server of the cache is given up after 0.05 s, which a busy machine may need to answer.
+PATIENT = """
+import runpy, sys
+sys.path.insert(0, {root!r})
+from datasets.kspeed import cache
+cache.SampleCache.deadline = property(lambda self: {seconds}, lambda self, _: None)
+runpy.run_path({root!r} + "/jobs/train_imagenet.py", run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize("backend", ["packed", "kspeed"])
 def test_every_backend_that_decodes_alike_ends_with_the_same_bits(trained, photographs, tmp_path, backend):
     with Memcached() as server:
@@ -72,9 +81,11 @@ def test_every_backend_that_decodes_alike_ends_with_the_same_bits(trained, photo
         }
         if backend == "packed":
             pack.main([str(photographs), str(tmp_path / "pack")])
-        run_job("train_imagenet", tmp_path, *options[backend], "--data_backend", backend, *EVERYTHING)
+        words = [*options[backend], "--data_backend", backend, *EVERYTHING, "--output_dir", tmp_path / "out"]
+        (tmp_path / "train_imagenet.py").write_text(PATIENT.format(root=str(ROOT), seconds=PATIENCE))
+        run_forked([tmp_path / "train_imagenet.py", *words], tmp_path)
         if backend == "kspeed":
-            status = SampleCache(server.address).status()
+            status = SampleCache(server.address, deadline=PATIENCE).status()
             assert next(iter(status.values()))["get_hits"] >= 2 * 60  # of the second and the third epoch
     assert_same_bits(final_state(tmp_path), final_state(trained[0]))
 
@@ -182,14 +193,13 @@ def test_what_is_wrong_is_one_line(tmp_path, options, message):
 
 @pytest.fixture(scope="module")
 def job():
-    spec = importlib.util.spec_from_file_location("train_imagenet", ROOT / "jobs" / "train_imagenet.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("train_imagenet")
 
 
 def test_a_network_or_weights_that_cannot_be_had(job, trained):
-    args = SimpleNamespace(arch="resnet19", weights=None, evaluate=False, image_size=32)
+    args = SimpleNamespace(
+        arch="resnet19", weights=None, num_classes=None, evaluate=False, image_size=32, input_dir="input_dir"
+    )
     with pytest.raises(UserError, match=r"--arch resnet19 is none of torchvision's \d+ networks; the nearest: resnet18"):
         job.build(args, 3)
     args.arch = "alexnet"
@@ -223,13 +233,15 @@ def test_norms_and_biases_do_not_decay_and_the_last_norm_of_a_block_begins_at_ze
         arch="resnet50",
         image_size=32,
         weights=None,
+        num_classes=None,
+        nesterov=True,
         weight_decay=0.1,
         bn_weight_decay=False,
         optimizer="sgd",
         lr=1.0,
         momentum=0.9,
     )
-    network = job.build(args, num_classes=7)
+    network = job.build(args, 7)
     assert all(not module.bn3.weight.any() for module in network.modules() if hasattr(module, "bn3"))
     decayed, others = job.build_optimizer(args, network).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common import malloc, nvml
+from common import drivers, malloc
 from tests.jobs import ROOT, environment
 
 FAULTS = """
@@ -31,7 +31,7 @@ glibc = pytest.mark.skipif(
 
 @pytest.fixture
 def on_a_cpu():
-    if nvml.gpus():
+    if drivers.gpus():
         pytest.skip("this machine has a GPU, where nothing is set")
 
 
@@ -62,7 +62,7 @@ def test_what_the_user_has_set_stands():
 
 
 def test_not_where_a_gpu_computes(monkeypatch):
-    monkeypatch.setattr(malloc.nvml, "gpus", lambda: 1)
+    monkeypatch.setattr(malloc.drivers, "gpus", lambda: 1)
     assert malloc.tuned({}) == {}
 
 

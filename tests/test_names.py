@@ -1,18 +1,18 @@
 """A folder may be named as its user likes: not in UTF-8, or with a line end in it, which must not forge a line of the log."""
 
 import os
-import subprocess
 
 import pytest
 from PIL import Image
 
+from tests import jobs
 from tests.jobs import TINY, command, environment
 
 ODD = os.fsdecode(b"odd\xff\nerror: forged")
 
 
 def run(folder, job, *options):
-    done = subprocess.run(command(job, *options), cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
+    done = jobs.run(command(job, *options), cwd=folder, env=environment())
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     assert not [line for line in done.stdout.splitlines() if line.startswith("error: forged")]
     return done.stdout
@@ -41,8 +41,6 @@ def test_photographs_in_folders_with_odd_names_are_trained_on_and_evaluated(tmp_
 
 @pytest.mark.parametrize("job, option", [("train", "--workers"), ("train_ddp", "--nproc_per_node"), ("train_ddp", "--workers")])
 def test_999999_workers_are_refused_in_one_line(tmp_path, job, option):
-    done = subprocess.run(
-        command(job, *TINY, option, 999_999), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
-    )
+    done = jobs.run(command(job, *TINY, option, 999_999), cwd=tmp_path, env=environment())
     assert done.returncode == 2 and f"argument {option}: '999999' is not a whole number" in done.stderr
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from common import storage
 from common.errors import UserError
 from common.storage import once
 from tests.faultproxy import faults
-from tests.jobs import PATIENCE, ROOT, TINY, command, environment, lock_holders, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, lock_holders, wait_for
 from tests.objectstore import free_port
 from tests.stores import same, store_environment
 
@@ -36,7 +36,7 @@ print("done", os.path.getsize(os.path.join(storage.fetch("s3://data/set"), "2/29
 def start_fetchers(count, folder, **env):
     words = [sys.executable, "-c", FETCHER, str(ROOT)]
     return [
-        subprocess.Popen(
+        Popen(
             words,
             cwd=folder,
             env=environment(**store_environment(), **env),
@@ -196,9 +196,7 @@ def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collecti
                 words = ["--nnodes", "2", "--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", str(port)]
                 script = [sys.executable, "-m", "torch.distributed.run", *words, *script[1:]]
             env = environment(**{**store_environment(), **({"AWS_SECRET_ACCESS_KEY": "wrong"} if rank else {})})
-            nodes.append(
-                subprocess.Popen(script, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
+            nodes.append(Popen(script, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         texts = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
         assert all(node.returncode for node in nodes)
         assert all("403 SignatureDoesNotMatch: the secret key does not belong" in text for text in texts), texts

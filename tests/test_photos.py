@@ -113,7 +113,10 @@ def test_both_splits_have_the_same_classes(tmp_path, monkeypatch, capsys):
         data_url=str(tmp_path),
         max_samples=None,
         image_size=32,
+        interpolation="bilinear",
+        augmentation="none",
         seed=0,
+        input_dir="input_dir",
         max_megapixels=80,
     )
     assert [len(split) for split in imagenet.load(args)] == [2, 2]

@@ -17,7 +17,7 @@ from common.run import bucket_run, checkpoint, output
 from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults
-from tests.jobs import PATIENCE, TINY, assert_same_bits, command, environment, final_state, run_forked, wait_for
+from tests.jobs import PATIENCE, TINY, Popen, assert_same_bits, command, environment, final_state, run, run_forked, wait_for
 from tests.permissions import of_anybody
 from tests.ranks import check_ledger
 from tests.stores import remote_names, store_environment
@@ -32,7 +32,7 @@ def run_here(folder, url, *options, check=0, **env):
     env = {**store_environment(), **env}
     if not check:
         return run_forked(script[1:], folder, env)
-    done = subprocess.run(script, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=PATIENCE)
+    done = run(script, cwd=folder, env=environment(**env))
     assert done.returncode == check, done.stdout + done.stderr
     return done
 
@@ -93,7 +93,7 @@ def test_on_an_empty_disk_the_run_goes_on_from_the_bucket_to_the_same_bits(store
     first.mkdir()
     options = ["--epochs", 12, "--save_steps", 1, "--ledger", "true"]
     script, env = command("train", *TINY, *options, "--output_dir", url), environment(**store_environment())
-    process = subprocess.Popen(script, cwd=first, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = Popen(script, cwd=first, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(
         lambda: any(name.endswith(".json") for name in remote_names(store, f"runs/{how.name}/")),
         process,

@@ -11,7 +11,6 @@ from PIL import Image
 from common.errors import TrainingFailed, UserError
 from common.models import Restorer, psnr, ssim
 from datasets import pairs, synthetic
-from datasets.dali.template import ExternalInputIterator, externalSourcePipeline
 from datasets.photos.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder
 from tests.jobs import assert_same_bits, final_state, run_job, saved, start, wait_for
@@ -186,23 +185,6 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_pair_and_said_once(folde
         (folder / "test" / "blurry" / name).write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     with pytest.raises(TrainingFailed, match="10 pairs in a row cannot be decoded"):
         batches_of(data, InOrder(5, 5), "pytorch")
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_the_iterator_and_pipeline_of_the_template(folder, shuffle):
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
-
-    source = ExternalInputIterator(str(folder), batch_size=5, shuffle=shuffle)
-    pipe = externalSourcePipeline(
-        batch_size=5, num_threads=1, device_id=None, seed=1234, external_data=source, resize=36, crop=32
-    )
-    loader = DALIGenericIterator(pipe, ["imgs", "gts"], last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True)
-    epochs = [torch.cat([data[0]["imgs"] for data in loader]) for _ in range(2)]
-    assert len(source) == 12 and len(epochs[0]) == (10 if shuffle else 12)
-    assert torch.equal(epochs[0], epochs[1]) != shuffle
-    for data in loader:
-        assert data[0]["imgs"].shape[1:] == (3, 32, 32) and torch.equal(data[0]["imgs"], data[0]["gts"])
-        assert -1 <= data[0]["imgs"].min() < data[0]["imgs"].max() <= 1
 
 
 # --- Network and measures --------------------------------------------------------------------------------------------------

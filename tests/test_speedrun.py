@@ -1,7 +1,6 @@
 """The speedrun: its optimizer and pictures do what they say, every picture comes once a pass, and the job keeps its rules."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from common.errors import UserError
 from jobs import speedrun
-from tests.jobs import ROOT, environment
+from tests.jobs import ROOT, environment, run
 
 IMAGES = (
     torch.arange(6 * 3 * 32 * 32)
@@ -233,7 +232,5 @@ def test_the_doctor_is_sent_to_another_job(tmp_path, monkeypatch, capsys):
 
 def test_several_processes_are_refused(tmp_path):
     words = [sys.executable, str(ROOT / "jobs" / "speedrun.py"), "--custom_data", "true", "--rank", "0", "--world_size", "2"]
-    done = subprocess.run(
-        [*words, "--init_method", "tcp://127.0.0.1:1"], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
+    done = run([*words, "--init_method", "tcp://127.0.0.1:1"], cwd=tmp_path, env=environment())
     assert done.returncode == 2 and "speedrun.py trains on one device: start train_ddp.py instead" in done.stderr

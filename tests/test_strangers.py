@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import socket
-import subprocess
 import threading
 import time
 
@@ -15,7 +14,7 @@ import pytest
 from common.errors import UserError
 from common.processes import channel, hub, naming, secret, store
 from common.world import World
-from tests.jobs import PATIENCE, command, environment, saved, start, wait_for
+from tests.jobs import PATIENCE, Popen, command, environment, saved, start, wait_for
 from tests.objectstore import free_port
 from tests.ranks import LONG, children, listening
 
@@ -245,8 +244,7 @@ def test_a_job_on_one_node_listens_on_the_loopback_alone(tmp_path, launcher):
         shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         words = [*command("train_ddp", *options), "--output_dir", str(tmp_path / "out")]
         parents = [
-            subprocess.Popen(words, cwd=tmp_path, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)))
-            for rank in range(2)
+            Popen(words, cwd=tmp_path, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(2)
         ]
     try:
         wait_for(saved(tmp_path, 64), parents[0], "a step")

@@ -11,7 +11,7 @@ import pytest
 
 from launch.submit import command as submit
 from launch.submit import kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
-from launch.submit.command import PLATFORMS, fresh
+from launch.submit.command import PLATFORMS, fresh, parser
 from launch.submit.request import Request, describe, mistakes
 from launch.submit.secrets import secrets
 from tests.jobs import ROOT
@@ -69,6 +69,8 @@ def test_a_good_request_has_no_mistake(platform):
 GOOD = [
     ("modelarts", {}, "metadata.name", "run-7"),
     ("modelarts", {}, "algorithm.code_dir", "/bkt/code/"),
+    ("modelarts", {"accelerator": "npu", "engine": "pytorch_2.7-cann_8.5-aarch64", "flavor": "modelarts.bm.npu.8"}, "algorithm.environments", {"PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "INFO"}),
+    ("modelarts", {"accelerator": "npu", "engine": None, "image": "swr/torch-npu"}, "algorithm.environments.NPROC_PER_NODE", "8"),
     ("modelarts", {}, "algorithm.boot_file", "/bkt/code/jobs/train_ddp.py"),
     ("modelarts", {}, "algorithm.engine", {"engine_id": "pytorch_2.1"}),
     ("modelarts", {}, "algorithm.parameters", [{"name": "epochs", "value": "2"}, {"name": "lr", "value": "0.1"}]),
@@ -133,7 +135,7 @@ GOOD = [
     ("volcano", {}, "spec.minAvailable", 2),
     ("volcano", {}, "spec.queue", "gold"),
     ("volcano", {}, "spec.maxRetry", 3),
-    ("volcano", {}, "spec.policies", [{"event": "PodFailed", "action": "RestartJob"}, {"event": "PodEvicted", "action": "RestartJob"}]),
+    ("volcano", {}, "spec.policies", [{"exitCode": 2, "action": "TerminateJob"}, {"event": "PodFailed", "action": "RestartJob"}, {"event": "PodEvicted", "action": "RestartJob"}]),
     ("volcano", {}, "spec.tasks.0.policies", [{"event": "TaskCompleted", "action": "CompleteJob"}]),
     ("volcano", {}, "spec.tasks.1.template.spec.restartPolicy", "Never"),
     ("volcano", {"retries": 0, "hours": 12.0}, "spec.tasks.1.template.spec.activeDeadlineSeconds", 43200),
@@ -159,6 +161,10 @@ BAD = [
     ("slurm", {"job": "jobs/../common/arguments.py"}, "is not a job of this repository"),
     ("modelarts", {"flavor": None}, "modelarts needs --flavor"),
     ("modelarts", {"output_url": None}, "modelarts needs --output_url"),
+    ("modelarts", {"engine": "pytorch_2.7-cann_8.5"}, "--engine pytorch_2.7-cann_8.5 is for NPUs: give --accelerator npu with it"),
+    ("modelarts", {"flavor": "modelarts.bm.8snt9b"}, "--flavor modelarts.bm.8snt9b is for NPUs: give --accelerator npu with it"),
+    ("modelarts", {"accelerator": "npu", "engine": "pytorch_2.1-cuda_12.1"}, "--engine pytorch_2.1-cuda_12.1 is for GPUs: --accelerator npu needs an Ascend one"),
+    ("modelarts", {"accelerator": "tpu"}, "--accelerator is 'tpu': give gpu or npu"),
     ("modelarts", {"engine": None}, "modelarts needs --engine, one of its own PyTorch images, or --image"),
     ("modelarts", {"image": "x"}, "give one of them"),
     ("modelarts", {"region": None}, "modelarts needs --region"),
@@ -199,6 +205,7 @@ BAD = [
     ("local", {"arguments": ("--epochs", "1", "--epochs=2")}, "--epochs is given twice"),
     ("local", {"arguments": ("--world_size", "2")}, "--world_size is set by the platform: leave it out"),
     ("local", {"arguments": ("--train_url", "/x")}, "--train_url is among the job's options: give --output_url before the --"),
+    ("local", {"arguments": ("--data_source", "/x")}, "--data_source is among the job's options: give --data_url before the --"),
     ("local", {"arguments": ("--hf_token", "x")}, "the job's --hf_token looks like a secret, which the request would show: export it in this shell"),
     ("slurm", {"env": ("AWS_SECRET_ACCESS_KEY=x",)}, "--env AWS_SECRET_ACCESS_KEY looks like a secret, which the request would show: export it in the shell that submits"),
     ("volcano", {"env": ("MYSQL_PWD=x",)}, "--env MYSQL_PWD looks like a secret, which the request would show: keep it in a Secret of the cluster"),
@@ -334,3 +341,9 @@ def test_what_a_platform_says_is_one_line_without_a_secret():
     error = RuntimeError("no such key AKIA123\nsigned with wJalr")
     line = describe(error, {"AWS_ACCESS_KEY_ID": "AKIA123", "AWS_SECRET_ACCESS_KEY": "wJalr", "PATH": "/bin"})
     assert line == r"RuntimeError: no such key ***\nsigned with ***"
+
+
+@pytest.mark.parametrize("word", ["--dry_run", "--dry-run", "--dry-run=yes"])
+def test_a_yes_or_no_option_may_stand_alone_and_leaves_the_next_word(word):
+    options = parser().parse_args([word, "jobs/train.py", "--platform", "slurm", "--output-url", "/runs/7"])
+    assert (options.dry_run, options.job, options.output_url) == (True, "jobs/train.py", "/runs/7")

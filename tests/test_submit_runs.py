@@ -351,7 +351,7 @@ def test_what_is_uploaded_is_the_job_as_one_file(tmp_path):
     """So modules that another upload has left at the same address are not used."""
     requests.stage("jobs/train_ddp.py", tmp_path / "code")
     files = {str(path.relative_to(tmp_path / "code")) for path in (tmp_path / "code").rglob("*") if path.is_file()}
-    assert files == {"jobs/train_ddp.py", "requirements.txt", "boot_sagemaker.py"}
+    assert files == {"jobs/train_ddp.py", "requirements.txt", "pip-requirements.txt", "boot_sagemaker.py"}
     stale = tmp_path / "code" / "common" / "run.py"
     stale.parent.mkdir()
     stale.write_text("raise SystemExit('a module of another state was used')")

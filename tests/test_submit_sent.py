@@ -154,7 +154,9 @@ def test_a_job_is_sent_followed_and_stopped(what, platform, changes, answers, pa
     request = here(ask(platform, **changes), server)
     words = words_of(request)
     assert submit.main(["--follow", "true", *words]) == 0
-    method, asked, headers, body = server.asked[0]
+    looks = {"/bkt?encryption"} if platform == "modelarts" else set()  # whether ModelArts can read the buckets
+    assert {asked for _, asked, *_ in server.asked if "encryption" in asked} == looks
+    method, asked, headers, body = next(row for row in server.asked if row[1] not in looks)
     headers = {name.lower(): value for name, value in headers.items()}
     assert (method, asked) == ("POST", path)
     assert re.fullmatch(signature, headers["authorization"]), headers["authorization"]

@@ -13,7 +13,7 @@ import torch
 
 from common import arguments
 from common.models.resnet import resnet18
-from common.run import restore
+from common.run import output, restore
 from common.run.logbook import Run
 from common.version import VERSION
 from datasets import cifar10
@@ -22,10 +22,12 @@ from tests.jobs import (
     PATIENCE,
     ROOT,
     TINY,
+    Popen,
     assert_same_bits,
     command,
     environment,
     final_state,
+    run,
     run_forked,
     run_job,
     saved,
@@ -47,7 +49,7 @@ def again(finished, tmp_path):
 def test_a_run_leaves_everything_it_promises(finished):
     folder, _printed = finished
     out = folder / "out"
-    names = {"checkpoints", "tensorboard", "metrics.jsonl", "curves.png", "report.txt"}
+    names = {"checkpoints", "tensorboard", "metrics.jsonl", "state.json", "curves.png", "report.txt"}
     names |= {f"epoch_{epoch}.pth{suffix}" for epoch in (1, 2) for suffix in ("", ".sha256")}
     assert {path.name for path in out.iterdir()} == names
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -66,7 +68,7 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     line = next(line for line in lines if "images_per_s" in line)
     form = r"epoch=1/2 step=1/4 loss=\d+\.\d{4} lr=\d\.\d{6} images_per_s=\d+ left=\d:\d\d:\d\d waiting_for_data=\d+% transfer=\d+% compute=\d+%"
     assert re.fullmatch(form, line), line
-    assert re.fullmatch(r"epoch=2/2 steps=8 accuracy=\d\.\d{4} seconds=\d+\.\d", lines[-2]), lines[-2]
+    assert re.fullmatch(r"epoch=2/2 steps=8 accuracy=\d\.\d{4} loss=\d\.\d{4} seconds=\d+\.\d", lines[-2]), lines[-2]
     assert lines[-1].startswith("done: best accuracy") and "000000000512.pt" in lines[-1] and "curves.png" in lines[-1]
 
 
@@ -159,7 +161,7 @@ def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp
     endless += "runpy.run_path(sys.argv[0], run_name='__main__')"
     script = [sys.executable, "-c", endless, *command("train", *TINY, "--save_steps", 3, "--output_dir", tmp_path / "out")[1:]]
     log = open(tmp_path / "log", "w")  # noqa: SIM115
-    process = subprocess.Popen(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), stdout=log, stderr=log)
+    process = Popen(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), stdout=log, stderr=log)
     wait_for(saved(tmp_path, 192), process, "the checkpoint before the last step")
     attempt = tmp_path / "out" / "checkpoints" / ".attempt"
     wait_for(
@@ -265,9 +267,7 @@ def test_two_deaths_in_the_same_step_are_reported_with_its_samples(tmp_path):
     poison += "runpy.run_path(sys.argv[0], run_name='__main__')"
     script = [sys.executable, "-c", poison, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
     for _ in range(2):
-        done = subprocess.run(
-            script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=PATIENCE
-        )
+        done = run(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
         assert done.returncode == 9 and "both died" not in done.stdout
     done = run_job("train", tmp_path, *TINY)
     ids = torch.from_numpy(__import__("numpy").random.default_rng(1).permutation(256)[64:128]).tolist()
@@ -387,7 +387,7 @@ def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wra
     run.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
-    said = list(restore.first_lines(run, None, None))
+    said = list(restore.first_lines(run, None, output.Attempt(str(tmp_path), print, active=False)))
     assert said[0].startswith(f"{args.job}: anyrank {VERSION}, cuda:0 (fake)")
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 

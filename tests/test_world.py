@@ -72,10 +72,10 @@ GOOD = [
     ("ModelArts, rank from the environment", {"init_method": "tcp://h:1", "world_size": 2}, {"VC_TASK_INDEX": "1"}, 0, "modelarts node 1/2 0/1 1/2 h:1"),
     ("ModelArts, IPv6 master", {**ARGS, "init_method": "tcp://[fe80::1]:29400"}, {}, 0, "modelarts node 1/2 0/1 1/2 fe80::1:29400"),
     ("ModelArts, one process per GPU by hand", {**ARGS, "rank": 3, "world_size": 4, "nproc_per_node": 1}, {}, 2, "modelarts node 3/4 1/1 3/4 10.0.0.1:6666"),
-    ("ModelArts own image", {}, MODELARTS, 8, "modelarts node 1/2 0/8 8/16 job-worker-0.job:29500"),
-    ("ModelArts own image, index meaningless on one node", {}, {"MA_NUM_HOSTS": "1", "VC_TASK_INDEX": "3"}, 0, "modelarts node 0/1 0/1 0/1 127.0.0.1:29500"),
-    ("ModelArts route planning", {}, {**MODELARTS, "RANK_AFTER_ACC": "0"}, 0, "modelarts node 0/2 0/1 0/2 job-worker-0.job:29500"),
-    ("ModelArts says 8 cards, torch sees 4", {}, MODELARTS, 4, "modelarts node 1/2 0/4 4/8 job-worker-0.job:29500"),
+    ("ModelArts own image", {}, MODELARTS, 8, "modelarts node 1/2 0/8 8/16 job-worker-0.job:6666"),
+    ("ModelArts own image, index meaningless on one node", {}, {"MA_NUM_HOSTS": "1", "VC_TASK_INDEX": "3"}, 0, "modelarts node 0/1 0/1 0/1 127.0.0.1:6666"),
+    ("ModelArts route planning", {}, {**MODELARTS, "RANK_AFTER_ACC": "0"}, 0, "modelarts node 0/2 0/1 0/2 job-worker-0.job:6666"),
+    ("ModelArts says 8 cards, torch sees 4", {}, MODELARTS, 4, "modelarts node 1/2 0/4 4/8 job-worker-0.job:6666"),
     ("PAI-DLC: RANK counts nodes", {}, PAI, 8, "pai-dlc node 1/2 0/8 8/16 dlc-master-0:23456"),
     ("Baidu AIHC", {}, {**PAI, "AIHC_JOB_NAME": "j"}, 8, "baidu-aihc node 1/2 0/8 8/16 dlc-master-0:23456"),
     ("Volcengine", {}, {"MLP_ROLE_INDEX": "1", "MLP_WORKER_NUM": "2", "MLP_WORKER_GPU": "8", "MLP_WORKER_0_HOST": "w0", "MLP_WORKER_0_PORT": "2222"}, 8,
@@ -111,6 +111,8 @@ GOOD = [
     ("torchrun", {}, TORCHRUN, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
     ("torchrun under a console that appends its arguments", ARGS, TORCHRUN, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
     ("torch.distributed.launch", {"local_rank": 1}, TORCHRUN, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
+    ("ModelArts arguments beside a RANK that agrees", ARGS, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, 0, "modelarts node 1/2 0/1 1/2 10.0.0.1:6666"),
+    ("ModelArts arguments beside a WORLD_SIZE of processes", ARGS, {"RANK": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "a"}, 8, "modelarts node 1/2 0/8 8/16 10.0.0.1:6666"),
     ("NPROC_PER_NODE on CPU", {}, {"NPROC_PER_NODE": "2"}, 0, "plain node 0/1 0/2 0/2 127.0.0.1:29500"),
     ("--nproc_per_node beats NPROC_PER_NODE", {"nproc_per_node": 3}, PAI, 8, "pai-dlc node 1/2 0/3 3/6 dlc-master-0:23456"),
 ]  # fmt: skip
@@ -163,6 +165,9 @@ def test_volcano_with_two_tasks_goes_by_the_host_name():
     [
         ({**ARGS, "world_size": 3}, TORCHRUN, ["--world_size is 3", "WORLD_SIZE / LOCAL_WORLD_SIZE is 2"]),
         ({**ARGS, "rank": 0}, TORCHRUN, ["--rank is 0", "is 1"]),
+        (ARGS, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["--rank is 1", "RANK is 0"]),
+        (ARGS, {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, ["--world_size is 2", "WORLD_SIZE is 3"]),
+        ({**ARGS, "world_size": 1, "rank": 0}, {"RANK": "1", "WORLD_SIZE": "2"}, ["--world_size is 1", "WORLD_SIZE is 2"]),
         ({"local_rank": 0}, TORCHRUN, ["--local_rank is 0", "LOCAL_RANK is 1"]),
         ({**ARGS, "world_size": 4}, MODELARTS, ["--world_size is 4", "MA_NUM_HOSTS is 2"]),
         ({**ARGS, "rank": 2}, {}, ["node rank 2", "number of nodes, 2"]),
@@ -170,7 +175,6 @@ def test_volcano_with_two_tasks_goes_by_the_host_name():
         ({"world_size": 2, "rank": 0}, {}, ["without --init_method"]),
         ({**ARGS, "init_method": "10.0.0.1:6666"}, {}, ["10.0.0.1:6666", "tcp://HOST:PORT"]),
         ({**ARGS, "init_method": "tcp://h:99999"}, {}, ["tcp://HOST:PORT"]),
-        ({}, {"RANK_TABLE_FILE": "/t.json", "RANK_ID": "0"}, ["Ascend", "not support"]),
         ({}, {**MODELARTS, "VC_TASK_INDEX": "5"}, ["rank"]),
         ({}, {**KUBEFLOW, "RANK": "0"}, ["RANK is 0", "PET_NODE_RANK is 1"]),
         ({}, {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, ["1:4", "torchrun"]),
@@ -237,13 +241,13 @@ def test_job_id_and_restarts():
     ],
 )
 def test_where_a_job_reads_and_writes(argv, env, expected):
-    args = types.SimpleNamespace(**{"data_url": None, "output_dir": None, "job": "train", **argv})
+    args = types.SimpleNamespace(**{"data_url": None, "input_dir": None, "output_dir": None, "job": "train", **argv})
     found = folders.resolve(args, env)
     assert (found["data_url"], found["output_dir"], found["checkpoint_dir"], found["tensorboard_dir"]) == expected
 
 
 def test_an_address_is_read_from_and_a_bucket_written_through_a_folder_of_this_machine():
-    args = types.SimpleNamespace(data_url="obs://b/x", output_dir="s3://bucket/runs/7/", job="train")
+    args = types.SimpleNamespace(data_url="obs://b/x", input_dir=None, output_dir="s3://bucket/runs/7/", job="train")
     found = folders.resolve(args, {"PAI_OUTPUT_CHECKPOINTS": "/k"})
     assert found["data_url"] == "obs://b/x" and found["output_url"] == "s3://bucket/runs/7/"
     assert found["checkpoint_dir"] == "output_dir/s3/bucket/runs/7/checkpoints"
@@ -261,6 +265,6 @@ def test_an_address_is_read_from_and_a_bucket_written_through_a_folder_of_this_m
     ],
 )
 def test_an_address_that_cannot_be_used_is_refused(argv, env, words):
-    args = types.SimpleNamespace(**{"data_url": None, "output_dir": None, "job": "train", **argv})
+    args = types.SimpleNamespace(**{"data_url": None, "input_dir": None, "output_dir": None, "job": "train", **argv})
     with pytest.raises(UserError, match=words):
         folders.resolve(args, env)

@@ -4,4 +4,4 @@ from common.models.average import Average
 from common.models.resnet import resnet18
 from common.models.restorer import Restorer, psnr, ssim
 
-__all__ = ["Average", "Restorer", "psnr", "resnet18", "ssim"]
+__all__ = ["Average", "Restorer", "classifiers", "psnr", "resnet18", "ssim"]

@@ -2,10 +2,10 @@
 
 from datasets.dali.arrays import add_options, cifar_loader
 from datasets.dali.batches import DaliBatches, PairBatches
-from datasets.dali.pipeline import give_memory_back
+from datasets.dali.pipeline import give_memory_back, need_dali
 from datasets.dali.template import ExternalInputIterator, externalSourcePipeline
 
 __all__ = [
     "DaliBatches", "ExternalInputIterator", "PairBatches", "add_options", "cifar_loader", "externalSourcePipeline",
-    "give_memory_back",
+    "give_memory_back", "need_dali",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ class ArrayBatches:
         from nvidia.dali import fn
 
         height, width = self._data.images.shape[2:]
-        gpu = self._device if devices.is_gpu(self._device) else None
+        gpu = self._device if devices.is_nvidia(self._device) else None
 
         def source(numbers):
             images, _, ids = self._data[epoch, numbers]
@@ -59,7 +59,7 @@ class ArrayBatches:
 def add_options(parser: arguments.Parser) -> None:
     """For a CIFAR job: its --workers are threads here."""
     arguments.explain(parser, workers="threads of DALI; at least one works")
-    parser.reads = functools.partial(cifar10.reads, shared=False)
+    parser.reads = functools.partial(cifar10.reads, shared=False, needs=(devices.DALI,))
 
 
 def cifar_loader(

@@ -51,7 +51,7 @@ class Batches:
                     rest = [batch for batch, fits in zip(batches[number:], for_dali[number:]) if fits]
                     pipeline = self._pipeline(rest, epoch)
                 try:
-                    yield *self._batch(pipeline.run(), ids), ids
+                    yield *self._batch(pipeline.run(), ids, epoch), ids
                     continue
                 except (RuntimeError, OSError) as error:  # the second is of a file that is read here
                     if not of_a_picture(error):
@@ -65,7 +65,7 @@ class Batches:
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         raise NotImplementedError
 
-    def _batch(self, outputs: Any, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, outputs: Any, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(images, labels) from what the pipeline gave."""
         raise NotImplementedError
 
@@ -87,23 +87,24 @@ class DaliBatches(Batches):
 
     _data: Photos
 
-    def _batch(self, outputs, ids):
+    def _batch(self, outputs, ids, epoch):
         labels = torch.from_numpy(self._data.tree.labels[ids])
         if self._gpu:
             return as_tensor(outputs[0], self._gpu)[: len(ids)].permute(0, 3, 1, 2), labels
         pictures, numbers = outputs
-        return self._resized_here(pictures, numbers, len(ids)), labels
+        return self._resized_here(pictures, numbers, ids, epoch), labels
 
-    def _resized_here(self, pictures, numbers, count):
+    def _resized_here(self, pictures, numbers, ids, epoch):
         """On a CPU DALI only decodes: its antialiased resize takes eight times as long as torch's."""
         data, numbers = self._data, np.array(numbers.as_tensor())
-        images = torch.empty((count, 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
-        for place in range(count):
+        images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
+        for place, number in enumerate(ids):
             picture = torch.from_numpy(pictures.at(place)).permute(2, 0, 1)
             if data.train:
-                images[place] = decode.train_cut(picture, numbers[place], data.size)
+                picture = decode.train_cut(picture, numbers[place], data.size, data.mode)
+                images[place] = data.augmented(picture, int(number), epoch)
             else:
-                images[place] = decode.test_cut(picture, data.size, data.short)
+                images[place] = decode.test_cut(picture, data.size, data.short, mode=data.mode)
         return images
 
     def _pipeline(self, batches, epoch):
@@ -195,7 +196,7 @@ class PairBatches(Batches):
 
     _data: Pairs
 
-    def _batch(self, outputs, ids):
+    def _batch(self, outputs, ids, _epoch):
         if self._gpu:
             both = [as_tensor(images, self._gpu) for images in outputs]
             return torch.cat(both).permute(0, 3, 1, 2), torch.from_numpy(ids)

@@ -15,7 +15,7 @@ AHEAD = 2  # batches that DALI prepares while the network computes
 
 def need_dali(gpu: Optional[torch.device] = None) -> None:
     """`gpu`: the device that has to decode, where one has to."""
-    if gpu is not None and not devices.is_gpu(gpu):
+    if gpu is not None and not devices.is_nvidia(gpu):
         raise UserError("--data_backend dali-gpu decodes on a GPU, and this process has none: take dali-cpu")
     try:
         import nvidia.dali  # noqa: F401

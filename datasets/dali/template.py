@@ -1,10 +1,12 @@
 """Pairs through DALI for a script of your own, in the form of the Template repository: an input iterator and a pipeline.
 
     pairs = ExternalInputIterator("/data/deblur", batch_size=8, shuffle=True)
-    pipe = externalSourcePipeline(batch_size=8, num_threads=4, device_id=0, external_data=pairs, resize=256, crop=224)
+    pipe = externalSourcePipeline(
+        batch_size=8, num_threads=4, device_id=0, seed=1234, external_data=pairs, resize=256, crop=224
+    )
     loader = DALIGenericIterator(pipe, ["imgs", "gts"], last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True)
 
-The iterator shuffles anew in every epoch.
+The iterator shuffles anew in every epoch, and the last batch of an epoch has the pairs that are left.
 """
 
 import os
@@ -12,37 +14,35 @@ from typing import Any
 
 import numpy as np
 
-from datasets.dali.batches import inputs, transformed
+from datasets.dali.pipeline import decoded
 from datasets.photos.pairs import Pairs
-from datasets.sampler import EpochSampler, InOrder
 
 
 class ExternalInputIterator:
-    """(blurry files, sharp files, sizes, corners, flips) of each batch of a folder's training pairs, over and over."""
+    """(blurry files, sharp files) of each batch of a folder's training pairs, each file as its bytes."""
 
     def __init__(
         self, data_source: str, batch_size: int, shuffle: bool, seed: int = 1234, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.data_source, self.seed = data_source, seed
-        self._pairs = Pairs(os.path.join(data_source, "train"), 0, 8, shuffle, seed)
-        count = len(self._pairs)
-        self._sampler = EpochSampler(count, batch_size, seed) if shuffle else InOrder(count, batch_size)
-        self._sampler.shard(rank, world_size)
-        self._epoch = -1
-
-    def cut(self, resize: int, crop: int) -> "ExternalInputIterator":
-        self._pairs.resize, self._pairs.crop = resize, crop
-        return self
+        self.batch_size, self.shuffle, self.rank, self.world_size = batch_size, shuffle, rank, world_size
+        self._pairs = Pairs(os.path.join(data_source, "train"), resize=0, crop=1, train=True, seed=seed)
+        self._draw = np.random.default_rng(seed)
 
     def __iter__(self) -> "ExternalInputIterator":
-        self._epoch += 1
-        if isinstance(self._sampler, EpochSampler):
-            self._sampler.start_at(self._epoch, 0)
-        self._batches = iter(self._sampler)
+        order = np.arange(len(self))
+        if self.shuffle:
+            order = self._draw.permutation(order)[: len(self) // self.world_size * self.world_size]  # as many on each rank
+        self._mine, self._given = order[self.rank :: self.world_size], 0
         return self
 
-    def __next__(self) -> tuple[list, list, np.ndarray, np.ndarray, np.ndarray]:
-        return inputs(self._pairs, next(self._batches), self._epoch)
+    def __next__(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        ids = self._mine[self._given : self._given + self.batch_size]
+        if not len(ids):
+            iter(self)  # DALI goes on with the next epoch without asking for a new iterator
+            raise StopIteration
+        self._given += len(ids)
+        both = [[np.frombuffer(content, np.uint8) for content in self._pairs.read(number)] for number in ids]
+        return [blurry for blurry, _ in both], [sharp for _, sharp in both]
 
     next = __next__
 
@@ -51,15 +51,32 @@ class ExternalInputIterator:
 
 
 def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, crop: int, **how: Any) -> Any:
-    """float32 (3, crop, crop) in [-1, 1] of both pictures. `how` is DALI's: batch_size, num_threads, device_id (None: CPU)."""
-    from nvidia.dali import fn
+    """float32 (3, crop, crop) in [-1, 1] of both pictures, cropped and flipped alike, at random.
+
+    `resize`: the height that they get first; 0: their own. A picture in which the crop would not fit is enlarged.
+    `how` is DALI's: batch_size, num_threads, seed, device_id (None: CPU).
+    """
+    from nvidia.dali import fn, math, types
     from nvidia.dali.pipeline import pipeline_def
+
+    decoder = "cpu" if how.get("device_id") is None else "mixed"
 
     @pipeline_def(**how)
     def images_of_both():
-        arrays = fn.external_source(external_data.cut(resize, crop), num_outputs=5, cycle="raise")
-        both = transformed(*arrays, crop=crop, decoder="cpu" if how.get("device_id") is None else "mixed")
-        # Of one input DALI makes one output, not a list.
-        return tuple(fn.transpose(images, perm=[2, 0, 1]) / 127.5 - 1 for images in both)  # pyright: ignore[reportOperatorIssue]
+        blurry, sharp = fn.external_source(source=external_data, num_outputs=2)
+        shape = fn.peek_image_shape(blurry, adjust_orientation=False)  # as decoded() leaves it
+        own_height, own_width = (fn.cast(shape[axis], dtype=types.DALIDataType.FLOAT) for axis in range(2))
+        fits = math.max(float(crop), crop * own_height / own_width)
+        height = math.max(fits, resize or own_height)
+        corner = [fn.random.uniform(range=(0.0, 1.0)) for _ in range(2)]
+        flips = [fn.random.coin_flip() for _ in range(2)]
+
+        def transformed(files):
+            images: Any = fn.resize(decoded(files, decoder), resize_y=height)
+            images = fn.crop(images, crop=(crop, crop), crop_pos_x=corner[0], crop_pos_y=corner[1])
+            images = fn.flip(images, horizontal=flips[0], vertical=flips[1])
+            return fn.transpose(images, perm=[2, 0, 1]) / 127.5 - 1  # pyright: ignore[reportOperatorIssue]
+
+        return transformed(blurry), transformed(sharp)
 
     return images_of_both()

@@ -82,33 +82,38 @@ class Pixels:
         return torch.from_numpy(rows[:, left:right].copy()).permute(2, 0, 1)
 
 
-def train_picture(content: Union[bytes, Pixels], special: bool, window: Iterable[int], flip: bool, size: int) -> torch.Tensor:
+def train_picture(
+    content: Union[bytes, Pixels], special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
+) -> torch.Tensor:
     """The window of the picture, resized to size x size: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
-    return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size)
+    return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size, mode)
 
 
-def train_cut(picture: torch.Tensor, flip: bool, size: int) -> torch.Tensor:
+def train_cut(picture: torch.Tensor, flip: bool, size: int, mode: str = "bilinear") -> torch.Tensor:
     """The same of a window that has been decoded."""
-    picture = resize(picture, size, size)
+    picture = resize(picture, size, size, mode)
     return picture.flip(2) if flip else picture
 
 
 def test_picture(
-    content: Union[bytes, Pixels], special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None
-) -> torch.Tensor:
+    content: Union[bytes, Pixels], special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
+    mode: str = "bilinear",
+) -> torch.Tensor:  # fmt: skip
     """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it.
 
     `whole`: (height, width) of the original, where the picture is a smaller one.
     """
-    return test_cut(decode(content, special, None), size, short, whole)
+    return test_cut(decode(content, special, None), size, short, whole, mode)
 
 
-def test_cut(picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None) -> torch.Tensor:
+def test_cut(
+    picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None, mode: str = "bilinear"
+) -> torch.Tensor:
     """The same of a picture that has been decoded."""
     height, width = whole or picture.shape[1:]
     height, width = resized(height, width, short)
-    picture = resize(picture, height, width)
+    picture = resize(picture, height, width, mode)
     top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
 
@@ -123,10 +128,11 @@ def middle(height: int, width: int, size: int) -> tuple[int, int]:
     return round((height - size) / 2), round((width - size) / 2)
 
 
-def resize(picture: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The pixels stay interleaved, as they were decoded; torch recognises that only in a batch of one with the right stride."""
+def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear") -> torch.Tensor:
+    """`mode`: bilinear or bicubic. The pixels stay interleaved, as they were decoded; torch recognises that only in a batch of
+    one with the right stride."""
     batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
+    return F.interpolate(batch, size=(height, width), mode=mode, antialias=True)[0]
 
 
 def decode(content: Union[bytes, Pixels], special: bool, box: Optional[Box]) -> torch.Tensor:

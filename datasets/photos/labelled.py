@@ -8,7 +8,7 @@ from typing import Optional
 import numpy as np
 import torch
 
-from datasets import crops
+from datasets import augment, crops
 from datasets.photos import decode, tree
 
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
@@ -19,11 +19,13 @@ class Photos:
 
     def __init__(
         self, files: tree.Tree, size: int, train: bool, seed: int, area: tuple[float, float] = crops.AREA,
-        short: Optional[int] = None,
+        short: Optional[int] = None, mode: str = "bilinear", autoaugmented: bool = False,
     ) -> None:  # fmt: skip
-        """`area`: which shares of a picture a crop may take; `short`: what the short side is resized to for evaluation."""
+        """`area`: which shares of a picture a crop may take; `short`: what the short side is resized to for evaluation;
+        `mode`: bilinear or bicubic; `autoaugmented`: whether AutoAugment changes the pictures for training."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
-        self.area, self.short = area, short or decode.short_side(size)
+        self.area, self.short, self.mode = area, short or decode.short_side(size), mode
+        self.autoaugmented = autoaugmented and train
         self.classes, self.special = files.classes, files.special
         self._substitutes = decode.Substitutes("images", SUBSTITUTES)
 
@@ -50,17 +52,22 @@ class Photos:
 
         def decoded(used):
             if used == number:
-                return self._decode(used, window, flip)
+                return self._decode(used, epoch, window, flip)
             (own_window,), (own_flip,) = self.windows(np.array([used]), epoch)
-            return self._decode(used, own_window, own_flip)
+            return self._decode(used, epoch, own_window, own_flip)
 
         return self._substitutes.decode(number, len(self), decoded, self.tree.path)
 
-    def _decode(self, number, window, flip):
+    def _decode(self, number, epoch, window, flip):
         whole, stored = self.tree.whole(number), self.tree.stored(number)
         if not min(stored):
             raise decode.Undecodable("it was damaged when it was packed")
         content, special = self.tree.content(number), bool(self.special[number])
-        if self.train:
-            return decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size)
-        return decode.test_picture(content, special, self.size, self.short, whole)
+        if not self.train:
+            return decode.test_picture(content, special, self.size, self.short, whole, self.mode)
+        picture = decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size, self.mode)
+        return self.augmented(picture, number, epoch)
+
+    def augmented(self, picture: torch.Tensor, number: int, epoch: int) -> torch.Tensor:
+        """A picture for training, after its crop and flip, as it looks in this epoch."""
+        return augment.autoaugment(picture, self.seed, epoch, number) if self.autoaugmented else picture

@@ -26,7 +26,7 @@ from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket
 from common.storage.download import DAMAGED
-from common.world.folders import local_folder
+from common.world.folders import INPUT_DIR, local_folder
 from datasets.photos import decode, tree
 
 # Of the index. A reader that knows format 1 only must refuse 2: it would cut the original's windows from smaller pictures.
@@ -107,10 +107,10 @@ class Packed(tree.Tree):
         return f"{one_line(path)}, and in it {len(damaged)} samples: {', '.join(damaged[:5])}".rstrip(": ")
 
 
-def load(folder: str, split: str) -> Packed:
-    """The samples of a split. Of a bucket only the index is fetched, and each sample when it is read."""
+def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
+    """The samples of a split. Of a bucket only the index is fetched, to `inputs`, and each sample when it is read."""
     remote = bucket.is_address(folder)
-    path = _fetch_index(folder, split) if remote else index_path(folder, split)
+    path = _fetch_index(folder, split, inputs) if remote else index_path(folder, split)
     if not path or not os.path.isfile(path):
         place = one_line(folder)
         raise UserError(
@@ -175,14 +175,14 @@ def index_path(folder: str, split: str) -> str:
     return os.path.join(folder, f"{split}-index.npz")
 
 
-def _fetch_index(url, split):
+def _fetch_index(url, split, inputs):
     """Where the index now lies, or None where the bucket has none."""
     address = index_path(url, split)
     there = bucket.Bucket(address)
     if not any(item.key == there.prefix for item in there.items(there.prefix)):
         return None
     # Not to where the shards would be fetched: the index is one of the files there.
-    return index_path(storage.fetch(address, local_folder(os.path.join(url, split), os.path.join("input_dir", "index"))), split)
+    return index_path(storage.fetch(address, local_folder(os.path.join(url, split), os.path.join(inputs, "index"))), split)
 
 
 def _kinds(form):

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, ClassVar, Union
 
 import numpy as np
 
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, require_folder
 from common.files import write_atomically
 from common.progress import Progress
 from common.storage import once
+from common.world.folders import INPUT_DIR
 from datasets.photos import files
 
 if TYPE_CHECKING:
@@ -102,10 +103,9 @@ class Tree:
         return text
 
 
-def load(folder: str, index_folder: str = "input_dir") -> Tree:
+def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     """The tree below `folder`, from its index; that is made once per node where it is missing or no longer true."""
-    if not os.path.isdir(folder):
-        raise UserError(f"{folder} does not exist: give a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
+    require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
     classes = files.classes(folder)

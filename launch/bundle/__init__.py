@@ -1,5 +1,5 @@
 """How a job becomes one file, or one folder, that needs nothing else of this repository."""
 
-from launch.bundle.command import bundle, main
+from launch.bundle.command import PACKAGES, bundle, main
 
-__all__ = ["bundle", "main"]
+__all__ = ["PACKAGES", "bundle", "main"]

@@ -36,8 +36,11 @@ FINDS_ITSELF = (
 MADE_BY = "Made by python -m launch bundle"  # a file that says so may be replaced
 MARKER = ".bundle"  # in a folder that this verb has written
 
-# The most that ModelArts takes as a code folder.
+# The most that ModelArts takes as a code folder; it counts files and folders.
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
+
+# What platforms install at a job's start. ModelArts' older pages have the second name, so there is one of each.
+PACKAGES = ("requirements.txt", "pip-requirements.txt")
 
 
 def modules_of(job: Union[str, Path]) -> list[str]:
@@ -109,18 +112,20 @@ def bundle(job: Union[str, Path]) -> str:
 
 
 def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
-    """Write the job, its modules and requirements.txt into a folder of their own; (files, bytes)."""
+    """Write the job, its modules and the files of packages into a folder of their own; (files, bytes)."""
     job, out = Path(job), Path(out)
     _read_job(job)
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
-    places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in [*modules_of(job), "requirements.txt"]}}
+    places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in modules_of(job)}}
+    places.update(dict.fromkeys(PACKAGES, ROOT / PACKAGES[0]))
     size = sum(path.stat().st_size for path in places.values())
+    folders = {str(parent) for place in places for parent in Path(place).parents} - {"."}
     limits = [
         (size, MOST_BYTES, "bytes"),
-        (len(places), MOST_FILES, "files"),
+        (len(places) + len(folders), MOST_FILES, "files and folders"),
         (max(place.count("/") + 1 for place in places), DEEPEST, "levels of folders"),
     ]
     for count, most, what in limits:
@@ -146,7 +151,17 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone")
+    packages = (ROOT / PACKAGES[0]).read_text()
+    beside = [name for name in PACKAGES if _lay(out.parent / name, packages)]
+    also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
+    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}")
+
+
+def _lay(path: Path, text: str) -> bool:
+    """Write the file where there is none; somebody else's stays. Returns whether it has this text."""
+    if not path.exists():
+        path.write_text(text)
+    return path.read_text(errors="replace") == text
 
 
 def main(argv: list[str]) -> int:

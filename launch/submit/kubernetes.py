@@ -77,13 +77,15 @@ def _volcano_job(request: Request) -> dict[str, Any]:
         {"name": name.lower(), "replicas": count, "template": {"spec": pod}} for name, count in _tasks(request).items()
     ]
     tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
-    again = ("PodFailed", "PodEvicted") if request.retries else ()
+    mistake = {"exitCode": 2, "action": "TerminateJob"}  # it would come again
+    fault = [{"event": event, "action": "RestartJob"} for event in ("PodFailed", "PodEvicted")]
+    again = [mistake, *fault] if request.retries else []
     return requests.given(
         schedulerName="volcano",
         minAvailable=request.nodes,  # all or none
         maxRetry=request.retries,
         plugins={"pytorch": ["--master=master", "--worker=worker", "--port=23456"], "svc": [], "env": []},
-        policies=[{"event": event, "action": "RestartJob"} for event in again],
+        policies=again,
         tasks=tasks,
         queue=request.pool or None,
     )

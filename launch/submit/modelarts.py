@@ -4,11 +4,13 @@ The body is sent as a dictionary and not as a model of the SDK, whose Output has
 without it a job that is started again would have an empty folder.
 """
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from common.errors import UserError
+from common.storage import bucket
 from launch.submit import request as requests
 from launch.submit.request import Request
 
@@ -16,6 +18,8 @@ SERVICE = "ModelArts"
 CREDENTIALS = "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
 NAMES = ("HUAWEICLOUD_SDK_AK", "HUAWEICLOUD_SDK_IDP_ID", "HUAWEICLOUD_OIDC_PROVIDER_URN", "HUAWEICLOUD_SDK_CREDENTIALS_FILE")
 CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # the last folder of code_dir appears in it
+MOST_HOURS = 72  # of its Auto Stop
+ON_NPUS = r"ascend|cann|npu|snt9"  # in the names of engines and flavors for them
 ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
 
 
@@ -26,15 +30,31 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 def mistakes(request: Request) -> Iterator[str]:
     if bool(request.image) == bool(request.engine):
         yield "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one of them"
+    yield from _wrong_accelerator(request)
     if not request.region and not request.endpoint:
         yield "modelarts needs --region, such as cn-north-4, or --endpoint"
     if not 0 <= request.retries <= 3:
         yield f"--retries is {request.retries}: modelarts starts a job again 3 times at most"
     if request.hours is not None and request.hours != int(request.hours):
         yield f"--hours is {request.hours:g}: modelarts counts whole hours"
+    if request.hours is not None and request.hours > MOST_HOURS:
+        yield f"--hours is {request.hours:g}: modelarts stops a job after {MOST_HOURS} at most: give the job --max_hours"
     for name, value in request.environment.items():
         if "$" in value:
             yield f"--env {name}: modelarts takes no $ in a value"
+
+
+def _wrong_accelerator(request):
+    """An engine for GPUs on a flavor with NPUs fails after minutes in the queue, and so does the reverse."""
+    if request.accelerator not in ("gpu", "npu"):
+        yield f"--accelerator is {request.accelerator!r}: give gpu or npu"
+        return
+    for name in ("engine", "flavor"):
+        value, npu = getattr(request, name) or "", request.accelerator == "npu"
+        if re.search(ON_NPUS, value, re.IGNORECASE) and not npu:
+            yield f"--{name} {value} is for NPUs: give --accelerator npu with it"
+        if re.search("cuda|gpu", value, re.IGNORECASE) and npu:
+            yield f"--{name} {value} is for GPUs: --accelerator npu needs an Ascend one"
 
 
 def build(request: Request) -> dict[str, Any]:
@@ -66,11 +86,13 @@ def _algorithm(request: Request) -> dict[str, Any]:
         "period": 30,
         "prefetch_to_local": True,  # so that a job that is started again has what it had written
     }
+    # The Ascend engine starts the boot file once for each card by itself.
+    by_card = request.accelerator == "npu" and not request.image
     algorithm = {
         "code_dir": code,
         "inputs": [_channel("data_url", request.data_url, access)] if request.data_url else [],
         "outputs": [output],
-        "environments": {"PYTHONUNBUFFERED": "1", **request.workers, **request.environment},
+        "environments": {"PYTHONUNBUFFERED": "1", **({} if by_card else request.workers), **request.environment},
     }
     if request.image:
         folder = f"{CODE_FOLDER}/{code.rstrip('/').rsplit('/', 1)[1]}"
@@ -116,6 +138,10 @@ def connect(request: Request) -> Any:
 def send(client: Any, request: Request, body: Any) -> str:
     from huaweicloudsdkmodelarts.v1 import CreateTrainingJobRequest
 
+    for name in ("code_url", "data_url", "output_url"):
+        url = getattr(request, name)
+        if url and (how := bucket.encryption(url)):
+            raise UserError(f"--{name} {url}: the bucket is encrypted ({how}), which ModelArts' jobs cannot read: give another")
     return client.create_training_job(CreateTrainingJobRequest(body=body)).metadata.id
 
 

@@ -5,6 +5,7 @@ A submission is data. Each platform's module turns a Request into the platform's
 """
 
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -52,7 +53,8 @@ class Request:
     arguments: tuple[str, ...] = ()  # the job's own
     name: Optional[str] = option("name of the submitted job; unset: made of the file's name and the time")
     nodes: int = option("how many machines", 1, kind=int)
-    gpus: int = option("GPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
+    gpus: int = option("GPUs or NPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
+    accelerator: str = option("gpu, or npu for Ascend flavors", "gpu", used_by=("modelarts",))
     cpus: Optional[int] = option(
         "cores of each machine; slurm, unset: 4 for each GPU, 0: what it gives", used_by=SIZED, kind=int
     )
@@ -127,12 +129,16 @@ NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform a
 # What the platform itself gives a job, as arguments and in its environment.
 ITS_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
 ITS_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
-PLACES = {"data_url": "--data_url", "output_dir": "--output_url", "train_url": "--output_url"}
+PLACES = {
+    "data_url": "--data_url", "data_source": "--data_url", "output_dir": "--output_url", "train_url": "--output_url",
+    "result_dir": "--output_url",
+}  # fmt: skip
 
 
 def mistakes(request: Request) -> list[str]:
     """A line for each mistake that is one on every platform; those of one platform are in its own module."""
-    return [*_options(request), *_forms(request), *_addresses(request), *_arguments(request), *_variables(request)]
+    parts = (_options, _forms, _addresses, _nested, _arguments, _variables)
+    return [line for part in parts for line in part(request)]
 
 
 def _options(request: Request) -> Iterator[str]:
@@ -176,6 +182,17 @@ def _addresses(request: Request) -> Iterator[str]:
             yield f"--{name} is {value}: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and underscores"
         elif not is_address(value) and request.platform in CLUSTERS and not value.startswith("/"):
             yield f"--{name} is {value}: give a folder of the pods that begins with /"
+
+
+def _nested(request: Request) -> Iterator[str]:
+    """A platform copies each address whole: the code with the job, the data to every node, the results back at a restart."""
+    names = ("code_url", "data_url", "output_url", "log_url")
+    values = {name: str(getattr(request, name)) for name in names}
+    values = {name: value for name, value in values.items() if (found := ADDRESS.fullmatch(value)) and found[3]}
+    for one, other in itertools.permutations(values, 2):
+        inner, outer = (values[name].rstrip("/") + "/" for name in (one, other))
+        if inner.startswith(outer) and (inner != outer or one < other):
+            yield f"--{one} {values[one]} lies in --{other} {values[other]}: give each a folder of its own"
 
 
 def _arguments(request: Request) -> Iterator[str]:
@@ -237,15 +254,16 @@ def given(**fields: Any) -> dict[str, Any]:
 
 
 def stage(job: str, folder: Union[str, Path]) -> None:
-    """Write what is uploaded into `folder`: the job and its modules as one file, requirements.txt, SageMaker's boot file.
+    """Write what is uploaded into `folder`: the job and its modules as one file, the files of packages, SageMaker's boot file.
 
     One file, because an earlier upload to the same address may have left other versions of the modules there.
     """
     target = Path(folder, job)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(bundle.bundle(ROOT / job), encoding="utf-8")
-    for path in (ROOT / "requirements.txt", Path(__file__).with_name("boot_sagemaker.py")):
-        shutil.copyfile(path, os.path.join(folder, path.name))
+    for name in bundle.PACKAGES:
+        shutil.copyfile(ROOT / bundle.PACKAGES[0], os.path.join(folder, name))
+    shutil.copy(Path(__file__).with_name("boot_sagemaker.py"), folder)
 
 
 # --- What a platform answers -------------------------------------------------------------------------------------------

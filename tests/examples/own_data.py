@@ -34,5 +34,5 @@ def load(args):
     return Arrays(os.path.join(folder, "train")), Arrays(os.path.join(folder, "test"))
 
 
-def loader(data_set, sampler, device, workers=0):
-    return DeviceLoader(torch_batches(data_set, sampler, workers), sampler, device, MEAN, STD)
+def loader(data_set, sampler, device, workers=0, batches=torch_batches):
+    return DeviceLoader(batches(data_set, sampler, workers), sampler, device, MEAN, STD)

@@ -29,7 +29,7 @@ def measured(row, first, last, job, *options):
 
 def peer(row, call):
     """A function of peers.py, in a process of its own."""
-    return last_json(row.python(f"from tests.gpu import peers; print(peers.{call})"))
+    return last_json(row.python(f"from tests.gpu import peers; peers.show(peers.{call})"))
 
 
 def side_by_side(row, ours, peers, unit="images/s"):

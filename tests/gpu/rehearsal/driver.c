@@ -39,3 +39,14 @@ int nvmlDeviceGetCount_v2(unsigned *number) {
     const char *text = getenv("REHEARSAL_GPUS");
     return *number = text ? atoi(text) : 1, 0;
 }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) { return *handle = (void *)uuid, strncmp(uuid, "GPU-", 4) != 0; }
+int nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *cores) { return *cores = 3, 0; }  // 0 and 1
+
+// What torch asks when memory runs out.
+NOTHING(nvmlDeviceGetHandleByPciBusId_v2)
+NOTHING(nvmlDeviceGetNvLinkRemoteDeviceType)
+NOTHING(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+NOTHING(nvmlSystemGetCudaDriverVersion_v2)
+NOTHING(nvmlDeviceGetMemoryInfo)
+NOTHING(nvmlDeviceGetGpuFabricInfoV)
+int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *number, void *found) { return *number = 0, 0; }

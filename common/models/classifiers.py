@@ -1,0 +1,48 @@
+"""The networks that classify photographs, by their names: torchvision's, and one that NVIDIA's ResNet-50 script has."""
+
+import difflib
+
+import torch
+
+from common.errors import UserError
+
+# Names of that script for networks that torchvision has not got, and what comes nearest.
+NEAREST = {
+    "se_resnext101_32x4d": "resnext101_32x4d, which lacks the squeeze-and-excitation",
+    "efficientnet_widese_b0": "efficientnet_b0, whose squeeze-and-excitation is narrower",
+    "efficientnet_widese_b4": "efficientnet_b4, whose squeeze-and-excitation is narrower",
+    "efficientnet_quant_b0": "efficientnet_b0, which is not prepared for integers",
+    "efficientnet_quant_b4": "efficientnet_b4, which is not prepared for integers",
+}
+
+
+def classifier(arch: str, num_classes: int, image_size: int) -> torch.nn.Module:
+    """In ResNets the last norm of each block begins at zero, so that training begins with a shallow one."""
+    arch = arch.replace("-", "_")
+    zero_init = {"zero_init_residual": True} if arch.startswith(("resne", "wide_resnet")) else {}
+    sized = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
+    own = {**zero_init, **sized.get(arch.split("_")[0], {})}
+    make = _named(arch)
+    try:
+        network = make(num_classes=num_classes, **own)
+        with torch.no_grad():
+            network.train(False)(torch.zeros(1, 3, image_size, image_size))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UserError(f"--arch {arch} takes no --image_size {image_size}: {error}") from None
+    return network
+
+
+def _named(arch):
+    import torchvision
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    if arch == "resnext101_32x4d":
+        return lambda **own: ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4, **own)
+    if arch in NEAREST:
+        raise UserError(f"--arch {arch} is none of torchvision's networks; the nearest: {NEAREST[arch]}")
+    # inception_v3 and googlenet answer with more than the classes.
+    names = set(torchvision.models.list_models(module=torchvision.models)) - {"inception_v3", "googlenet"}
+    if arch not in names:
+        near = difflib.get_close_matches(arch, names, n=3, cutoff=0) or sorted(names)
+        raise UserError(f"--arch {arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(near)}")
+    return lambda **own: torchvision.models.get_model(arch, **own)

@@ -1,0 +1,114 @@
+"""The options of NVIDIA's ResNet-50 script and of the DALI article's, in the words of jobs/train_imagenet.py.
+
+A folder without an option in front is how both begin; then their defaults hold too (--recipe nvidia).
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from common.typed import YES_OR_NO, boolean
+
+FIRST_WORD = ("--data_url", "--recipe=nvidia")
+
+# {theirs: ours}, each with its value. Underscores and dashes are alike in what begins with two dashes.
+NAMES = {
+    "-a": "--arch", "-b": "--batch_size", "-j": "--workers", "-p": "--print_freq", "-v": "--val_batch_size",
+    "--learning_rate": "--lr", "--wd": "--weight_decay", "--optimizer_batch_size": "--total_batch",
+    "--lr_schedule": "--schedule", "--use_ema": "--ema", "--workspace": "--output_dir",
+}  # fmt: skip
+
+# {theirs, without a value: ours}
+FLAGS = {
+    "--amp": "--amp_dtype=float16", "--fp16": "--amp_dtype=float16", "--dynamic_loss_scale": "--growth_interval=100",
+    "--no_checkpoints": "--checkpoints=false", "--save_checkpoints": "--checkpoints=true", "-e": "--evaluate=true",
+    "--gather_checkpoints": "--keep=1000000",
+    "--use_dali": "--data_backend=dali-gpu", "--dali_cpu": "--data_backend=dali-cpu",
+}  # fmt: skip
+
+# {theirs: what to say of it}. Those of the first table have a value.
+NOTHING_WITH_A_VALUE = {
+    "--jit": "TorchScript is not used here: --compile true makes the network faster",
+    "--checkpoint_filename": "checkpoints have the number of their samples as names, and an epoch's weights are epoch_N.pth",
+    "--topk": "the accuracy of the first five classes is always measured as well",
+    "--rmsprop_alpha": "RMSprop's alpha is 0.9 here, which is its default there",
+    "--rmsprop_eps": "RMSprop's epsilon is 1e-3 here, which is its default there",
+    "--model_config": "the only kind of ResNet here is torchvision's, which is ResNet v1.5",
+    "-c": "the only kind of ResNet here is torchvision's, which is ResNet v1.5",
+}
+NOTHING = {
+    "--pretrained": "nothing is downloaded here: fetch the weights and give --weights FILE",
+    "--test": "for a run of few steps give --max_steps 10",
+}
+UNSET = "-1"  # how that program writes that one of these is not given
+MAY_BE_UNSET = {"--optimizer_batch_size", "--run_epochs", "--early_stopping_patience", "--prof"}
+WEAKER = {"--use_dali": "--dali_cpu"}  # {theirs: the flag beside which it says nothing}
+BARE_VALUES = {"--prof": "100"}  # the article's has no number
+
+
+def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the words in this repository's spelling, what to say of those without a meaning here)"""
+    given, remarks, words = [], [], list(reversed(argv))
+    names = {_split(word)[0] for word in argv}
+    first = FIRST_WORD[0] not in names
+    while words:
+        word = words.pop()
+        name, value = _split(word)
+        if name in MAY_BE_UNSET and UNSET in (value, None if value or not words else words[-1]):
+            _value(value, words)
+        elif name in NAMES:
+            value = _value(value, words)
+            given.append(NAMES[name] if value is None else f"{NAMES[name]}={value}")
+        elif name in FLAGS:
+            wanted = _spelled_out(value, words)
+            if wanted is None:
+                given.append(word)  # to be refused
+            elif wanted and WEAKER.get(name) not in names:
+                given.append(FLAGS[name])
+        elif name in NOTHING or name in NOTHING_WITH_A_VALUE:
+            (_value if name in NOTHING_WITH_A_VALUE else _spelled_out)(value, words)
+            remarks.append(f"{word.partition('=')[0]} has no effect: {(NOTHING | NOTHING_WITH_A_VALUE)[name]}")
+        elif name in BARE_VALUES and value is None and (not words or words[-1].startswith("--")):
+            given.append(f"{name}={BARE_VALUES[name]}")
+        elif word.startswith("-"):
+            given.append(word)
+            if value is None and _takes_next(parser, name, words):
+                given.append(words.pop())
+        elif first:
+            first = False
+            given += [f"{FIRST_WORD[0]}={word}", *FIRST_WORD[1:]]
+        else:
+            given.append(word)
+    return given, remarks
+
+
+def _split(word):
+    """(name, value or None): of --name=value, -jVALUE, and --name alone."""
+    if short := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
+        return (short[1], short[2]) if short[1] in NAMES else (word, None)
+    name, equals, value = word.partition("=")
+    return ("--" + name[2:].replace("-", "_") if name.startswith("--") else name), value if equals else None
+
+
+def _value(value, words):
+    """The value of an option: behind its =, or the next word."""
+    if value is None and words and not words[-1].startswith("--"):
+        return words.pop()
+    return value
+
+
+def _spelled_out(value, words):
+    """Whether a flag is wanted, since consoles write it with a value; None where that is neither true nor false."""
+    if value is None and words and words[-1].strip().lower() in YES_OR_NO:
+        value = words.pop()
+    return YES_OR_NO.get((value or "true").strip().lower())
+
+
+def _takes_next(parser, name, words):
+    """Whether the next word is the value of this option of ours, or of one that no job knows."""
+    if not words or words[-1].startswith("--"):
+        return False
+    action = parser._option_string_actions.get(name)
+    if action is not None and action.type is boolean:
+        return words[-1].strip().lower() in YES_OR_NO
+    return action is None or action.nargs != 0
