@@ -181,15 +181,21 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
         generator=torch.Generator(),  # so that starting an epoch draws nothing from the global generator
     )
     if workers:
-        atexit.register(_end_workers, weakref.ref(loader))
+        atexit.register(_end_workers_of, weakref.ref(loader))
     return loader
 
 
 class Batches(torch.utils.data.DataLoader):
-    """Which says what has happened where a process was killed while it handed over a batch: the connection breaks first."""
+    """Which says what has happened where a process was killed while it handed over a batch: the connection breaks first.
+
+    Its processes ignore SIGTERM, which torch and Python send to those that do not end by themselves, and then wait for ever:
+    so that they send SIGKILL.
+    """
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
+        for process in getattr(batches, "_workers", ()):
+            process._popen.terminate = process._popen.kill
         while True:
             try:
                 batch = next(batches)
@@ -197,7 +203,16 @@ class Batches(torch.utils.data.DataLoader):
                 return
             except (ConnectionError, EOFError, FileNotFoundError):  # those of reading a sample come as batches
                 raise TrainingFailed(devices.KILLED) from None
+            except Exception:  # it is in a circle with what the loop holds, so nothing else would end the processes soon
+                self.end_workers()
+                raise
             yield batch
+
+    def end_workers(self) -> None:
+        iterator = getattr(self, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+        self._iterator = None
 
 
 class HandsOnErrors(torch.utils.data.Dataset):
@@ -247,11 +262,11 @@ class WithEpoch:
         return ((self._sampler.epoch, ids) for ids in self._sampler)
 
 
-def _end_workers(loader):
-    """Before Python's own exit handler, which would send the workers a signal that they ignore, and wait for them."""
-    iterator = getattr(loader(), "_iterator", None)
-    if iterator is not None:
-        iterator._shutdown_workers()
+def _end_workers_of(reference):
+    """Before Python's own exit handler, so that they end in peace."""
+    loader = reference()
+    if loader is not None:
+        loader.end_workers()
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:

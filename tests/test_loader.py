@@ -1,6 +1,8 @@
 """What stands between the batches and the network: the thread that works ahead, the phases of the log, memory over epochs."""
 
 import contextlib
+import gc
+import multiprocessing
 import os
 import threading
 import traceback
@@ -90,6 +92,56 @@ def test_the_ids_are_those_of_the_batch_that_was_given(beside):
         )
     assert loader.transfer_seconds() > 0 and loader.transfer_seconds() == 0
     assert not working()
+
+
+# --- The processes that load --------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset):
+    """Which cannot be read where that is asked for."""
+
+    def __init__(self, broken):
+        self.broken = broken
+
+    def __getitem__(self, epoch_and_ids):
+        if self.broken:
+            raise ValueError("no picture")
+        return torch.zeros(1)
+
+
+@pytest.fixture
+def circles(monkeypatch):
+    """Nothing in a circle is found but by gc.collect(); torch waits a tenth of a second, not five, for a process to end."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_no_process_outlives_its_loader(circles, broken):
+    """What the garbage collector finds can no longer tell them to end; they ignore SIGTERM, and Python would wait for ever."""
+    loader = torch_batches(Samples(broken), InOrder(4, 1), workers=1)
+    if broken:
+        with pytest.raises(SampleError, match="no picture"):
+            list(loader)
+    else:
+        assert len(list(loader)) == 4
+        loader.itself = loader
+        assert multiprocessing.active_children()
+    del loader
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+def test_a_loader_goes_on_after_a_broken_sample(circles):
+    samples = Samples(True)
+    loader = torch_batches(samples, InOrder(4, 1), workers=1)
+    with pytest.raises(SampleError):
+        list(loader)
+    samples.broken = False
+    assert len(list(loader)) == 4
 
 
 # --- Phases ------------------------------------------------------------------------------------------------------------
