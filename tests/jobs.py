@@ -24,7 +24,7 @@ def environment(**extra):
     """The parent's environment without what a platform would have set; one thread, so that bits and times do not depend on the load."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")}
     own = {"RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}  # no cluster and no GPU that this machine happens to have
-    return {**kept, **own, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**kept, **own, "OMP_NUM_THREADS": "1", **extra}
 
 
 def module_of(job):

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import struct
-import sys
 
 import pytest
 import torch
@@ -27,14 +26,19 @@ from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_f
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
 
-def full_once(path):
-    """Starts a job so that this file, once, finds no room."""
-    return [sys.executable, str(ROOT / "tests" / "full_once.py"), f"{path}.unfinished"]
+def run_full_once(path, folder, **how):
+    """The job so that this file, once, finds no room."""
+    script = [
+        ROOT / "tests" / "full_once.py",
+        f"{path}.unfinished",
+        *command("train", *TINY, "--output_dir", folder / "out")[1:],
+    ]
+    return run_forked(script, folder, **how)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png", "report.txt"])
 def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finished, tmp_path, name):
-    done = run_job("train", tmp_path, *TINY, launcher=full_once(tmp_path / "out" / name))
+    done = run_full_once(tmp_path / "out" / name, tmp_path)
     said = [line for line in done.stdout.splitlines() if name in line and not line.startswith("done")]
     path = tmp_path / "out" / name
     warning = f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again"
@@ -79,7 +83,7 @@ def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, 
 
 
 def test_weights_that_cannot_be_written_end_the_run_in_one_line_with_the_last_good_checkpoint(finished, tmp_path):
-    done = run_job("train", tmp_path, *TINY, check=1, launcher=full_once(tmp_path / "out" / "epoch_2.pth"))
+    done = run_full_once(tmp_path / "out" / "epoch_2.pth", tmp_path, check=1)
     last = f"last checkpoint {tmp_path}/out/checkpoints/000000000256.pt"
     assert done.stderr == f"error: a checkpoint could not be written: [Errno 28] No space left on device; {last}\n"
     assert "going on from" in run_job("train", tmp_path, *TINY).stdout

@@ -185,13 +185,17 @@ def test_workers_and_threads_read_the_same(whole, monkeypatch, method):
     for thread in threads:
         thread.join()
     assert found == [expected] * 4
-    held = [link for link in map(os.readlink, open_descriptors()) if link.endswith(".tar")]
+    held = [path for path in open_files() if path.endswith(".tar")]
     assert len(held) <= 2, "those of shards that are no longer held are closed"
     assert pickle.loads(pickle.dumps(samples)).read(3) == expected[3]
 
 
-def open_descriptors():
-    return [path for name in os.listdir("/proc/self/fd") if os.path.lexists(path := f"/proc/self/fd/{name}")]
+def open_files():
+    paths = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since, by another thread or by listdir itself
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return paths
 
 
 # --- Making it ---------------------------------------------------------------------------------------------------------

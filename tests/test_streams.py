@@ -9,7 +9,7 @@ import pytest
 
 from common import streams
 from common.job import run_job
-from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, command, environment, final_state, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, command, environment, final_state, wait_for
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -23,23 +23,53 @@ def run_into(redirection, folder, job, *options):
     return done.returncode, (folder / "errors").read_text()
 
 
-@pytest.mark.parametrize("redirection", [f"> {FULL}", ">&-", "| head -n 1 >&2", f"> {FULL} 2> {FULL}", ">&- 2>&- <&-"])
-def test_a_run_whose_output_cannot_be_written_ends_with_the_same_bits(finished, tmp_path, redirection):
-    code, errors = run_into(redirection, tmp_path, "train")
+def run_with(folder, job, *options, **streams):
+    """The same with these files as its streams, forked from a process that has done the imports."""
+    words = [*command(job, *TINY, *options), "--output_dir", folder / "out"]
+    with open(folder / "errors", "w") as errors:
+        process = Popen(words, cwd=folder, env=environment(), **{"stderr": errors, **streams})
+        if process.stdout:  # a reader that goes after the first line
+            process.stdout.readline()
+            process.stdout.close()
+        return process.wait(timeout=PATIENCE), (folder / "errors").read_text()
+
+
+@pytest.fixture
+def full():
+    with open(FULL, "w") as file:
+        yield file
+
+
+def assert_silent(code, errors):
     assert code == 0 and "Traceback" not in errors and "Exception ignored" not in errors, errors
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&- <&-"])
+def test_a_run_without_an_output_ends_with_the_same_bits(finished, tmp_path, redirection):
+    assert_silent(*run_into(redirection, tmp_path, "train"))
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
-@pytest.mark.parametrize("redirection", [f"> {FULL}", ">&- 2>&- <&-"])
-def test_so_do_two_ranks_and_their_parent(two_ranks, tmp_path, redirection):
-    code, errors = run_into(redirection, tmp_path, "train_ddp", "--nproc_per_node", 2)
-    assert code == 0 and "Traceback" not in errors and "Exception ignored" not in errors, errors
+@pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"], []])
+def test_a_run_whose_output_cannot_be_written_ends_with_the_same_bits(finished, tmp_path, full, streams):
+    given = dict.fromkeys(streams, full) or {"stdout": subprocess.PIPE}
+    assert_silent(*run_with(tmp_path, "train", **given))
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_so_do_two_ranks_and_their_parent(two_ranks, tmp_path, full):
+    assert_silent(*run_with(tmp_path, "train_ddp", "--nproc_per_node", 2, stdout=full))
     assert (tmp_path / "out" / "epoch_2.pth").exists()
 
 
-def test_an_error_has_its_exit_code_where_it_cannot_be_said(tmp_path):
-    assert run_into(f"> {FULL} 2> {FULL}", tmp_path, "train", "--ephocs", 3)[0] == 2
-    assert run_into(f"> {FULL} 2> {FULL}", tmp_path, "train", "--data_url", "/none", "--custom_data", "false")[0] == 2
+def test_two_ranks_and_their_parent_need_no_output(two_ranks, tmp_path):
+    assert_silent(*run_into(">&- 2>&- <&-", tmp_path, "train_ddp", "--nproc_per_node", 2))
+    assert (tmp_path / "out" / "epoch_2.pth").exists()
+
+
+def test_an_error_has_its_exit_code_where_it_cannot_be_said(tmp_path, full):
+    assert run_with(tmp_path, "train", "--ephocs", 3, stdout=full, stderr=full)[0] == 2
+    assert run_with(tmp_path, "train", "--data_url", "/none", "--custom_data", "false", stdout=full, stderr=full)[0] == 2
 
 
 def test_what_fits_is_printed_in_order_and_any_name_can_be(tmp_path):
