@@ -18,26 +18,32 @@ class EpochSampler:
 
     def __init__(self, num_samples: int, batch_size: int, seed: int):
         self.num_samples, self.seed = num_samples, seed
-        self.rank, self.world_size = 0, 1
+        self.own, self.shares, self._parts = range(1), 1, "ranks"
         self.set_global_batch(batch_size)
         self.start_at(epoch=0, consumed=0)
 
     def shard(self, rank: int, world_size: int) -> None:
         """From here on, give this rank's slice of every global batch; the global batch grows with the number of ranks."""
-        per_rank = self.global_batch // self.world_size
-        self.rank, self.world_size = rank, world_size
-        self.set_global_batch(per_rank * world_size)
+        self._deal(range(rank, rank + 1), world_size, "ranks", self.global_batch // self.shares * world_size)
+
+    def deal(self, own: range, shares: int, global_batch: int) -> None:
+        """From here on, give some of equal shares of every global batch: those of `own`."""
+        self._deal(own, shares, "shares", global_batch)
+
+    def _deal(self, own, shares, parts, global_batch):
+        self.own, self.shares, self._parts = own, shares, parts
+        self.set_global_batch(global_batch)
 
     def set_global_batch(self, global_batch: int) -> None:
         """A resumed run keeps the global batch it began with, which must be a multiple of the present number of ranks."""
-        if global_batch % self.world_size:
+        if global_batch % self.shares:
             allowed = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
             raise UserError(
-                f"a global batch of {global_batch} does not divide among {self.world_size} ranks; "
-                f"use one of {allowed} ranks, or another --batch_size"
+                f"a global batch of {global_batch} does not divide among {self.shares} {self._parts}; "
+                f"use one of {allowed} {self._parts}, or another --batch_size"
             )
         if global_batch > self.num_samples:
-            share = f" ({global_batch // self.world_size} x {self.world_size} ranks)" if self.world_size > 1 else ""
+            share = f" ({global_batch // self.shares} x {self.shares} {self._parts})" if self.shares > 1 else ""
             fewer = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{share}"
             do = "lower --batch_size" + (" or use fewer ranks" if share else "")
             raise UserError(f"an epoch would have no step: {fewer}; {do}")
@@ -60,10 +66,9 @@ class EpochSampler:
         return np.random.default_rng(self.seed + epoch).permutation(self.num_samples)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        order, mine = self._order(self.epoch), self.global_batch // self.world_size
+        order, share = self._order(self.epoch), self.global_batch // self.shares
         for first in range(self.consumed, self.samples_per_epoch, self.global_batch):
-            begin = first + self.rank * mine
-            yield order[begin : begin + mine]
+            yield order[first + self.own.start * share : first + self.own.stop * share]
 
     def __len__(self) -> int:
         return (self.samples_per_epoch - self.consumed) // self.global_batch
@@ -76,18 +81,25 @@ class InOrder:
 
     def __init__(self, num_samples: int, batch_size: int):
         self.num_samples, self.batch_size = num_samples, batch_size
-        self.rank, self.world_size = 0, 1
+        self.shard(0, 1)
 
-    def shard(self, rank: int, world_size: int) -> None:
-        """From here on, give every world_size-th sample: all ranks together still see each sample exactly once."""
-        self.rank, self.world_size = rank, world_size
+    def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None:
+        """From here on, give every world_size-th sample: all ranks together still see each sample exactly once. Or every
+        world_size-th batch: then a batch has the same samples whatever the number of ranks."""
+        self.rank, self.world_size, self.whole_batches = rank, world_size, whole_batches
 
     def __iter__(self) -> Iterator[np.ndarray]:
+        if self.whole_batches:
+            for first in range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size):
+                yield np.arange(first, min(first + self.batch_size, self.num_samples))
+            return
         mine = np.arange(self.rank, self.num_samples, self.world_size)
         for first in range(0, len(mine), self.batch_size):
             yield mine[first : first + self.batch_size]
 
     def __len__(self) -> int:
+        if self.whole_batches:
+            return len(range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size))
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
 
 

@@ -53,7 +53,7 @@ def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ColouredNoise:
-    """Noise with a colour for each class, made a batch at a time; the same for the same ids."""
+    """Noise with a colour for each class: a picture is a function of its id, whatever the batch."""
 
     def __init__(self, count: int, size: int, num_classes: int, seed: int) -> None:
         self.size, self.seed = size, seed
@@ -64,8 +64,11 @@ class ColouredNoise:
         return len(self._labels)
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids = torch.from_numpy(epoch_and_ids[1])
-        generator = torch.Generator().manual_seed(self.seed + int(ids[0]))
-        images = torch.randint(0, 64, (len(ids), 3, self.size, self.size), dtype=torch.uint8, generator=generator)
-        colours = torch.stack([(self._labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)
-        return (images + colours[:, :, None, None]).contiguous(memory_format=torch.channels_last), self._labels[ids], ids
+        ids, generator = torch.from_numpy(epoch_and_ids[1]), torch.Generator()
+        pixels = torch.empty((len(ids), self.size, self.size, 3), dtype=torch.uint8)
+        for picture, number in zip(pixels, ids.tolist()):
+            picture.random_(0, 64, generator=generator.manual_seed(self.seed + number))
+        pixels += torch.stack([(self._labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)[
+            :, None, None
+        ]
+        return pixels.permute(0, 3, 1, 2), self._labels[ids], ids

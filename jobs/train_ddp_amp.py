@@ -141,10 +141,12 @@ def main():
             ### end AMP ###
 
             optimizer.zero_grad()
-            ### AMP: backward on the scaled loss; step() unscales, and skips a step whose gradients overflowed ###
+            ### AMP: backward on the scaled loss ###
             # was: loss.backward()
-            # was: optimizer.step()
             scaler.scale(loss).backward()
+            ### end AMP ###
+            ### AMP: step() unscales the gradients, and leaves out a step in which they overflowed ###
+            # was: optimizer.step()
             scaler.step(optimizer)
             scaler.update()
             ### end AMP ###

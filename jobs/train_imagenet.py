@@ -37,7 +37,7 @@ from common.job import run_job
 from common.models import Average, classifiers
 from common.processes import group, norms
 from common.progress import say
-from common.run import Run, Scaler, Scores, bucket_run, checkpoint, raport, restore
+from common.run import Run, Scaler, Scores, bucket_run, checkpoint, exact, raport, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
 
@@ -53,6 +53,10 @@ def main():
     args = arguments.parse(options())
     if args.early_stopping_patience and args.training_only:
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
+    if args.exact:
+        exact.settle(args)
+    elif args.shares:
+        raise UserError(f"--shares {args.shares} is for --exact true: give both or none")
     group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
     device = devices.choose(args)
     group.join(args, device)
@@ -76,7 +80,8 @@ def main():
     val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
-    train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
+    if not args.exact:  # else its shares decide it
+        train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
     how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
     train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, **how)
@@ -89,6 +94,8 @@ def main():
     # Averages the gradients over all ranks.
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     devices.compile_network(args, model)
+    # The same bits on any number of ranks: each computes some shares of the total batch, all of which are added in one order.
+    shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch) if args.exact else None
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
@@ -104,12 +111,16 @@ def main():
               optimizer=optimizer, scaler=scaler)  # fmt: skip
     if ema:
         run.register(ema=ema)
+    if shares:
+        run.register(shares=shares)  # run.steps() gives one of this rank's shares after the other
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if rank == 0:
         raport.start(args)
 
     peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")
+    if shares:
+        run.say(shares.first_line)
     for epoch in run.epochs():
         model.train()
 
@@ -121,18 +132,24 @@ def main():
 
             # The rank's part of the total batch, in micro-batches that fit on the device.
             count = -(-len(images) // args.batch_size)
+            if shares:
+                shares.passes = count
             micro_batches = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
             total = torch.zeros((), device=device)
 
             optimizer.zero_grad()
             for place, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
-                model.require_backward_grad_sync = place == count  # the ranks exchange their gradients once
+                model.require_backward_grad_sync = place == count and not shares  # the ranks exchange their gradients once
                 with autocast:
                     output = model(micro_images)
                     loss = share * loss_fn(output, targets) + (1 - share) * loss_fn(output, other_targets)
                 loss = loss * (len(micro_images) / len(images))
                 scaler.scale(loss).backward()
                 total += loss.detach()
+            if shares:
+                total = shares.mean(total)
+                if total is None:
+                    continue
             scaler.step(optimizer)
             scaler.update()
 
@@ -173,6 +190,8 @@ def add_training(add):
     total = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
     add("--total_batch", type=COUNT, help=f"{total}; unset: batch_size x devices")
     meant = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
+    add("--exact", type=boolean, default=False, help="the same bits on any number of devices (docs/exact.md)")
+    add("--shares", type=COUNT, help=f"with --exact true: {exact.SHARES}")
     add("--lr_batch", type=number(int, at_least=0), default=256, help=meant)
     falls = "learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run"
     add("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine", help=falls)

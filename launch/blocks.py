@@ -29,9 +29,10 @@ JOBS = Path(__file__).resolve().parent.parent / "jobs"
 BASE = JOBS / "train.py"
 
 # The order of blocks at one place of the base.
-ORDER = ["DP", "DDP", "DALI", "DPEX", "AMP"]
+ORDER = ["DP", "DDP", "DALI", "DPEX", "AMP", "EXACT"]
 EXCLUSIVE = {
     ("DP", "DDP"): "DDP already uses every GPU, one process each",
+    ("DP", "EXACT"): "DataParallel splits each share over the GPUs; take DDP",
     ("DALI", "DPEX"): "each has a loader of its own",
 }
 

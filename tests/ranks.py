@@ -63,10 +63,11 @@ def run_variant(job, folder, *options):
     return run(script, cwd=folder, env=environment())
 
 
-def fork_ranks(job, folder, *options):
-    """The script `job` as two ranks without a parent, as a platform starts one process per GPU; returns the first of them."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+def fork_ranks(job, folder, *options, ranks=2):
+    """The script `job` as ranks without a parent, as a platform starts one process per GPU; returns the first of them."""
+    size, port = str(ranks), str(free_port())
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return forked([job, *options, "--output_dir", folder / "out"], folder, *own)[0]
 
 

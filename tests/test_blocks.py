@@ -17,7 +17,16 @@ SINGLE = [path for path in FEATURE_JOBS if path.stem.count("_") == 1]
 
 def test_there_are_feature_jobs():
     features = {path.name for path in FEATURE_JOBS}
-    assert {"train_dp.py", "train_ddp.py", "train_amp.py", "train_dali.py", "train_dpex.py", "train_ddp_amp.py"} <= features
+    assert {
+        "train_dp.py",
+        "train_ddp.py",
+        "train_amp.py",
+        "train_dali.py",
+        "train_dpex.py",
+        "train_ddp_amp.py",
+        "train_exact.py",
+        "train_ddp_exact.py",
+    } <= features
     bases = {"train.py", "train_imagenet.py", "train_restore.py", "speedrun.py"}
     assert bases | features <= {path.name for path in blocks.JOBS.glob("*.py")}
 

@@ -132,7 +132,8 @@ AMP_FAILS = [
     "name 'amp_dtype' is not defined|name 'scaler' is not defined",
     "the scale is not in the checkpoint",
     "computed in full precision",
-    "the scaler did not see 4 steps",
+    "_scale is None",  # backward() of a loss that was not scaled
+    "the loss is nan",  # a step with gradients that are still scaled
 ]
 
 # The variant runs with a linear layer that says in which precision it computes.
@@ -172,6 +173,38 @@ def test_the_intact_amp_job_has_none_of_these_faults_and_no_other_block(tmp_path
     done = run_amp(blocks.job_of("AMP"), tmp_path)
     assert amp_complaint(done, tmp_path) is None
     assert len([block for block in blocks.read(blocks.job_of("AMP"))[1] if block.code]) == len(AMP_FAILS)
+
+
+EXACT_FAILS = [
+    "name 'exact' is not defined",
+    "name 'shares' is not defined",
+    "has no attribute '_",  # without registration the loop gets no shares
+    "no learning rate",
+    r"has to call run.step\(loss\) once for every batch",
+]
+
+
+def exact_complaint(done):
+    """What is wrong with a run of two shares."""
+    if done.returncode:
+        return done.stderr
+    return None if "lr=0.200000" in done.stdout else "no learning rate"
+
+
+def run_exact(job, folder):
+    more = ["--shares", 2, "--schedule", "constant", "--batch_size", 32]
+    return forked([job, *TINY, *more, "--output_dir", folder / "out"], folder, {})[0]
+
+
+@pytest.mark.parametrize("number", range(len(EXACT_FAILS)))
+def test_every_exact_block_is_needed(number, tmp_path):
+    complaint = exact_complaint(run_exact(without_block(blocks.job_of("EXACT"), number, tmp_path), tmp_path))
+    assert complaint and re.search(EXACT_FAILS[number], complaint), complaint
+
+
+def test_the_intact_exact_job_has_none_of_these_faults_and_no_other_block(tmp_path):
+    assert exact_complaint(run_exact(blocks.job_of("EXACT"), tmp_path)) is None
+    assert len([block for block in blocks.read(blocks.job_of("EXACT"))[1] if block.code]) == len(EXACT_FAILS)
 
 
 @pytest.mark.parametrize("intact", [True, False])

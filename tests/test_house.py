@@ -62,6 +62,7 @@ LONG_TESTS = {
     "tests/test_doctor.py": "a case for each line that doctor can print",
     "tests/test_dpex.py": "one Ray cluster, which takes long to start, for all of its cases",
     "tests/test_modelarts.py": "a case for each trouble of the manual",
+    "tests/test_packed.py": "one pack, and each way in which it is made, read and damaged",
     "tests/test_photos.py": "a folder of photographs, read in each way that there is",
     "tests/test_train.py": "what a run promises, on the smallest job",
 }

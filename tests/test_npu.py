@@ -28,6 +28,7 @@ JOBS = {
     "train_dpex": [*TINY, "--workers", "1"],
     "train_ddp": TINY,
     "train_ddp_amp": [*TINY, "--amp_dtype", "float16"],
+    "train_ddp_exact": TINY,
     "train_imagenet": PHOTOS,
     "train_restore": PAIRS,
 }

@@ -380,6 +380,7 @@ def test_fewer_samples_come_from_all_over_the_classes(folder):
     images, labels, _ = data[0, np.arange(8)]
     again, *_ = data[3, np.arange(8)]
     assert torch.equal(images, again) and images.shape == (8, 3, 16, 16) and labels.max() < 10
+    assert torch.equal(data[0, np.arange(5, 8)][0], images[5:]) and not torch.equal(images[5], images[6])
 
 
 def test_the_pixels_of_real_photographs(real, tmp_path):

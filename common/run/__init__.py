@@ -1,9 +1,9 @@
 """The job's logbook: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
 
-from common.run import bucket_run, checkpoint, restore
+from common.run import bucket_run, checkpoint, exact, restore
 from common.run.logbook import Run
 from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.timing import STARVED, Stopwatch
 
-__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "raport", "restore"]
+__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "exact", "raport", "restore"]

@@ -15,7 +15,6 @@ rank), so there is no generator to save. In a trial (--prof, --doctor) steps are
 import argparse
 import os
 import platform
-import random
 import signal
 import sys
 import time
@@ -32,10 +31,12 @@ from common.processes import collectives
 from common.run import checkpoint, output, restore, timing
 from common.run.agreement import Agreement
 from common.run.display import Display
+from common.run.exact import Shares
 from common.run.losses import Losses
 from common.run.saver import Saver
 from common.run.scaler import Scaler
 from common.run.scores import Scores
+from common.run.seeds import seed_step
 
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
 POSITION = ("samples_seen", "total_steps", "epoch", "consumed", "best")  # as a checkpoint names it
@@ -88,7 +89,9 @@ class Run:
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self._parts)
-        self._losses = Losses(self.device, self.rank, self.world_size)
+        shares = self._parts.get("shares")
+        self._shares = shares if isinstance(shares, Shares) else None  # a step's loss is that of all ranks already
+        self._losses = Losses(self.device, self.rank, 1 if self._shares else self.world_size)
         found = None if self.trial else self._find()
         self._goes_on = bool(found)
         if found:
@@ -174,8 +177,11 @@ class Run:
             self._busy, due = True, self.total_steps + 1
             self._show("step")
             self._attempt.set(self.epoch, self.consumed)
-            seed_step(self.args.seed, self.samples_seen, self.rank)
-            yield batch
+            if self._shares:
+                yield from self._shares.of(batch, self.samples_seen)
+            else:
+                seed_step(self.args.seed, self.samples_seen, self.rank)
+                yield batch
             if self.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
         self._losses.share()
@@ -443,13 +449,3 @@ class Run:
         files = f"; {', '.join(names)} in {url or folder}" if names else ""
         events = self.args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else self.args.tensorboard_dir
         return f"{self._saver.last_good()}{files}; TensorBoard in {events}"
-
-
-def seed_step(seed: int, samples_seen: int, rank: int) -> None:
-    """Seed every generator for the coming step. Takes 10 microseconds; torch.manual_seed would take 80."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + samples_seen * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
-    mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64 >> 1
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    torch.default_generator.manual_seed(mixed)
-    devices.seed_in_use(mixed)

@@ -1,8 +1,8 @@
-"""What DDP and our checks cost a step, against a plain loop and a plain torchrun script, taking turns (make bench).
+"""What DDP, our checks and exact sums cost a step, against a plain loop and a plain torchrun script, taking turns (make bench).
 
     python -m tests.benchmarks.ddp [--rounds 5]
 
-Every form trains the same ResNet-18 (width 16, batch 64 per rank, float32, one thread per rank) for 60 steps as processes of
+Every form trains the same ResNet-18 (width 16, 64 samples per rank, float32, one thread per rank) for 60 steps as processes of
 their own; a step's time is the median of the differences between consecutive steps, the first 10 left out. Ours are the jobs
 as users start them, timed by their ledger; the plain ones are the loop below, with torch's own sampler and nothing else.
 """
@@ -73,10 +73,10 @@ def plain(world_size):
         return step_seconds(json.loads(Path(f"{folder}/times").read_text()))
 
 
-def ours(job, world_size):
+def ours(job, world_size, *more):
     with tempfile.TemporaryDirectory() as folder:
         options = ["--custom_data", "true", "--width", WIDTH, "--batch_size", BATCH, "--max_steps", STEPS, "--ledger", "true"]
-        options += ["--nproc_per_node", world_size] if job == "train_ddp" else []
+        options += [*(["--nproc_per_node", world_size] if "ddp" in job else []), *more]
         words = [sys.executable, str(ROOT / "jobs" / f"{job}.py"), *map(str, options), "--output_dir", folder]
         subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=300)
         lines = [json.loads(line) for line in Path(folder, "ledger", "rank_0.jsonl").read_text().splitlines()]
@@ -89,10 +89,16 @@ FORMS = {
     "train_ddp.py, 1 rank": lambda: ours("train_ddp", 1),
     "plain torchrun script, 2 ranks": lambda: plain(2),
     "train_ddp.py, 2 ranks": lambda: ours("train_ddp", 2),
+    "train_ddp.py, 4 ranks": lambda: ours("train_ddp", 4),
+    "train_ddp_exact.py, 1 rank, 2 shares": lambda: ours("train_ddp_exact", 1, "--shares", 2, "--batch_size", BATCH // 2),
+    "train_ddp_exact.py, 2 ranks": lambda: ours("train_ddp_exact", 2),
+    "train_ddp_exact.py, 4 ranks": lambda: ours("train_ddp_exact", 4),
 }
 PEERS = {
     "train.py": "plain loop, 1 process", "train_ddp.py, 1 rank": "train.py",
     "train_ddp.py, 2 ranks": "plain torchrun script, 2 ranks",
+    "train_ddp_exact.py, 1 rank, 2 shares": "train_ddp.py, 1 rank", "train_ddp_exact.py, 2 ranks": "train_ddp.py, 2 ranks",
+    "train_ddp_exact.py, 4 ranks": "train_ddp.py, 4 ranks",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ JOBS = {
     "train_amp": ("train_amp", SMALL),
     "train_amp, float16": ("train_amp", [*SMALL, "--amp_dtype", "float16"]),
     "train_ddp_amp": ("train_ddp_amp", [*SMALL, "--nproc_per_node", 1]),
+    "train_exact": ("train_exact", [*SMALL, "--shares", 2]),
     "train_imagenet": ("train_imagenet", [*PHOTOS, "--max_steps", 40, "--batch_size", 32]),
     "train_imagenet, mixup, EMA": (
         "train_imagenet",
@@ -158,14 +159,30 @@ join = group.join
 devices.choose = lambda args: torch.device("cuda", 0)
 devices.require_one_each = lambda args: None
 group.join = lambda args, device: join(args, torch.device("cpu"))
-exec(open("jobs/train_ddp.py").read())  # in this file, which the workers run too
+exec(open("jobs/JOB.py").read())  # in this file, which the workers run too
 """
+
+
+def two_on_one(row, job):
+    """The script of this job for two ranks on one GPU."""
+    script = row.folder / f"{job}_two_on_one.py"
+    script.write_text(TWO_ON_ONE.replace("JOB", job))
+    return script
+
+
+def exact_shares_have_the_same_bits_on_one_and_two_ranks(row):
+    options = [*SMALL, "--shares", 4, "--batch_size", 32, "--resume", "never", "--overwrite", "true"]
+    row.job("train_exact", *options)
+    row.run(
+        sys.executable, two_on_one(row, "train_ddp_exact"), *options, "--nproc_per_node", 2, "--output_dir", row.folder / "two"
+    )
+    ours, theirs = (weights(final_state(row.folder, name)) for name in ("two", "train_exact"))
+    row.judge("weights", judge.same_bits(ours, theirs))
 
 
 def two_ranks_of_which_one_is_lost(row):
     """Killed, then stopped: the others are down within ten seconds."""
-    script = row.folder / "two_on_one.py"
-    script.write_text(TWO_ON_ONE)
+    script = two_on_one(row, "train_ddp")
     for name, what in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         log, options = row.folder / f"{name}.log", [*SMALL, "--epochs", 50, "--nproc_per_node", 2]
         words = [

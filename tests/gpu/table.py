@@ -22,6 +22,7 @@ ROWS = {
     "kills": Entry(runs.killed_runs_end_with_the_same_bits, 300),
     "overflow": Entry(runs.overflowing_gradients_skip_steps, 90),
     "two ranks": Entry(runs.two_ranks_of_which_one_is_lost, 180),
+    "exact": Entry(runs.exact_shares_have_the_same_bits_on_one_and_two_ranks, 120),
     "devices": Entry(runs.a_checkpoint_goes_on_on_the_other_device, 150),
     "trace": Entry(runs.a_trace_of_the_gpu, 90),
     "quality": Entry(machine.quality_is_that_of_the_cpu, 60),

@@ -332,6 +332,7 @@ class Hccl final : public c10d::Backend {
     return gloo_->allgather(theirs, mine, how);
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& how) override { auto theirs = one(output), mine = one(input); return gloo_->_allgather_base(theirs, mine, how); }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& taken, std::vector<int64_t>& given, const c10d::AllToAllOptions& how) override { auto theirs = one(output), mine = one(input); return gloo_->alltoall_base(theirs, mine, taken, given, how); }
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& how) override { return gloo_->barrier(how); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 

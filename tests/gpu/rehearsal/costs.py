@@ -31,6 +31,8 @@ ROWS = {  # name: (GPUs, job, its options)
     "train_amp, float16": (1, "train_amp", [*CIFAR, "--amp_dtype", "float16"]),
     "train_amp --compile": (1, "train_amp", [*CIFAR, "--compile", "true"]),
     "train_ddp_amp": (2, "train_ddp_amp", CIFAR),
+    "train_exact": (1, "train_exact", [*CIFAR, "--shares", "2"]),
+    "train_ddp_exact": (2, "train_ddp_exact", CIFAR),
     "train_dali": (1, "train_dali", CIFAR),
     "train_dpex": (1, "train_dpex", [*CIFAR, "--workers", "1"]),
     "train_imagenet": (1, "train_imagenet", SYNTHETIC),

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <string>
 #include <vector>
+#include <numeric>
 
 #include "counts.h"
 
@@ -150,10 +151,52 @@ API Result ncclRedOpDestroy(int, Communicator*) { return SUCCESS; }
 
 // --- Collectives -------------------------------------------------------------------------------------------------------
 
-API Result ncclGroupStart() { return SUCCESS; }
-API Result ncclGroupEnd() { return SUCCESS; }
-API Result ncclSend() { return INVALID_USAGE; }
-API Result ncclRecv() { return INVALID_USAGE; }
+// Messages between pairs of ranks, as an all-to-all has them: all that are sent in a group are shown to all ranks at its end.
+struct Message {
+    int peer;
+    char* place;
+    size_t bytes;
+};
+static thread_local std::vector<Message> sent, taken;
+static thread_local Communicator* talking = nullptr;
+static thread_local int depth = 0;
+
+static Result deliver() {
+    Communicator* all = talking;
+    talking = nullptr;
+    if (!all) return SUCCESS;
+    count("collectives");
+    std::vector<size_t> lengths(all->size), table(all->size * all->size);  // table[from * size + to]
+    std::string mine;
+    for (const Message& message : sent) lengths[message.peer] += message.bytes, mine.append(message.place, message.bytes);
+    Result result = all->exchange(lengths.data(), all->size * sizeof(size_t), [&](size_t, size_t bytes) {
+        for (int rank = 0; rank < all->size; rank++) memcpy(&table[rank * all->size], all->part(rank), bytes);
+    });
+    size_t longest = 0;
+    for (int rank = 0; rank < all->size; rank++)
+        longest = std::max(longest, std::accumulate(&table[rank * all->size], &table[(rank + 1) * all->size], size_t(0)));
+    mine.resize(longest);
+    std::vector<std::string> shown(all->size, std::string(longest, 0));
+    if (result == SUCCESS) result = all->exchange(mine.data(), longest, [&](size_t offset, size_t bytes) {
+        for (int rank = 0; rank < all->size; rank++) memcpy(&shown[rank][offset], all->part(rank), bytes);
+    });
+    for (const Message& message : taken) {
+        const size_t* row = &table[message.peer * all->size];
+        memcpy(message.place, &shown[message.peer][std::accumulate(row, row + all->rank, size_t(0))], message.bytes);
+    }
+    sent.clear(), taken.clear();
+    return result;
+}
+static Result enqueue(std::vector<Message>& messages, const void* place, size_t number, int type, int peer, Communicator* all) {
+    if (!all->meeting || !depth) return INVALID_USAGE;
+    messages.push_back({peer, (char*)place, number * TYPES[type].width});
+    talking = all;
+    return SUCCESS;
+}
+API Result ncclGroupStart() { return depth++, SUCCESS; }
+API Result ncclGroupEnd() { return --depth ? SUCCESS : deliver(); }
+API Result ncclSend(const void* from, size_t number, int type, int peer, Communicator* all, cudaStream_t) { return enqueue(sent, from, number, type, peer, all); }
+API Result ncclRecv(void* to, size_t number, int type, int peer, Communicator* all, cudaStream_t) { return enqueue(taken, to, number, type, peer, all); }
 
 API Result ncclAllReduce(const void* from, void* to, size_t number, int type, int operation, Communicator* all, cudaStream_t) {
     count("collectives");

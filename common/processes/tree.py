@@ -1,0 +1,118 @@
+"""A mean over shares whose bits do not depend on which rank has computed which share, nor on how many ranks there are.
+
+The shares are the leaves of a binary tree over their numbers; siblings are added, and a node without a sibling moves up as it
+is. A rank adds what it can of its own shares. The roots that it is left with travel in chunks: every rank gets one chunk of
+the roots of all ranks, finishes the tree for it, and then all ranks gather the chunks. No order of additions is left to the
+communication library, whose own sums depend on the number of ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+import torch
+from torch import distributed
+
+Root = tuple[int, int, Any]  # (level, index in the level, value)
+
+
+def shares_of(rank: int, ranks: int, shares: int) -> range:
+    """The shares that this rank computes: as many as the others, or one more."""
+    return range(rank * shares // ranks, (rank + 1) * shares // ranks)
+
+
+def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], Any]) -> None:
+    """Put a root to the right of these, and add up the siblings that have come together."""
+    level, index, value = root
+    while True:
+        width = -(-shares // 2**level)
+        if index % 2 and roots and roots[-1][:2] == (level, index - 1):
+            value = add(roots.pop()[2], value)
+        elif index % 2 or index + 1 < width or width == 1:
+            break  # its sibling comes later, or is another rank's; or this is the top
+        level, index = level + 1, index // 2
+    roots.append((level, index, value))
+
+
+def places(own: range, shares: int) -> list[tuple[int, int]]:
+    """(level, index) of the roots that a rank with these shares is left with."""
+    roots: list[Root] = []
+    for share in own:
+        grow(roots, (0, share, None), shares, lambda left, right: None)
+    return [(level, index) for level, index, _ in roots]
+
+
+class Part:
+    """Some of the tensors that are averaged: one flat vector for each share, exchanged as soon as the last share has come."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], shares: int, rank: int, ranks: int):
+        self.tensors, self._shares, self._ranks = list(tensors), shares, ranks
+        self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
+        self._chunk = -(-sum(tensor.numel() for tensor in tensors) // ranks)
+        self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
+        self._roots: list[Root] = []
+        self._spare: list[torch.Tensor] = []
+        self._work: Any = None
+
+    def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
+        """The tensors' values in this share; None counts as zeros. Shares come in their order."""
+        flat = self._spare.pop() if self._spare else self._new(self._ranks * self._chunk)
+        views = self._views(flat)
+        missing = [view for view, value in zip(views, values) if value is None]
+        given = [(view, value) for view, value in zip(views, values) if value is not None]
+        if missing:
+            torch._foreach_zero_(missing)
+        if given:
+            into, values = zip(*given)
+            torch._foreach_copy_(into, values)
+        grow(self._roots, (0, share, flat), self._shares, self._sum)
+
+    def _new(self, size):
+        return torch.zeros(size, dtype=self.tensors[0].dtype, device=self.tensors[0].device)
+
+    def _views(self, flat):
+        """The parts of a flat vector as tensors of the shapes, and in the layouts, of those that it is for."""
+        views, begin = [], 0
+        for tensor, strides in zip(self.tensors, self._strides):
+            views.append(flat.as_strided(tensor.shape, strides, begin))
+            begin += tensor.numel()
+        return views
+
+    def _sum(self, left, right):
+        self._spare.append(right)
+        return left.add_(right)
+
+    def send(self) -> None:
+        """Begin to give every rank its chunk of this rank's roots. Every rank calls this in the same order of parts."""
+        if self._ranks == 1:
+            return
+        own = [value.view(self._ranks, 1, self._chunk) for _, _, value in self._roots]
+        self._given = torch.cat(own, dim=1).view(-1) if len(own) > 1 else own[0].view(-1)
+        sizes = [len(roots) * self._chunk for roots in self._places]
+        self._taken = self._new(sum(sizes))
+        self._work = distributed.all_to_all_single(
+            self._taken, self._given, sizes, [len(own) * self._chunk] * self._ranks, async_op=True
+        )
+
+    def finish(self) -> None:
+        """Finish the tree for this rank's chunk, and begin to gather the chunks of all ranks."""
+        if self._ranks == 1:
+            ((_, _, self._total),) = self._roots
+            self._total.div_(self._shares)
+            return
+        self._work.wait()
+        roots: list[Root] = []
+        chunks = iter(self._taken.split(self._chunk))
+        for rank_places in self._places:
+            for place in rank_places:
+                grow(roots, (*place, next(chunks)), self._shares, torch.Tensor.add_)
+        ((_, _, chunk),) = roots
+        self._total = self._new(self._ranks * self._chunk)
+        self._work = distributed.all_gather_into_tensor(self._total, chunk.div_(self._shares), async_op=True)
+
+    def means(self) -> list[torch.Tensor]:
+        """A tensor for each of `tensors`; they share memory that is written again in the next step."""
+        if self._ranks > 1:
+            self._work.wait()
+        self._spare += [value for _, _, value in self._roots]
+        self._roots = []
+        return self._views(self._total)

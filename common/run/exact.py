@@ -1,0 +1,180 @@
+"""Exact training: the global batch is cut into shares, and the result does not depend on how many ranks compute them.
+
+    shares = Shares(args, model, train_sampler, test_sampler)
+    run.register(shares=shares)
+    for images, labels in run.steps(train_loader):      # one share of this rank after the other
+        ...                                             # its forward and backward pass
+        loss = shares.mean(loss)
+        if loss is None:
+            continue                                    # this rank has more shares of this step
+        optimizer.step()
+        run.step(loss)
+
+A share has its own statistics of the batch norms and its own random numbers. Its gradients, what its forward pass has changed
+in the network's buffers and its loss are averaged along a tree over the shares' numbers (common/processes/tree.py).
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+
+from common import arguments, devices
+from common.errors import UserError
+from common.processes import collectives, norms, tree
+from common.run.seeds import seed_step
+
+SHARES = "parts of the global batch: as many as there will ever be ranks, or more; unset: the ranks of the first start"
+PART_BYTES = 8 << 20  # of gradients that are exchanged together
+
+
+def add_options(parser: arguments.Parser) -> None:
+    """--shares, and what the same bits need of other options."""
+    arguments.group(parser, "training").add_argument("--shares", type=arguments.COUNT, help=SHARES)
+    parser.set_defaults(deterministic=True, sync_bn=False)
+
+
+def settle(args: argparse.Namespace) -> None:
+    """The same in a job that trains so only if it is asked to."""
+    args.deterministic, args.sync_bn = True, bool(args.sync_bn)
+
+
+class Shares:
+    def __init__(
+        self, args: argparse.Namespace, model: torch.nn.Module, train_sampler: Any, test_sampler: Any,
+        global_batch: Optional[int] = None,
+    ):  # fmt: skip
+        """The samplers have been sharded over the ranks, where there are several. Unset, a share has batch_size samples."""
+        if any(isinstance(module, norms.SynchronisedNorm) for module in model.modules()):
+            raise UserError(
+                "--sync_bn true has one statistic for all samples of a step, and each share has its own: leave it out"
+            )
+        self._args, self._model, self._sampler, self._base_lr = args, model, train_sampler, args.lr
+        self._global_batch = global_batch
+        self._rank, self._ranks = collectives.rank_and_size()
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._device = self._weights[0].device
+        self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._buffers = [*self._averaged, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
+        if not devices.is_accelerator(self._device):
+            torch.set_num_threads(1)  # sums over two threads have other bits than over one
+        test_sampler.shard(self._rank, self._ranks, whole_batches=True)
+        self.passes = 1  # backward passes for each share
+        self._deal(args.shares or self._ranks)
+        for weight in self._weights:
+            weight.register_post_accumulate_grad_hook(self._has_gradient)
+
+    def _deal(self, shares):
+        """Which shares are this rank's, and what travels together: the gradients in the order of backward(), then the rest."""
+        if self._ranks > shares:
+            raise UserError(
+                f"{self._ranks} ranks for {shares} shares: each rank computes one or more, so use {shares} ranks at most, "
+                "or begin another run with more --shares"
+            )
+        self.number, self._own = shares, tree.shares_of(self._rank, self._ranks, shares)
+        self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
+        self._loss = torch.zeros((), device=self._device)
+        groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
+        self._parts = [tree.Part(tensors, shares, self._rank, self._ranks) for tensors in groups]
+        self._part_of = {tensor: part for part in self._parts for tensor in part.tensors}
+
+    @property
+    def first_line(self) -> str:
+        """What the log says of them."""
+        many, size = self.number, self._sampler.global_batch // self.number
+        alone = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
+        return (
+            f"exact: {many} shares of {size} samples, the same bits on 1 to {many} ranks, each{alone or ' with one device'}; "
+            "a new run needs --shares for the most ranks that will ever take part"
+        )
+
+    def learning_rate(self, run: Any) -> float:
+        """--lr, which is for a share, for as many samples as a step has."""
+        return self._base_lr * run.global_batch / self._args.batch_size
+
+    def of(self, batch: Sequence[torch.Tensor], samples_seen: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """This rank's batch, a share at a time."""
+        without_average = getattr(self._model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._added, self._sent = set(), 0
+        for share, tensors in zip(self._own, zip(*(tensor.tensor_split(len(self._own)) for tensor in batch))):
+            self._share, self._passed = share, dict.fromkeys(self._parts, 0)
+            if self._buffers and share != self._own[0]:
+                torch._foreach_copy_(self._buffers, self._before)
+            for weight in self._weights:
+                weight.grad = None
+            seed_step(self._args.seed, samples_seen, share)
+            with without_average():
+                yield tensors
+
+    def _has_gradient(self, weight):
+        """Called by backward(): what is complete in the last share travels while the rest is computed."""
+        if self._share != self._own[-1] or self.number == 1:
+            return
+        part = self._part_of[weight]
+        self._passed[part] += 1
+        if self._passed[part] == len(part.tensors) * self.passes:
+            part.add(self._share, [tensor.grad for tensor in part.tensors])
+            self._added.add(part)
+            self._send()
+        elif part in self._added:
+            raise RuntimeError(f"a share has more backward passes than shares.passes, which is {self.passes}")
+
+    def _send(self):
+        """In one order on all ranks, whatever order the gradients come in."""
+        while self._sent < len(self._parts) and self._parts[self._sent] in self._added:
+            self._parts[self._sent].send()
+            self._sent += 1
+
+    @torch.no_grad()
+    def mean(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
+        """After a share's backward pass. None, but for this rank's last share: then the gradients and the running statistics
+        have become the means over all shares of all ranks, and the mean loss is returned."""
+        if self.number == 1:
+            return loss.detach()
+        before = self._before[: len(self._averaged)]
+        changes = torch._foreach_sub(self._averaged, before) if before else ()
+        values: dict[torch.Tensor, Optional[torch.Tensor]] = {weight: weight.grad for weight in self._weights}
+        values.update(zip(self._averaged, changes))
+        values[self._loss] = loss.detach()
+        for part in self._parts:
+            if part not in self._added:
+                part.add(self._share, [values[tensor] for tensor in part.tensors])
+        if self._share != self._own[-1]:
+            return None
+        self._added = set(self._parts)
+        self._send()
+        for part in self._parts:
+            part.finish()
+        means: dict[torch.Tensor, torch.Tensor] = {
+            tensor: mean for part in self._parts for tensor, mean in zip(part.tensors, part.means())
+        }
+        for weight in self._weights:
+            weight.grad = means[weight]
+        if before:
+            torch._foreach_copy_(self._averaged, torch._foreach_add(before, [means[buffer] for buffer in self._averaged]))
+        return means[self._loss].clone()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self._args.shares not in (None, state["number"]):
+            raise UserError(
+                f"--shares {self._args.shares}, but the run has {state['number']}: leave the option out, or begin another run"
+            )
+        self._deal(state["number"])
+
+
+def _together(tensors):
+    """Lists of tensors of one kind, in their order, of a size that is worth a message."""
+    groups: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        last = groups[-1] if groups else []
+        full = sum(other.nbytes for other in last) >= PART_BYTES
+        if not last or full or last[-1].dtype != tensor.dtype:
+            groups.append(last := [])
+        last.append(tensor)
+    return groups

@@ -1,0 +1,141 @@
+"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; the other jobs add a feature each to it, in marked blocks.
+
+    python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
+    python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
+    python jobs/train.py                                    downloads CIFAR-10 into input_dir first
+
+Started again, it goes on where it stopped. The recipe of the ModelArts sample:
+--optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
+"""
+
+### EXACT: how to start it, and when ###
+__doc__ = f"""{__doc__}
+Where the result must not depend on how many GPUs there are, also when that changes between two starts of a run: the same
+weights and metrics, bit for bit. The global batch is cut into --shares parts; a rank computes one or more of them, each with
+batch norm statistics and random numbers of its own, and all gradients are added in one order (docs/exact.md).
+
+    python jobs/train_exact.py --custom_data true --shares 4                                  all shares in one process
+    python jobs/train_ddp_exact.py --custom_data true --shares 4 --nproc_per_node 2           the same bits, with two
+"""
+### end EXACT ###
+import os
+import signal
+import sys
+from importlib.util import find_spec
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
+if not find_spec("common"):  # this file was uploaded alone
+    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+    sys.exit(2)
+
+import torch
+
+from common import arguments, devices
+from common.job import run_job
+from common.models import resnet18
+from common.run import Run, Scores
+from datasets import cifar10
+from datasets.sampler import EpochSampler, InOrder
+
+
+def main():
+    parser = cifar10.parser(__doc__)
+    ### EXACT: how many shares ###
+    from common.run import exact
+
+    exact.add_options(parser)
+    ### end EXACT ###
+
+    args = arguments.parse(parser)
+
+    device = devices.choose(args)
+
+    torch.manual_seed(args.seed)
+
+    # Which samples, in what order: one order per (seed, epoch), so a restart goes on with the sample it would have seen.
+    train_set, test_set = cifar10.load(args)
+    train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
+    test_sampler = InOrder(len(test_set), batch_size=500)
+
+    # Batches of (images, labels) on the device, normalised there; the training images cropped and flipped at random.
+    train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
+
+    test_loader = cifar10.loader(test_set, test_sampler, device)
+
+    # The layout in which the images arrive, and the fastest one for convolutions there: channels last, but not on NPUs.
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
+    ### EXACT: the global batch becomes that of all shares, of which this rank computes some; test batches stay whole ###
+    shares = exact.Shares(args, model, train_sampler, test_sampler)
+    ### end EXACT ###
+
+    loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+
+    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": devices.fused(device)}
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(model.parameters(), **how)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
+
+    # The logbook: shows progress, saves, and stops when it is told to.
+    run = Run(args, train_sampler, model, optimizer=optimizer)
+    ### EXACT: run.steps() gives one of this rank's shares after the other; a run keeps their number ###
+    run.register(shares=shares)
+    ### end EXACT ###
+
+    # Goes on from the newest checkpoint in the output folder, if there is one.
+    run.resume()
+
+    # With --compile true: faster steps after slow first ones.
+    devices.compile_network(args, model)
+
+    ### EXACT: a step sees the samples of all shares, so it may be larger ###
+    args.lr = shares.learning_rate(run)
+    run.say(shares.first_line)
+    ### end EXACT ###
+    for epoch in run.epochs():
+        model.train()
+
+        for images, labels in run.steps(train_loader):
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate(args, run.progress)
+
+            loss = loss_fn(model(images), labels)
+
+            optimizer.zero_grad()
+            loss.backward()
+            ### EXACT: after this rank's last share, the gradients become the means of all shares of all ranks ###
+            loss = shares.mean(loss)
+            if loss is None:
+                continue
+            ### end EXACT ###
+            optimizer.step()
+
+            run.step(loss)
+
+        scores = evaluate(run.model, test_loader, test_set.classes)
+        accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
+
+        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)
+
+
+def learning_rate(args, progress):
+    """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
+    share = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
+    return args.lr * share
+
+
+@torch.no_grad()
+def evaluate(model, loader, classes):
+    """What the network says of the test samples, each counted once."""
+    model.eval()
+    scores = Scores(classes, loader.device)
+    for images, labels in loader:
+        scores.add(model(images), labels, loader.ids)
+
+    return scores.share()  # each rank has seen its own part of them
+
+
+if __name__ == "__main__":
+    run_job(main)
