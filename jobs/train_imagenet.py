@@ -189,9 +189,9 @@ def add_training(add):
     add("--val_batch_size", type=COUNT, help="photographs in a batch of the evaluation; unset: batch_size")
     total = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
     add("--total_batch", type=COUNT, help=f"{total}; unset: batch_size x devices")
-    meant = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
     add("--exact", type=boolean, default=False, help="the same bits on any number of devices (docs/exact.md)")
     add("--shares", type=COUNT, help=f"with --exact true: {exact.SHARES}")
+    meant = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
     add("--lr_batch", type=number(int, at_least=0), default=256, help=meant)
     falls = "learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run"
     add("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine", help=falls)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +19,11 @@ PATIENCE = 600  # seconds, for what takes some on an idle machine: only what han
 
 # A whole run in a few seconds: 4 steps an epoch on a network of a few thousand parameters.
 TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "4", "--epochs", "2"]
+
+
+def slow_ones_marked(jobs):
+    """Names of jobs as the parameters of a test: one that starts a Ray cluster takes long, and belongs to make rehearsal."""
+    return [pytest.param(job, marks=pytest.mark.rehearsal) if "dpex" in job else job for job in jobs]
 
 
 def environment(**extra):

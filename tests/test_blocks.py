@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch import blocks
-from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_forked, run_job
+from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_forked, run_job, slow_ones_marked
 
 FEATURE_JOBS = blocks.feature_jobs()
 BASE = blocks.BASE.read_text()
@@ -72,7 +72,7 @@ def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(t
 # --- 3. Neutral --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("job", [path.stem for path in FEATURE_JOBS if "amp" not in path.stem])
+@pytest.mark.parametrize("job", slow_ones_marked(path.stem for path in FEATURE_JOBS if "amp" not in path.stem))
 def test_with_one_process_on_a_cpu_the_weights_are_those_of_the_base(job, finished, tmp_path):
     run_job(job, tmp_path, *TINY)
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))

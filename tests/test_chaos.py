@@ -9,10 +9,11 @@ from tests.chaos.victims import VICTIMS
 from tests.jobs import ROOT, environment
 
 RUNS = {"train": 3, "pack": 3}
-QUICK = ["pack"]
+
+pytestmark = pytest.mark.rehearsal
 
 
-@pytest.mark.parametrize("job", [job if job in QUICK else pytest.param(job, marks=pytest.mark.rehearsal) for job in VICTIMS])
+@pytest.mark.parametrize("job", VICTIMS)
 def test_what_was_killed_at_random_ends_with_the_bits_of_the_untouched_one(tmp_path, job):
     runs, results = str(RUNS.get(job, 1)), tmp_path / "results"
     script = [sys.executable, "-m", "tests.chaos.kill", "--job", job, "--runs", runs, "--seed", "5", "--results", results]
@@ -23,7 +24,6 @@ def test_what_was_killed_at_random_ends_with_the_bits_of_the_untouched_one(tmp_p
     assert again.returncode == 0 and again.stdout.strip() == done.stdout[done.stdout.index("| what") :].strip(), again.stdout
 
 
-@pytest.mark.rehearsal
 def test_every_operation_on_the_disk_fails_once_in_the_smallest_job(tmp_path):
     script = [sys.executable, "-m", "tests.chaos.disk", "--job", "speedrun", "--results", tmp_path / "rows"]
     done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=600)

@@ -31,6 +31,7 @@ from tests.jobs import (
     run_forked,
     run_job,
     saved,
+    slow_ones_marked,
     start,
     wait_for,
 )
@@ -406,7 +407,7 @@ LEAVES = {"speedrun": "runs.jsonl"}  # the others leave checkpoints/*
 
 
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.rehearsal)])
-@pytest.mark.parametrize("job", sorted(path.stem for path in (ROOT / "jobs").glob("*.py")))
+@pytest.mark.parametrize("job", slow_ones_marked(sorted(path.stem for path in (ROOT / "jobs").glob("*.py"))))
 def test_every_job_from_an_unrelated_folder_beside_an_installed_package_called_datasets(tmp_path, job, launcher):
     """The decoy is on the module search path, as an installed Hugging Face `datasets` would be."""
     decoy = tmp_path / "site" / "datasets"

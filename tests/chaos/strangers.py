@@ -1,6 +1,6 @@
 """A job of two nodes trains while strangers send whatever they like to the port of node 0.
 
-    python -m tests.chaos.strangers [--messages 100000] [--connections 10000] [--rounds 3] [--seed 1]     (make chaos FAULT=strangers)
+    python -m tests.chaos.strangers [--messages 100000] [--connections 10000] [--rounds 1] [--epochs 400]     (make chaos FAULT=strangers)
 
 The job is started with a secret and without one, beside the same job that nobody disturbs, in turn. It has one core, the strangers
 have another one at the lowest priority. Shown are what was sent, how the job ended, whether it ended with the bits of the undisturbed
@@ -28,11 +28,11 @@ from tests.chaos.victims import digest
 from tests.jobs import ROOT, TINY, environment, final_state
 from tests.objectstore import free_port
 
-OPTIONS = [*TINY[:4], "--batch_size", "32", *TINY[6:-1], "40", "--save_steps", "100000"]
+OPTIONS = [*TINY[:4], "--batch_size", "32", *TINY[6:-1]]  # and the number of epochs
 SECRET = "a secret of this program"
 
 
-def nodes(folder, port, key):
+def nodes(folder, port, key, epochs):
     """Both nodes of the job, on the first core."""
     words = [
         "taskset",
@@ -41,6 +41,9 @@ def nodes(folder, port, key):
         sys.executable,
         str(ROOT / "jobs" / "train_ddp.py"),
         *OPTIONS,
+        str(epochs),
+        "--save_steps",
+        "100000",
         "--output_dir",
         str(folder / "out"),
     ]
@@ -117,17 +120,17 @@ def memory(process):
     return 0.0
 
 
-def run(key, options=None):
-    """{seconds, codes, digest, sent, before, after} of one job, disturbed with `options`."""
+def run(key, options, disturbed):
+    """{seconds, codes, digest, sent, before, after} of one job."""
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
-        both = nodes(folder, port, key)
+        both = nodes(folder, port, key, options.epochs)
         while "epoch=2/" not in (folder / "log0").read_text():
             if both[0].poll() is not None:
                 raise RuntimeError((folder / "log0").read_text())
             time.sleep(0.05)
         before, sent = memory(both[0]), [0, 0]
-        if options:
+        if disturbed:
             with ProcessPoolExecutor(1, initializer=at_lowest_priority) as pool:
                 sent = pool.submit(disturb, port, options.connections, options.messages, options.seed).result()
         after = memory(both[0]) or before
@@ -139,7 +142,7 @@ def run(key, options=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, number in (("messages", 100_000), ("connections", 10_000), ("rounds", 3), ("seed", 1)):
+    for name, number in (("messages", 100_000), ("connections", 10_000), ("rounds", 1), ("epochs", 400), ("seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=number)
     options = parser.parse_args()
     print(f"{machine()}\n")
@@ -149,7 +152,7 @@ def main():
     print("|---|---|---|---|---|---|---|", flush=True)
     good = True
     for what, key in (("have a secret", SECRET), ("have none", "")):
-        pairs = [(run(key), run(key, options)) for _ in range(options.rounds)]
+        pairs = [(run(key, options, False), run(key, options, True)) for _ in range(options.rounds)]
         ratios = [plain["seconds"] / disturbed["seconds"] for plain, disturbed in pairs]
         same = sum(plain["digest"] == disturbed["digest"] for plain, disturbed in pairs)
         connections, messages = (sum(disturbed["sent"][place] for _, disturbed in pairs) for place in (0, 1))
@@ -159,6 +162,9 @@ def main():
         print(
             f"| {what} | {connections:,} | {messages:,} | {codes} | {same} of {len(pairs)} | {growth} | {speed} |", flush=True
         )
+        if connections < options.connections * len(pairs):
+            print("the job ended before all of them had come: give more --epochs", file=sys.stderr)
+            good = False
         good = good and codes == {0} and same == len(pairs)
     return 0 if good else 1
 
