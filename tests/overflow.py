@@ -2,7 +2,7 @@
 
 import torch
 
-from common.run import Scaler
+from common.run import Scaler, restore
 
 
 def overflowing(device, scale, steps=12):
@@ -11,6 +11,7 @@ def overflowing(device, scale, steps=12):
     model = torch.nn.Linear(64, 64, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     scaler = Scaler(device, init_scale=scale)
+    restore.prepare({"optimizer": optimizer, "scaler": scaler})  # as a run does it
     scales, moved = [scaler.get_scale()], [False]
     for _ in range(steps):
         before = model.weight.detach().clone()

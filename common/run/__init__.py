@@ -1,6 +1,6 @@
 """The job's logbook: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
 
-from common.run import bucket_run, checkpoint, exact, restore
+from common.run import bucket_run, checkpoint, restore
 from common.run.logbook import Run
 from common.run.scaler import Scaler
 from common.run.scores import Scores

@@ -31,7 +31,6 @@ from common.processes import collectives
 from common.run import checkpoint, output, restore, timing
 from common.run.agreement import Agreement
 from common.run.display import Display
-from common.run.exact import Shares
 from common.run.losses import Losses
 from common.run.saver import Saver
 from common.run.scaler import Scaler
@@ -89,8 +88,7 @@ class Run:
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self._parts)
-        shares = self._parts.get("shares")
-        self._shares = shares if isinstance(shares, Shares) else None  # a step's loss is that of all ranks already
+        self._shares = self._parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
         self._losses = Losses(self.device, self.rank, 1 if self._shares else self.world_size)
         found = None if self.trial else self._find()
         self._goes_on = bool(found)
