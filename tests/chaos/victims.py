@@ -4,6 +4,7 @@ Every start is forked from a process that has only imported torch and the like, 
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -67,9 +68,21 @@ class Job:
 class Ranks(Job):
     """Two processes, as a platform starts one for each GPU. All of them are killed, or one and then the rest."""
 
+    def environments(self, ranks=2):
+        size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        shared = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+class Changing(Ranks):
+    """Another number of processes at each start."""
+
+    def __init__(self, name, *options):
+        super().__init__(name, *options)
+        self._ranks = itertools.cycle([2, 1, 3])
+
     def environments(self):
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        return super().environments(next(self._ranks))
 
 
 class Ray(Job):
@@ -219,6 +232,7 @@ def write_result(victim, folder):
 VICTIMS = {
     "train": Job("train"),
     "train_ddp_amp": Ranks("train_ddp_amp", "--batch_size", "16"),
+    "train_ddp_exact": Changing("train_ddp_exact", "--batch_size", "8", "--shares", "4"),
     "train_dp": Job("train_dp"),
     "train_dpex": Ray("train_dpex", "--workers", "1"),
     "pack": Pack("pack"),
