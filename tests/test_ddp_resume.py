@@ -79,7 +79,7 @@ def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.rehearsal)])
 def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path):
     """float64, to 1e-10: with BatchNorm in eval mode or over all ranks the whole batch at once, in train mode its slices averaged."""
     words = [

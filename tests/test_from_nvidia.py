@@ -260,9 +260,8 @@ def test_its_names_of_backends(job):
 # --- Its scripts, its container and its cache ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "backend", ["kspeed", *(pytest.param(name, marks=pytest.mark.rehearsal) for name in ("pytorch", "dali-kspeed"))]
-)
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("backend", ["kspeed", "pytorch", "dali-kspeed"])
 def test_the_script_of_the_document(photographs, tmp_path, cache, backend):
     script = ROOT / "launch" / "DGXA100_resnet50_AMP_multi.sh"
     smaller = [*TRAINED, "--optimizer-batch-size", 16, "--max_steps", 2, "--enable_gpu", "false", "--amp_dtype", "float32"]
