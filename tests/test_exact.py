@@ -209,3 +209,27 @@ def test_the_flagship_too_with_portions_of_a_share_and_a_restart(tmp_path):
 
 def test_shares_that_are_not_asked_for_are_a_mistake(tmp_path):
     assert "--shares 4 is for --exact true" in run_job("train_imagenet", tmp_path, "--shares", 4, check=2).stderr
+
+
+def test_a_share_begins_without_gradients_and_a_cpu_computes_with_one_thread():
+    args = argparse.Namespace(shares=2, batch_size=1, seed=0, lr=0.1)
+    model, before = torch.nn.Linear(1, 1, bias=False), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        shares = exact.Shares(args, model, EpochSampler(4, 1, seed=0), InOrder(4, 1))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    for (images,) in shares.of((torch.tensor([[1.0], [3.0]]),), samples_seen=0):
+        model(images).sum().backward()  # nobody sets the gradients to zero
+        mean = shares.mean(torch.zeros(()))
+    assert mean is not None and model.weight.grad.item() == 2.0
+
+
+def test_a_missing_gradient_is_zero_also_in_memory_that_was_used_before():
+    part = tree.Part([torch.zeros(1)], shares=2, rank=0, ranks=1)
+    for values, mean in (((3.0, 5.0), 4.0), ((None, None), 0.0)):
+        for share, value in enumerate(values):
+            part.add(share, [None if value is None else torch.tensor([value])])
+        part.finish()
+        assert part.means()[0].item() == mean
