@@ -1,6 +1,6 @@
 """What a worker tells the parent of its node: the phase it is in, how many steps it has done, why it failed.
 
-The parent names the files in one variable. The pulse is sixteen bytes of shared memory, written with every change and read
+The parent names the files in one variable. The pulse is a few bytes of shared memory, written with every change and read
 twice a second; the fault is a line of JSON, written once. A job without a parent writes neither.
 """
 
@@ -22,6 +22,7 @@ PARENT = "ANYRANK_PARENT"  # and the parent's process id
 # limit is ten times the median step, and at least a minute.
 PHASES = {
     "start": 3600,
+    "join": 3600,
     "fetch": 600,
     "compile": 900,
     "data": None,
@@ -35,6 +36,8 @@ TRAINING = ("data", "step")
 
 _NAMES = list(PHASES)
 _FORM = struct.Struct("<2q")
+_NUMBER = struct.Struct("<q")
+_WANTED, _OFFERED, _STOP, _SIZE = range(_FORM.size, _FORM.size + 4 * _NUMBER.size, _NUMBER.size)
 _alone: Optional[str] = None
 
 
@@ -45,7 +48,7 @@ class Pulse:
         self._memory: Any = None
         if prefix:
             with open(f"{prefix}.pulse", "r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _FORM.size)
+                self._memory = mmap.mmap(file.fileno(), _SIZE)
 
     def set(self, phase: str, steps: int) -> None:
         if self._memory:
@@ -56,10 +59,37 @@ class Pulse:
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
+    # Where nodes come and go (processes/members.py): the generation that a worker waits for; and what its parent tells it, the
+    # last generation, and the signal to stop on, or 0.
+
+    def want(self, generation: int) -> None:
+        self._put(_WANTED, generation)
+
+    def wanted(self) -> int:
+        return self._get(_WANTED)
+
+    def offer(self, generation: int) -> None:
+        self._put(_OFFERED, generation)
+
+    def offered(self) -> int:
+        return self._get(_OFFERED)
+
+    def tell_to_stop(self, number: int) -> None:
+        self._put(_STOP, number)
+
+    def told_to_stop(self) -> int:
+        return self._get(_STOP)
+
+    def _put(self, place, number):
+        _NUMBER.pack_into(self._memory, place, number)
+
+    def _get(self, place):
+        return _NUMBER.unpack_from(self._memory, place)[0]
+
 
 def create(prefix: str) -> Pulse:
     """The pulse of a worker that is about to start, in a new file."""
-    Path(f"{prefix}.pulse").write_bytes(bytes(_FORM.size))
+    Path(f"{prefix}.pulse").write_bytes(bytes(_SIZE))
     return Pulse(prefix)
 
 

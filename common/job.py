@@ -52,8 +52,10 @@ def run_job(main: Callable[[], None]) -> None:
         _run(main)
     except SystemExit as end:
         heartbeat.report_end(end.code)
+        moments.announce("leaving", end.code)
         raise
     heartbeat.report_end(0)
+    moments.announce("leaving", 0)
 
 
 def _run(main):

@@ -151,7 +151,10 @@ def main():
 
             run.step(loss)
 
-        scores = evaluate(run.model, test_loader, test_set.classes)
+        ### EXACT: again, if the ranks have changed meanwhile (--min_nodes) ###
+        # was: scores = evaluate(run.model, test_loader, test_set.classes)
+        scores = run.together(evaluate, run.model, test_loader, test_set.classes)
+        ### end EXACT ###
         accuracy = (scores.confusion.diagonal().sum() / scores.confusion.sum()).item()
 
         run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)

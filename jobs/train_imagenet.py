@@ -161,7 +161,7 @@ def main():
         if args.training_only:
             run.end_epoch()
         else:
-            metrics, _ = evaluate(ema.module if ema else network, val_loader, classes, autocast)
+            metrics, _ = run.together(evaluate, ema.module if ema else network, val_loader, classes, autocast)
             run.end_epoch(**metrics)
 
 

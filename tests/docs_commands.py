@@ -71,6 +71,9 @@ NOT_RUN = {
     "compares what the two commands before it wrote; tests/test_exact.py": [
         "diff output_dir/one/metrics.jsonl output_dir/three/metrics.jsonl",
     ],
+    "starts a job of several nodes, one of which it kills; tests/test_elastic.py": [
+        "python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- --custom_data true --shares 4 --min_nodes 1",
+    ],
     "reads what the command before it wrote": [
         "python tests/check_ledger.py --samples 256 --global_batch 32 out",
     ],
@@ -104,6 +107,7 @@ NOT_RUN = {
         "source .venv/bin/activate",
         "pip install .[modelarts]",
         "pip install .[cache]",
+        "pip install .[elastic]",
         "pip install .[ray]",
         "pip list --format=freeze | grep -iE '^(torch|torchvision|numpy)==' > keep.txt && pip install -r requirements.txt -c keep.txt",
     ],

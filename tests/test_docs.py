@@ -235,7 +235,9 @@ def run_verb(verb, words, folder, monkeypatch, refused):
     if verb == "doctor":
         run_small(before, [*behind.split(), "--doctor", "true"], folder)
     elif verb == "local":
-        monkeypatch.setattr(local, "attempt", lambda options, _: [run_small(options.job, options.arguments, folder).returncode])
+        monkeypatch.setattr(
+            local, "attempt", lambda options, *_: [run_small(options.job, options.arguments, folder).returncode]
+        )
         assert local.main(words) == 0
     else:
         env = {"PYTHONPATH": str(folder), "HOME": str(folder.parent)}  # without anybody's credentials

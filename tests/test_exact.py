@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.processes import tree
+from common.processes import collectives, tree
 from common.run import exact
 from datasets.sampler import EpochSampler, InOrder
 from launch import blocks
@@ -227,7 +227,7 @@ def test_a_share_begins_without_gradients_and_a_cpu_computes_with_one_thread():
 
 
 def test_a_missing_gradient_is_zero_also_in_memory_that_was_used_before():
-    part = tree.Part([torch.zeros(1)], shares=2, rank=0, ranks=1)
+    part = tree.Part([torch.zeros(1)], shares=2, group=collectives.All())
     for values, mean in (((3.0, 5.0), 4.0), ((None, None), 0.0)):
         for share, value in enumerate(values):
             part.add(share, [None if value is None else torch.tensor([value])])

@@ -7,7 +7,16 @@ from common.devices.affinity import MODES as AFFINITIES
 from common.devices.affinity import bind
 from common.devices.capacity import largest_batch
 from common.devices.choice import choose, describe, fewer_than_promised, identity, require_one_each
-from common.devices.diagnosis import KILLED, build, diagnosis, misfit, no_memory, unknown_architecture, versions_apart
+from common.devices.diagnosis import (
+    KILLED,
+    build,
+    diagnosis,
+    is_its_own_fault,
+    misfit,
+    no_memory,
+    unknown_architecture,
+    versions_apart,
+)
 from common.devices.kinds import (
     BACKENDS,
     CHANNELS_LAST,
@@ -55,7 +64,8 @@ __all__ = [
     "AFFINITIES", "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KILLED", "KINDS", "accelerator", "available",
     "backend", "bind", "build", "choose", "collectives_of", "compile_network", "cores_of_a_rank", "count", "current",
     "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back",
-    "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_nvidia", "largest_batch", "layout",
+    "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_its_own_fault",
+    "is_nvidia", "largest_batch", "layout",
     "loader_workers", "mark", "memory_in_use", "misfit", "moved", "no_memory", "noun", "of", "on_stream", "profiled",
     "refuse", "require_one_each", "seed_in_use", "side_stream", "slices", "synchronize", "unknown_architecture", "use",
     "versions_apart", "widest",

@@ -136,3 +136,8 @@ def misfit(torch_version: str, torch_npu: str, cann: Optional[str]) -> Optional[
 def _first_two(version):
     first, second = re.findall(r"\d+", version)[:2]
     return int(first), int(second)
+
+
+def is_its_own_fault(text: str) -> bool:
+    """Whether an error speaks of the device, or of its connection to others, so that another device may do better."""
+    return any(words in text for words in ("CUDA error", "NCCL error", "NPU error", "HCCL error"))

@@ -37,6 +37,10 @@ class Closed(Gone):
     """It has closed the connection."""
 
 
+class Elsewhere(Exception):
+    """The run is led by another node than node 0, at this address and port (elastic.py)."""
+
+
 def checked(message: dict) -> dict:
     """The message; Gone when it is not one of ours."""
     if not messages.is_valid(message):
@@ -61,6 +65,10 @@ class Line:
 
     def fileno(self) -> int:
         return self.connection.fileno()
+
+    def peer(self) -> str:
+        """The address at the other end."""
+        return self.connection.getpeername()[0].replace("::ffff:", "")
 
     def send(self, **message: Any) -> None:
         content = json.dumps(message).encode() + b"\n"
@@ -129,6 +137,17 @@ class Line:
             self.connection.close()
 
 
+def has_ended(address: str, port: int) -> bool:
+    """Whether that host answers, and says that the process which listened there has ended."""
+    try:
+        socket.create_connection((address, port), timeout=0.3).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 # --- How a node joins --------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +173,7 @@ def join(address: str, port: int, hello: dict, seconds: float, say: Callable, ke
     for attempt in range(ATTEMPTS):
         line = Line(connect(address, port, seconds, say))
         try:
-            _prove(line, key)
+            prove(line, key)
             line.send(**hello, clock=time.time())
             return line, _wait_for_go(line, seconds + SILENCE_SECONDS)
         except Closed as gone:  # perhaps to make room: strangers fill the port of node 0
@@ -173,7 +192,7 @@ def join(address: str, port: int, hello: dict, seconds: float, say: Callable, ke
     )
 
 
-def _prove(line: Line, key: bytes) -> None:
+def prove(line: Line, key: bytes) -> None:
     """Node 0 says its number; then each proves to the other that it has the secret."""
     theirs, mine = _next(line, "nonce"), secret.nonce()
     if not messages.text(64)(theirs):
@@ -198,6 +217,8 @@ def _wait_for_go(line: Line, seconds: float) -> dict:
             checked(message)
             if "refused" in message:
                 raise UserError(one_line(message["refused"])[:500])
+            if "elsewhere" in message:
+                raise Elsewhere(*message["elsewhere"])
             if "go" in message:
                 return message["go"]
             patience = SILENCE_SECONDS  # node 0 sends beats while it waits for the others

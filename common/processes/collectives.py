@@ -19,12 +19,21 @@ from common.processes.naming import first_difference
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice a dead peer within seconds
 
 
+class Changed(Exception):
+    """The group is of the past: a member has gone, or one has come (members.py)."""
+
+
+class Stopped(Exception):
+    """The run is saved and ends: the platform says so, or too few are left, or the others may still be there (elastic.py)."""
+
+
 class Group:
     """What the ranks of the process group share in addition to it."""
 
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
         self.watcher: Any = None  # of a rank without a parent: watcher.Beside
+        self.members: Any = None  # members.Members where nodes may come and go: then the process group has this rank alone
         self._control = None
 
     def control(self) -> Any:
@@ -43,6 +52,34 @@ def rank_and_size() -> tuple[int, int]:
     """(this process's rank, the number of ranks); (0, 1) in a job without a process group."""
     grouped = distributed.is_available() and distributed.is_initialized()
     return (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
+
+
+class All:
+    """The ranks of the process group, and what members.Members has too: collectives that begin and are waited for."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = rank_and_size()
+
+    def all_to_all(self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: list[int], given_sizes: list[int]) -> Any:
+        return distributed.all_to_all_single(taken, given, taken_sizes, given_sizes, async_op=True)
+
+    def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> Any:
+        return distributed.all_gather_into_tensor(everything, own, async_op=True)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up the tensors of all ranks, in place."""
+        distributed.all_reduce(tensor)
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, in their order; all have the same size."""
+        everyone = [torch.zeros_like(own) for _ in range(self.size)]
+        distributed.all_gather(everyone, own)
+        return everyone
+
+
+def present() -> Any:
+    """The ranks that take part at present: All, or members.Members."""
+    return GROUP.members or All()
 
 
 def reduce(values: list, operation: str) -> list[float]:

@@ -24,8 +24,8 @@ import torch
 from torch import distributed
 
 from common import arguments, devices, heartbeat, moments
-from common.errors import UserError
-from common.processes import network, store, watcher
+from common.errors import UserError, count
+from common.processes import members, network, store, watcher
 from common.processes.collectives import GROUP, TIMEOUT, compare, one_device_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nproc_per_node", type=arguments.WORKERS, help="workers on this node; unset: one per GPU, one on CPU")
     add("--max_restarts", type=restarts, default=0, help="restarts in place after a worker has died")
     add("--join_seconds", type=arguments.POSITIVE, default=900.0, help="how long the nodes wait for each other")
+    elastic = "nodes may go and come, and the others go on while there are this many; unset: all stop (docs/elastic.md)"
+    add("--min_nodes", type=arguments.WORKERS, help=elastic)
     parser.set_defaults(collective_seconds=TIMEOUT.total_seconds())
 
 
@@ -53,17 +55,29 @@ def start_workers(args: argparse.Namespace) -> None:
         _die_with_the_parent()
     here = args.world
     if here.level == "process":
+        if args.min_nodes and not heartbeat.has_parent():
+            raise UserError(
+                f"--min_nodes needs one process per node, and {here.platform} starts one per rank: start it as python JOB"
+            )
         if here.world_size > 1 and not heartbeat.has_parent() and not args.doctor:
             GROUP.watcher = watcher.start(here)
         return
     if here.world_size == 1 and not args.max_restarts:
+        if args.min_nodes:
+            raise UserError("--min_nodes is for several nodes or workers, and this is the only one")
         return
+    if args.min_nodes and args.min_nodes > here.num_nodes:
+        raise UserError(f"--min_nodes {args.min_nodes}, but the job has {count(here.num_nodes, 'node')}")
     devices.require_one_each(args)
     if fewer := devices.fewer_than_promised(args):
         print(f"warning: node {here.node_rank}: {fewer}", flush=True)
+    from common.processes import elastic
     from common.processes.supervisor import Supervisor
 
-    supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
+    if args.min_nodes:
+        supervisor: Supervisor = elastic.Supervisor(here, args.min_nodes, args.join_seconds, _alike(args))
+    else:
+        supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
     moments.announce("supervisor", supervisor)
     code = supervisor.run()
     moments.announce("supervised", supervisor, code)
@@ -87,7 +101,9 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
             raise UserError(wrong)
         if devices.is_nvidia(device) and here.local_rank == 0 and (slow := network.no_adapter(os.environ)):
             print(f"warning: node {here.node_rank}: {slow}", flush=True)
-    if here.level == "node":
+    if args.min_nodes:
+        GROUP.members = members.Members(here.rank, here.world_size, device)
+    if here.level == "node" or args.min_nodes:  # then the ranks meet later, and whenever they change
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)
     else:

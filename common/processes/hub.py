@@ -31,8 +31,9 @@ LACK = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # of descripto
 class Hub:
     """The connections to all other nodes, by their numbers."""
 
-    def __init__(self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b""):
-        self._hello, self._say, self._key = hello, say, key
+    def __init__(self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"", stays_open: bool = False):
+        """`stays_open`: nodes may also join later, and whoever does not fit is refused alone."""
+        self._hello, self._say, self._key, self._stays_open = hello, say, key, stays_open
         self.lines: dict[int, Line] = {}
         self.hellos: dict[int, dict] = {}  # of every node that has ever joined; "ahead": by how much its clock is ahead of ours
         self._strangers: dict[Line, tuple[float, str]] = {}  # since when each is connected, and the number that we have sent it
@@ -69,6 +70,10 @@ class Hub:
     def _missing(self):
         missing = [node for node in range(1, self._hello["nodes"]) if node not in self.lines]
         return naming.describe_nodes(missing, self._hello["workers"])
+
+    def is_complete(self) -> None:
+        """From here on nobody is waited for."""
+        self._complete = True
 
     def poll(self, seconds: float) -> list[tuple]:
         """[(node, message)], a message of None for a node that has gone."""
@@ -177,22 +182,27 @@ class Hub:
             line.tell(refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port")
             self._refuse(line, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
-        if self._complete:
+        if "leads" in hello and not self._complete:
+            raise channel.Elsewhere(*hello["leads"])
+        if self._complete and not self._stays_open:
             line.tell(refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port")
             self._refuse(line, "came when all nodes were there")
             return
         if node >= mine["nodes"]:
             theirs = f"host {host} says it is node {node} of {hello['nodes']}"
             self._refuse_all(f"{theirs}, but host {mine['host']} has a world size of {mine['nodes']} nodes", line)
-        if node == 0 or node in self.lines:
-            first = mine["host"] if node == 0 else self.hellos[node]["host"]
+            return
+        if node == mine["node"] or node in self.lines:
+            first = mine["host"] if node == mine["node"] else self.hellos[node]["host"]
             self._refuse_all(f"duplicate rank: host {first} and host {host} both say they are node {node}", line)
+            return
         for name, value in mine["alike"].items():
             its = hello["alike"].get(name)
             if its != value:
                 ours, theirs = naming.first_difference(str(value), one_line(its))
                 there = f"{theirs[:200]} on node {node} (host {host})"
-                self._refuse_all(f"{name} differs: {ours} on node 0 (host {mine['host']}), {there}", line)
+                self._refuse_all(f"{name} differs: {ours} on node {mine['node']} (host {mine['host']}), {there}", line)
+                return
         del self._strangers[line]
         line.node = node
         self.lines[node] = line
@@ -217,6 +227,11 @@ class Hub:
             self._refused.clear()
 
     def _refuse_all(self, why, newcomer=None):
+        """Two nodes contradict each other: all stop, or only the newcomer where the others train already."""
+        if newcomer and self._complete:
+            newcomer.tell(refused=why)
+            self._refuse(newcomer, "did not fit to the others")
+            return
         for line in [*self.lines.values(), *([newcomer] if newcomer else [])]:
             line.tell(refused=why)
         raise UserError(why)

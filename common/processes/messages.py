@@ -50,11 +50,32 @@ REPORT = record(
     optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),
     restart=lambda value: type(value) is bool, stack_of=RANK,
 )  # fmt: skip
-GO = record(attempt=whole(0, 10**6), address=is_address, port=whole(1, 65535))
+PORT, BOOL = whole(1, 65535), lambda value: type(value) is bool
+GO = record(optional=("later",), attempt=whole(0, 10**6), address=is_address, port=PORT, later=is_true)
+
+
+def several(form: Callable, most: int = 10**6) -> Callable:
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(form, value))
+
+
+def each(*forms: Callable) -> Callable:
+    """A list with one value of each of these forms."""
+    return lambda value: isinstance(value, list) and len(value) == len(forms) and all(f(v) for f, v in zip(forms, value))
+
+
+# Where nodes come and go (elastic.py): what a node says of its workers, [rank, generation that it waits for] of those that
+# live, and who the members are from here on.
+HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
+GENERATION = record(
+    number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=BOOL,
+    changes=several(each(STEPS, text(8000)), 100),
+    nodes=several(each(RANK, is_address, PORT)),
+)  # fmt: skip
 
 # With these a connection begins.
 HELLO = record(
-    optional=("findings",), findings=lambda value: isinstance(value, list),  # of the doctor
+    optional=("findings", "listens", "leads"), findings=lambda value: isinstance(value, list),  # of the doctor
+    listens=PORT, leads=each(is_address, PORT),
     app=text(100), job=text(1000), host=text(1000), node=whole(0, 10**6), nodes=whole(1, 10**6), workers=whole(1, 10**6),
     alike=lambda value: isinstance(value, dict), clock=is_number,
 )  # fmt: skip
@@ -64,6 +85,8 @@ PROOF = record(nonce=text(64), proof=text(64))
 FORMS = {
     "beat": is_true, "waiting": is_true, "finished": is_true, "end": is_true, "refused": text(4000), "go": GO,
     "verdict": REPORT, "fault": REPORT, "status": STALL, "ready": whole(0, 10**6),
+    "here": HERE, "lost": text(4000), "generation": GENERATION, "leave": is_true, "dropped": is_true,
+    "elsewhere": each(is_address, PORT),
     "stop": lambda value: type(value) is int and value in STOP_SIGNALS,
 }  # fmt: skip
 

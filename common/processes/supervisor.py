@@ -129,7 +129,7 @@ class Supervisor(Watch):
             "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: f"{here.platform}: {here.rule}",
             "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
             **network.interfaces(self._own_address()),
-            **malloc.tuned(os.environ),
+            **malloc.tuned(os.environ), **self._for_workers(),
         }  # fmt: skip
         threads = max(1, cores.count() // here.local_world_size)
         shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(threads))
@@ -152,6 +152,10 @@ class Supervisor(Watch):
             sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
         for index, worker in enumerate(self.workers):
             worker.process = started.subprocess_handlers[index].proc
+
+    def _for_workers(self):
+        """What else their environment has to tell them."""
+        return {}
 
     def _own_address(self):
         if self.hub:

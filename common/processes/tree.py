@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
-from torch import distributed
 
 Root = tuple[int, int, Any]  # (level, index in the level, value)
 
@@ -44,7 +43,9 @@ def places(own: range, shares: int) -> list[tuple[int, int]]:
 class Part:
     """Some of the tensors that are averaged: one flat vector for each share, exchanged as soon as the last share has come."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], shares: int, rank: int, ranks: int):
+    def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
+        """`group`: collectives.All, or members.Members."""
+        self._group, ranks = group, group.size
         self.tensors, self._shares, self._ranks = list(tensors), shares, ranks
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
         self._chunk = -(-sum(tensor.numel() for tensor in tensors) // ranks)
@@ -89,9 +90,7 @@ class Part:
         self._given = torch.cat(own, dim=1).view(-1) if len(own) > 1 else own[0].view(-1)
         sizes = [len(roots) * self._chunk for roots in self._places]
         self._taken = self._new(sum(sizes))
-        self._work = distributed.all_to_all_single(
-            self._taken, self._given, sizes, [len(own) * self._chunk] * self._ranks, async_op=True
-        )
+        self._work = self._group.all_to_all(self._taken, self._given, sizes, [len(own) * self._chunk] * self._ranks)
 
     def finish(self) -> None:
         """Finish the tree for this rank's chunk, and begin to gather the chunks of all ranks."""
@@ -107,7 +106,7 @@ class Part:
                 grow(roots, (*place, next(chunks)), self._shares, torch.Tensor.add_)
         ((_, _, chunk),) = roots
         self._total = self._new(self._ranks * self._chunk)
-        self._work = distributed.all_gather_into_tensor(self._total, chunk.div_(self._shares), async_op=True)
+        self._work = self._group.all_gather(self._total, chunk.div_(self._shares))
 
     def means(self) -> list[torch.Tensor]:
         """A tensor for each of `tensors`; they share memory that is written again in the next step."""

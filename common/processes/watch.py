@@ -13,6 +13,7 @@ from common.processes import channel
 from common.processes.channel import SILENCE_SECONDS
 from common.processes.worker import STOP, Worker, cause, stalled, summary
 
+OWN = -1  # this one, among the numbers of the others
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
 
 
@@ -98,12 +99,12 @@ class Watch:
             if self.own_finished():
                 self.line.tell(finished=True)
             return
-        self.statuses[0] = mine
+        self.statuses[OWN] = mine
         if self.hub:
             self.hub.send(beat=True)
-            if self.own_finished() and len(self.finished) == self.nodes - 1:
+            if self.own_finished() and self.others_finished():
                 self.hub.send(end=True)
-                self.finished.add(0)
+                self.finished.add(OWN)
 
     def judge(self, stalls: bool) -> None:
         """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
@@ -126,6 +127,9 @@ class Watch:
     def stopping(self, workers: int) -> str:
         """What is done after a verdict, for the log."""
         return f"{self.verdict['text']}; stopping all {workers} ranks" if workers > 1 else self.verdict["text"]
+
+    def others_finished(self) -> bool:
+        return len(self.finished) == self.nodes - 1
 
     def own_finished(self) -> bool:
         return all(worker.code == 0 and worker.last[0] == "done" for worker in self.workers)

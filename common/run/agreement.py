@@ -6,40 +6,46 @@ second by the step time of the slowest rank, which they exchange as well.
 
 import time
 from collections.abc import Sequence
-from typing import Optional
-
-from common.processes import collectives
+from typing import Callable, Optional
 
 EXCHANGE_SECONDS = 0.5
 MOST_STEPS = 1000  # between two exchanges
 
 
 class Agreement:
-    def __init__(self, max_hours: Optional[float], save_seconds: float, world_size: int):
-        self._max_hours, self._save_seconds, self._world_size = max_hours, save_seconds, world_size
-        self._born = self._saved = self._exchanged = time.monotonic()
-        self._steps_left = self._steps_between = 1
+    def __init__(self, max_hours: Optional[float], save_seconds: float):
+        self._max_hours, self._save_seconds = max_hours, save_seconds
+        self._born = time.monotonic()
         self.signal: Optional[int] = None  # the one that this process has received
+        self.saved()
+        self.begin()
 
     def begin(self) -> None:
-        """The run has been restored: the clocks of the next checkpoint and of the steps start now."""
-        self._saved = self._exchanged = time.monotonic()
+        """The run has been restored, or the ranks have changed: all of them count from here."""
+        self._exchanged = time.monotonic()
+        self._steps_left = self._steps_between = 1
+        self._due: Sequence[float] = (0, 0, 0)
 
     def saved(self) -> None:
         self._saved = time.monotonic()
 
-    def due(self) -> Sequence[float]:
-        """(signal to stop on or 0, whether the hours are over, whether a checkpoint is due); called once in every step."""
+    def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
+        """Once in every step; `maximum`: over all ranks, or None where there is only this one."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
         own = [int(self.signal or 0), int(hours), int(now - self._saved >= self._save_seconds)]
-        if self._world_size == 1:
-            return own
+        if maximum is None:
+            self._due = own
+            return
+        self._due = (0, 0, 0)
         self._steps_left -= 1
         if self._steps_left > 0:
-            return 0, 0, 0
+            return
         step_seconds = (now - self._exchanged) / self._steps_between
-        *agreed, step_seconds = collectives.reduce([*own, step_seconds], "MAX")
+        *self._due, step_seconds = maximum([*own, step_seconds])
         self._exchanged = now
         self._steps_left = self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(step_seconds, 1e-6))))
-        return agreed
+
+    def due(self) -> Sequence[float]:
+        """(signal to stop on or 0, whether the hours are over, whether a checkpoint is due) after this step."""
+        return self._due

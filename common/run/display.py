@@ -55,6 +55,11 @@ class Display:
         if self.active:
             progress.say(text)
 
+    def take_over(self) -> None:
+        """From here on this rank shows the progress and writes the files: the one that did has gone."""
+        self.active = self._writes = True
+        _try_imports()
+
     # --- While training ---
 
     def start_epoch(self, epoch: int, epochs: int, steps: int, done: int) -> None:

@@ -17,13 +17,14 @@ in the network's buffers and its loss are averaged along a tree over the shares'
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
 from common import arguments, devices
 from common.errors import UserError
 from common.processes import collectives, norms, tree
+from common.processes.collectives import Changed
 from common.run.seeds import seed_step
 
 SHARES = "parts of the global batch: as many as there will ever be ranks, or more; unset: the ranks of the first start"
@@ -53,32 +54,44 @@ class Shares:
             )
         self._args, self._model, self._sampler, self._base_lr = args, model, train_sampler, args.lr
         self._global_batch = global_batch
-        self._rank, self._ranks = collectives.rank_and_size()
+        self._test_sampler = test_sampler
+        self._members = collectives.GROUP.members
+        self._group = self._members or collectives.All()
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._device = self._weights[0].device
         self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._buffers = [*self._averaged, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
         if not devices.is_accelerator(self._device):
             torch.set_num_threads(1)  # sums over two threads have other bits than over one
-        test_sampler.shard(self._rank, self._ranks, whole_batches=True)
         self.passes = 1  # backward passes for each share
-        self._deal(args.shares or self._ranks)
+        self.interrupted = False  # whether the ranks have changed in this step, which then is taken again
+        self.before_it_counts: Optional[Callable[[], None]] = None  # what else the ranks exchange in a step
+        self._deal(args.shares or self._group.size)
         for weight in self._weights:
             weight.register_post_accumulate_grad_hook(self._has_gradient)
 
+    def deal_again(self) -> None:
+        """The ranks are others than before."""
+        self._deal(self.number)
+
     def _deal(self, shares):
         """Which shares are this rank's, and what travels together: the gradients in the order of backward(), then the rest."""
-        if self._ranks > shares:
+        rank, ranks = self._group.rank, self._group.size
+        if ranks > shares:
             raise UserError(
-                f"{self._ranks} ranks for {shares} shares: each rank computes one or more, so use {shares} ranks at most, "
+                f"{ranks} ranks for {shares} shares: each rank computes one or more, so use {shares} ranks at most, "
                 "or begin another run with more --shares"
             )
-        self.number, self._own = shares, tree.shares_of(self._rank, self._ranks, shares)
+        self.deal_tests()
+        self.number, self._own, self.interrupted = shares, tree.shares_of(rank, ranks, shares), False
         self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
         self._loss = torch.zeros((), device=self._device)
         groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
-        self._parts = [tree.Part(tensors, shares, self._rank, self._ranks) for tensors in groups]
+        self._parts = [tree.Part(tensors, shares, self._group) for tensors in groups]
         self._part_of = {tensor: part for part in self._parts for tensor in part.tensors}
+
+    def deal_tests(self) -> None:
+        self._test_sampler.shard(self._group.rank, self._group.size, whole_batches=True)
 
     @property
     def first_line(self) -> str:
@@ -144,18 +157,30 @@ class Shares:
                 part.add(self._share, [values[tensor] for tensor in part.tensors])
         if self._share != self._own[-1]:
             return None
-        self._added = set(self._parts)
-        self._send()
-        for part in self._parts:
-            part.finish()
-        means: dict[torch.Tensor, torch.Tensor] = {
-            tensor: mean for part in self._parts for tensor, mean in zip(part.tensors, part.means())
-        }
+        try:
+            means = self._exchange()
+        except Changed:  # the step has no result, and has changed nothing
+            self.interrupted = True
+            if before:
+                torch._foreach_copy_(self._buffers, self._before)
+            return None
         for weight in self._weights:
             weight.grad = means[weight]
         if before:
             torch._foreach_copy_(self._averaged, torch._foreach_add(before, [means[buffer] for buffer in self._averaged]))
         return means[self._loss].clone()
+
+    def _exchange(self):
+        if self._members and self._members.changed():
+            raise Changed
+        self._added = set(self._parts)
+        self._send()
+        for part in self._parts:
+            part.finish()
+        means = {tensor: mean for part in self._parts for tensor, mean in zip(part.tensors, part.means())}
+        if self.before_it_counts:
+            self.before_it_counts()
+        return means
 
     def state_dict(self) -> dict[str, int]:
         return {"number": self.number}

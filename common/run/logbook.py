@@ -10,9 +10,14 @@
 
 Samples count as consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen,
 rank), so there is no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
+
+Where nodes come and go (--min_nodes) all that the ranks exchange in a step or an evaluation, they exchange before it counts. If
+one goes or comes meanwhile, those that are there form the next group (processes/members.py) and do it anew. A rank that had
+already all it needed is ahead of the others by that step or evaluation: they take its state, which theirs would have become.
 """
 
 import argparse
+import contextlib
 import os
 import platform
 import signal
@@ -20,13 +25,13 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
 
 from common import arguments, devices, heartbeat, moments, version, world
-from common.errors import STOP_SIGNALS, TrainingFailed
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count
 from common.processes import collectives
 from common.run import checkpoint, output, restore, timing
 from common.run.agreement import Agreement
@@ -61,22 +66,26 @@ class Run:
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
         self.device = next(self.model.parameters()).device
-        self.rank, self.world_size = collectives.rank_and_size()
+        group = collectives.present()
+        self.rank, self.world_size = group.rank, group.size
+        self._members = collectives.GROUP.members  # where nodes come and go
+        shows = self.rank == 0 and not (self._members and self._members.comes_later)
         self.grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not self.grouped:
             world.require_one_device(args)
         self.trial = bool(args.trial or prof)
-        self._writes = self.rank == 0 and not self.trial
-        active = self.rank == 0
-        self._display = Display(args.output_dir, args.tensorboard_dir, active, self._writes, args.print_freq)
+        self._writes = shows and not self.trial
+        self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
         self._saver = Saver(args, self.say)
-        self._agreement = Agreement(args.max_hours, args.save_seconds, self.world_size)
+        self._agreement = Agreement(args.max_hours, args.save_seconds)
         self._advised, self._resumed, self._goes_on = None, False, False
         self.samples_seen = self.total_steps = self.epoch = self.consumed = 0
         self.best, self.history, self._id = None, [], uuid.uuid4().hex
         self._busy, self._evaluating = True, False
+        self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
+        self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step, where nodes come and go
         self.seconds = (0.0,) * len(timing.PHASES)  # of this start, in each phase of its steps
         self._profile = timing.Profile(prof, lambda: devices.synchronize(self.device)) if prof else None
         self._trace = timing.Trace(args.output_dir, self.device, self.say) if args.profile and self._writes else None
@@ -88,22 +97,33 @@ class Run:
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self._parts)
-        self._shares = self._parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
-        self._losses = Losses(self.device, self.rank, 1 if self._shares else self.world_size)
+        self._shares: Any = self._parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
+        self._losses = Losses(self.device, 0, 1) if self._shares else Losses(self.device, self.rank, self.world_size)
+        self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=False)
+        self._ledger = self._new_ledger(active=False)
         found = None if self.trial else self._find()
-        self._goes_on = bool(found)
         if found:
             self._restore(*found)
         self._agreement.begin()
+        self._last_step = time.monotonic()
+        if self._members:
+            if not self._shares:
+                raise UserError(
+                    "--min_nodes needs a step that can be taken again by other ranks: jobs/train_ddp_exact.py, or "
+                    "jobs/train_imagenet.py with --exact true"
+                )
+            self._shares.before_it_counts = self._exchange
+            self._form()
+        self._goes_on = self.total_steps > 0
         self._epoch_began = self._curves_drawn = time.monotonic()
         self._steps_before, self._epochs_before = self.total_steps, self.epoch
         self._saved_place = self._place() if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
-        keeps_ledger = self.args.ledger and not self.trial
-        self._ledger = output.Ledger(self.args.output_dir, self.rank, keeps_ledger, self._saver.last_good)
+        self._ledger = self._new_ledger(active=self._writes or not self._members)
         self._ledger.start(self.epoch, self.consumed)
-        self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=self._writes)
+        if self._writes and not self._attempt.active:
+            self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
         if not self.trial:
             for line in restore.first_lines(self, found, self._attempt):
                 self.say(line)
@@ -112,6 +132,10 @@ class Run:
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
         self._busy = False
+
+    def _new_ledger(self, active):
+        keeps = active and self.args.ledger and not self.trial
+        return output.Ledger(self.args.output_dir, self.rank, keeps, self._saver.last_good)
 
     # --- Where the run stands ---
 
@@ -177,6 +201,12 @@ class Run:
             self._attempt.set(self.epoch, self.consumed)
             if self._shares:
                 yield from self._shares.of(batch, self.samples_seen)
+                if self._shares.interrupted:
+                    batches.close()
+                    self._form()
+                    self.sampler.start_at(self.epoch, self.consumed)
+                    batches = iter(loader)
+                    continue
             else:
                 seed_step(self.args.seed, self.samples_seen, self.rank)
                 yield batch
@@ -191,11 +221,13 @@ class Run:
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
         loss, ids = loss.detach(), self._loader.ids
-        self._ledger.step(self.epoch, self.consumed, ids)
+        self._ledger.step(self.epoch, self.consumed, self._counted[2] if self._members else ids)
         self.consumed += self.sampler.global_batch
         self.samples_seen += self.sampler.global_batch
         self.total_steps += 1
         self._losses.add(loss, self.total_steps, ids)
+        if self._members:
+            self._tell_news()
         self._attempt.set(-1, -1)
         seconds = (*self._waited, time.monotonic() - self._given)
         self.seconds = tuple(map(sum, zip(self.seconds, seconds)))
@@ -214,6 +246,8 @@ class Run:
 
     def _keep_up(self):
         """Save or stop, if it is due."""
+        if not self._members:
+            self._agreement.exchange((lambda own: collectives.reduce(own, "MAX")) if self.world_size > 1 else None)
         stop_signal, hours_over, save = self._agreement.due()
         by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
         if (save or by_steps) and self.consumed < self._samples_per_epoch:  # else end_epoch saves, after the evaluation
@@ -312,17 +346,22 @@ class Run:
         self._saver.wait()
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         about = {
-            **{name: getattr(self, name) for name in POSITION},
-            "global_batch": self.sampler.global_batch,
-            "world_size": self.world_size,
-            "run": self._id,
+            **self._about(),
             "job": self.args.world.job_id,
-            "identity": self._identity,
-            "arguments": self.arguments,
             "classes": list(self.args.class_names),
             "versions": {"anyrank": version.VERSION, **versions},
         }
         self._saver.save(checkpoint.snapshot(self.state()), about, weights_of_epoch)
+
+    def _about(self):
+        return {
+            **{name: getattr(self, name) for name in POSITION},
+            "global_batch": self.sampler.global_batch,
+            "world_size": self.world_size,
+            "run": self._id,
+            "identity": self._identity,
+            "arguments": self.arguments,
+        }
 
     def state(self) -> dict:
         """What a checkpoint holds."""
@@ -334,18 +373,20 @@ class Run:
     def _find(self):
         """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
         self._identity = restore.identity(self.args, self.sampler, self.model, self._parts)
-        if self.world_size > 1:
-            collectives.compare(self._identity)
+        if self._members:
+            return self._choose() if self._writes else None  # the others get its state
+        if self.world_size == 1:
+            return self._choose()
+        collectives.compare(self._identity)
+        return restore.from_rank_0(self._choose)
 
-        def choose():
-            output.make_folders(self.args)
-            self._lock = output.lock(self.args.checkpoint_dir)
-            checkpoint.sweep(self.args.checkpoint_dir)
-            found = restore.choose(self.args, self._identity, self.say)
-            self._saver.start_publishing(found[1] if found else None)
-            return found
-
-        return choose() if self.world_size == 1 else restore.from_rank_0(choose)
+    def _choose(self):
+        output.make_folders(self.args)
+        self._lock = output.lock(self.args.checkpoint_dir)
+        checkpoint.sweep(self.args.checkpoint_dir)
+        found = restore.choose(self.args, self._identity, self.say)
+        self._saver.start_publishing(found[1] if found else None)
+        return found
 
     def _restore(self, state, about, path):
         self.model.load_state_dict(state["model"])
@@ -366,6 +407,95 @@ class Run:
         sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], self.arguments)]
         if sizes[0] == sizes[1]:
             self.sampler.set_global_batch(about["global_batch"])
+
+    # --- Where nodes come and go ---
+
+    def _form(self):
+        """Become a member of the next group, or save and end where there will be none."""
+        self._show("join")
+        steps = self.total_steps
+        place = 2 * steps + (steps > 0 and self.consumed == 0)  # of steps and evaluations: after one of those, an epoch closes
+        try:
+            self._members.form(place, self._to_hand_over, self._take)
+        except collectives.Stopped as stop:
+            self._counted = None  # the others may go on, and have its line in the ledger
+            self._let_one_write()
+            if number := self._members.told_to_stop():
+                self._stop_on(number)
+            self._stop(str(stop), TrainingFailed.exit_code)
+        self.rank, self.world_size = self._members.rank, self._members.size
+        self._shares.deal_again()
+        self._agreement.begin()
+        self._let_one_write()
+
+    def together(self, work: Callable, *arguments: Any) -> Any:
+        """The result of `work(*arguments)`, of which each rank does a part: again, when the ranks have changed meanwhile."""
+        if not self._members:
+            return work(*arguments)
+        self._together, self._behind = True, False
+        while True:
+            try:
+                with self._members.alone() if self._behind else contextlib.nullcontext():
+                    self._shares.deal_tests()
+                    result = work(*arguments)
+                self._shares.deal_tests()
+                self._together = False
+                return result
+            except collectives.Changed:
+                self._form()
+
+    def _to_hand_over(self):
+        """All that a rank needs to go on from here."""
+        return {"state": checkpoint.snapshot(self.state()), "about": self._about(), "counted": self._counted}
+
+    def _take(self, given):
+        about = given["about"]
+        if self._together and about["total_steps"] == self.total_steps:
+            self._behind = True  # by this evaluation alone: this rank does all of it, and then closes the epoch, too
+            return
+        restore.refuse_another_run(about["identity"], self._identity, "what the other nodes train")
+        self._restore(given["state"], about, "the state of the other nodes")
+        self._counted = given["counted"]
+
+    def _exchange(self):
+        """What the ranks tell each other in a step: what is due, and, for the ledger, which samples they have taken."""
+        gather = self._members.gather
+        self._agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
+        ids = self._loader.ids
+        if self.args.ledger:
+            padded = torch.full((self.sampler.global_batch,), -1)
+            padded[: len(ids)] = ids
+            ids = torch.cat(gather(padded))
+        self._counted = [self.epoch, self.consumed, ids[ids >= 0]]
+
+    def _let_one_write(self):
+        """Who is to write the files from here on, and did not, begins with it."""
+        if not self._members.writes or self.trial:
+            return
+        if not self._writes:
+            self._writes = True
+            self._display.take_over()
+            output.make_folders(self.args)
+            try:
+                self._lock = output.lock(self.args.checkpoint_dir)
+            except UserError as error:  # by the one that had to do it, on a machine that is frozen
+                self.say(f"warning: {error}")
+            self._saver.start_publishing()
+            self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
+            self._display.metrics(self.history)
+            self._ledger = self._new_ledger(active=True)
+        if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
+            epoch, consumed, ids = self._counted
+            self._ledger.start(epoch, consumed)
+            self._ledger.step(epoch, consumed, ids)
+
+    def _tell_news(self):
+        now = time.monotonic()
+        if self._members.news:
+            size, pause = count(self._members.size, "rank"), now - self._last_step
+            self.say(f"{self._members.news}: {size} went on with step {self.total_steps} after {pause:.1f} s")
+        self._members.step_counts()
+        self._last_step = now
 
     # --- Ending ---
 
@@ -402,9 +532,11 @@ class Run:
         self.say(f"done: {best}{more}{self._where()}")
 
     def _on_signal(self, number, _frame):
+        if self._members and not self._members.told_to_stop():  # of this node alone, whose parent decides what that means
+            return
         self._agreement.signal = number
         # Several ranks must agree on a step; in an evaluation, which all ranks have reached, rank 0 can save for all of them.
-        if not self._busy and (self.world_size == 1 or (self._evaluating and self.rank == 0)):
+        if not self._busy and (self.world_size == 1 or (self._evaluating and self._writes)):
             self._stop_on(number)
 
     def _stop_on(self, number):

@@ -87,7 +87,7 @@ class Attempt:
     def __init__(self, folder: str, say: Callable[[str], None], active: bool):
         self.died_twice_in = self._file = None
         self.left = False  # by the start before, which so did not end as it should
-        self._say, self._warned, self._active = say, False, active
+        self._say, self._warned, self.active = say, False, active
         if not active:
             return
         self._path = os.path.join(folder, ".attempt")
@@ -109,7 +109,7 @@ class Attempt:
 
     def done(self) -> None:
         """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
-        if self._active:
+        if self.active:
             with self._spare(), contextlib.suppress(FileNotFoundError):
                 if self._file is not None:
                     os.close(self._file)

@@ -69,7 +69,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
         found = checkpoint.newest(folder, say)
         # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.
         if found and (args.resume != "never" or found[1].get("job", "") == here.job_id):
-            _refuse_another_run(found[1]["identity"], ours, found[2])
+            refuse_another_run(found[1]["identity"], ours, f"checkpoint {found[2]}")
             return found
     if args.resume == "never":
         if has_run and not args.overwrite:
@@ -95,7 +95,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
                 "or first delete that run with --resume never --overwrite true"
             )
     if found:
-        _refuse_another_run(found[1]["identity"], ours, found[2])
+        refuse_another_run(found[1]["identity"], ours, f"checkpoint {found[2]}")
     return found
 
 
@@ -162,11 +162,11 @@ def _inside(path, folder):
     return os.path.dirname(os.path.realpath(path)) == os.path.realpath(folder)
 
 
-def _refuse_another_run(theirs, ours, path):
+def refuse_another_run(theirs, ours, path):
     different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in ours if ours[what] != theirs.get(what)]
     if different:
         raise UserError(
-            f"checkpoint {path} belongs to another run: {'; '.join(different)}; "
+            f"{path} belongs to another run: {'; '.join(different)}; "
             "give another --output_dir, or --resume never --overwrite true"
         )
 

@@ -10,9 +10,9 @@ scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(),
 import functools
 
 import torch
-from torch import distributed
 
 from common import devices
+from common.processes import collectives
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 
@@ -41,15 +41,14 @@ class Scores:
     def share(self) -> "Scores":
         """Add up the counts of all ranks; a collective where there are several."""
         self.worst = self._own_worst()
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            distributed.all_reduce(self._counts)
-            distributed.all_reduce(self._sums)
+        group = collectives.present()
+        if group.size > 1:
+            group.sum(self._counts)
+            group.sum(self._sums)
             mine = torch.full((WORST, 4), -1.0, dtype=torch.float64, device=self._sums.device)
             if self.worst:
                 mine[: len(self.worst)] = torch.tensor(self.worst, dtype=torch.float64)
-            everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
-            distributed.all_gather(everyone, mine)
-            rows = [row for part in everyone for row in part.tolist() if row[1] >= 0]
+            rows = [row for part in group.gather(mine) for row in part.tolist() if row[1] >= 0]
             self.worst = [(loss, *map(int, rest)) for loss, *rest in sorted(rows, reverse=True)[:WORST]]
         return self
 

@@ -1,0 +1,266 @@
+"""The parent of a node where nodes come and go (--min_nodes): it goes on without a worker, a node or a leader that is lost.
+
+Node 0 leads, and after it a node that is left (leader.py). Every node tells the leader which of its workers live and which
+wait. The leader tells all nodes who the members of the next generation are; the workers among them form its group (members.py).
+"""
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from typing import Any, Optional
+
+from common import devices
+from common.errors import STOP_SIGNALS, UserError, one_line, show
+from common.files import write_atomically
+from common.processes import channel, hub, members, secret, supervisor
+from common.processes.leader import Leader
+from common.processes.watch import OWN
+from common.processes.worker import STOP
+
+
+class Supervisor(supervisor.Supervisor):
+    def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict):
+        super().__init__(here, 0, join_seconds, alike)
+        members.torchft()  # an error before anything is started, where it is not installed
+        self.min_nodes, self.node = min_nodes, here.node_rank
+        self.address = "127.0.0.1"  # of this node, as the others reach it
+        self.listener = hub.listen(0)  # where they come to, if this node has to lead
+        self.hello["listens"] = self.listener.getsockname()[1]
+        self.leader: Optional[Leader] = None  # on the node that leads
+        self.led_by = 0
+        # The last generation: its members, which of them writes, and all nodes with their addresses.
+        self.generation: dict[str, Any] = {"number": 0, "ranks": [], "writes": 0, "nodes": [], "why": "", "changes": []}
+        self.causes: list[str] = []  # what has happened since then
+        self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
+        self.told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
+        self.comes_later = False  # to a run that is under way
+        self.left_out = ""  # why the others go on without this node
+        self.said: Any = None  # of its workers
+
+    # --- From start to end ---
+
+    def _meet(self):
+        here = self.here
+        if here.num_nodes == 1:
+            self.leader = Leader(self)
+            return super()._meet()
+        address, port = here.master_addr, here.master_port
+        if self.node == 0:
+            try:
+                return self._meet_as_leader()
+            except channel.Elsewhere as elsewhere:
+                address, port = elsewhere.args
+        while True:
+            try:
+                self.line, go = channel.join(address, port, self.hello, self.join_seconds, self.say, self.key)
+            except channel.Elsewhere as elsewhere:
+                address, port = elsewhere.args
+                continue
+            if go.get("later"):
+                self.say(f"the run is under way, led from {address}: this node joins it")
+            self.comes_later, self.address = bool(go.get("later")), self._own_address()
+            return go
+
+    def _meet_as_leader(self):
+        if not self.key:
+            self.say(secret.UNPROTECTED.format(port=self.here.master_port))
+        self.hub = hub.Hub(hub.listen(self.here.master_port), self.hello, self.say, self.key, stays_open=True)
+        try:
+            self.hub.meet(self.join_seconds)
+        except channel.Elsewhere as elsewhere:
+            self.hub.send(elsewhere=list(elsewhere.args))
+            self.hub.close()
+            self.hub = None
+            raise
+        except UserError:
+            self.hub.close()
+            raise
+        self.address = self.hub.address()
+        self.leader = Leader(self)
+        return self._send_go(0)
+
+    def _for_workers(self):
+        later = {members.COMES_LATER: "1"} if self.comes_later else {}
+        return {members.ADDRESS: self.address, **later}
+
+    def _watch(self):
+        told = 0.0
+        while True:
+            for node, message in self.messages():
+                self.hear(node, message)
+            for worker in list(self.workers):
+                worker.look()
+                self.suspect(worker)
+            now = time.monotonic()
+            beat = now - told >= self.beat_seconds
+            if beat and self.workers:
+                told = now
+                self.beat()
+            self._tell(beat)
+            if self.leader:
+                self.leader.lead(now)
+                if not self.stop_signal and self.ends is None:
+                    self.judge(beat and self.generation["number"] > 0)
+            code = self._ending(now)
+            if code is not None:
+                return code
+
+    def _ending(self, now):
+        """The exit code, once this node is to end."""
+        if self.verdict:
+            return self._carry_out()
+        if self.left_out:
+            show(self.left_out)
+            return 1
+        if self.told and not self.line and not self.leader:
+            self.say(f"{signal.Signals(self.told).name}: this node leaves, and the others go on")
+            return STOP_SIGNALS[signal.Signals(self.told)]
+        if self.ends is not None:
+            if all(worker.code is not None for worker in self.workers) or now - self.ends > supervisor.GRACE_SECONDS:
+                show(f"{self.generation['why']}; stopping")
+                return 1
+        elif self.stop_signal:
+            for worker in self.workers:
+                worker.pulse.tell_to_stop(self.stop_signal)
+            return self._stopping()
+        elif not self.workers:
+            show("; ".join(self.causes) or "all workers of this node are lost")
+            return 1
+        elif self._all_finished():
+            return 0
+        return None
+
+    def _on_signal(self, number, _frame):
+        if not self.workers:
+            sys.exit(STOP_SIGNALS[number])
+        self.told = self.told or int(number)
+
+    def _all_finished(self):
+        if self.hub:
+            return OWN in self.finished
+        return self.own_finished() if self.leader else len(self.finished) >= self.nodes
+
+    def own_finished(self) -> bool:
+        return bool(self.workers) and super().own_finished()
+
+    def others_finished(self) -> bool:
+        return self.finished >= set(self.hub.lines) & self.nodes_of(self.generation["ranks"])
+
+    def nodes_of(self, ranks: Any) -> set[int]:
+        return {rank // self.here.local_world_size for rank in ranks}
+
+    # --- What happens to the workers and the other nodes ---
+
+    def suspect(self, worker: Any) -> None:
+        if self.generation["number"] == 0 or self.stop_signal or self.ends is not None:
+            super().suspect(worker)
+            return
+        report: Any = worker.fault(self.home)
+        if report is None or report is STOP:
+            return
+        said = worker.reported_fault() if worker.code is not None else None
+        if said and not said["victim"] and not devices.is_its_own_fault(said["text"]):
+            super().suspect(worker)  # another rank would fail in the same way
+            return
+        with contextlib.suppress(ProcessLookupError):
+            worker.process.kill()  # it may be stopped
+        self.workers.remove(worker)
+        self.causes.append(report["text"])
+        if self.line or self.hub:
+            (self.line.tell if self.line else self.hub.send)(lost=report["text"])
+
+    def _tell(self, beat):
+        """Say that this node was told to stop, and what its workers do: with every change, and with every beat."""
+        mine = {
+            "workers": [[worker.rank, worker.pulse.wanted()] for worker in self.workers if worker.code is None],
+            "done": [worker.rank for worker in self.workers if worker.code == 0],
+            "generation": self.generation["number"],
+        }
+        if self.leader:
+            self.leader.hear(self.node, mine)
+            if self.told:
+                self.leader.told_to_stop(self.node, self.told)
+        elif self.line:
+            if beat and self.told:
+                self.line.tell(stop=self.told)
+            if beat or mine != self.said:
+                self.line.tell(here=mine)
+        self.said = mine
+
+    def hear(self, node: int, message: Optional[dict]) -> None:
+        if message is None:
+            self.lost(node)
+        elif "here" in message and self.leader:
+            self.leader.hear(node, message["here"])
+        elif "stop" in message and self.leader:
+            self.leader.told_to_stop(node, message["stop"])
+        elif "lost" in message:
+            self.causes.append(one_line(message["lost"]))
+        elif "generation" in message:
+            self.take(message["generation"])
+        elif "leave" in message:
+            self.line.close()
+            self.line = None
+        elif "dropped" in message:
+            self.left_out = "this node was silent for so long that the others went on without it"
+        else:
+            super().hear(node, message)
+
+    def take(self, generation: dict) -> None:
+        """A new generation: its members among the workers of this node are told."""
+        if generation["number"] <= self.generation["number"]:
+            return
+        self.generation, self.causes = generation, []
+        for worker in self.workers:
+            if worker.code is None and (worker.rank in generation["ranks"] or generation["stop"]):
+                write_atomically(f"{worker.files}.generation", json.dumps(generation).encode())
+                worker.pulse.offer(generation["number"])
+        if generation["stop"]:
+            self.ends = time.monotonic()
+
+    def lost(self, node: int) -> None:
+        line = self.line or self.hub.lines[node]
+        seconds = time.monotonic() - line.heard
+        silent = seconds > channel.SILENCE_SECONDS
+        how = f"has been silent for {seconds:.0f} s (machine or network)" if silent else "is gone"
+        if self.line:
+            self._leader_is_lost(silent, how)
+            return
+        if silent:
+            line.tell(dropped=True)
+        self.hub.forget(node)
+        self.statuses.pop(node, None)
+        if node in self.finished:
+            return
+        if self.generation["number"] == 0:
+            report = {"text": f"{self.name_of(node)} {how}", "direct": True, "code": 1, "restart": False}
+            self.suspects.append((time.monotonic(), report))
+        elif self.leader:
+            self.leader.forget(node, silent, how)
+
+    def _leader_is_lost(self, silent, how):
+        """The first of the nodes that are left leads now, and the others go to it."""
+        lost = self.led_by
+        self.line.close()
+        self.line = None
+        if self.stop_signal or self.ends is not None:
+            return
+        if self.own_finished():
+            self.finished.update(range(self.nodes))
+            return
+        self.causes = self.causes or [f"{self.name_of(lost)} {how}"]
+        for node, address, port in sorted(self.generation["nodes"]):
+            if node == self.node:
+                self.hub = hub.Hub(self.listener, self.hello, self.say, self.key, stays_open=True)
+                self.hub.is_complete()
+                self.statuses, self.finished = {}, set()
+                self.leader, self.led_by = Leader(self, after=lost, silent=silent), node
+                return
+            if node != lost:
+                with contextlib.suppress(UserError):
+                    self.line, _ = channel.join(address, port, self.hello, 0, self.say, self.key)
+                    self.led_by, self.said = node, None
+                    return
+        self.verdict = {"text": "; ".join(self.causes), "direct": True, "code": 1, "restart": False}

@@ -1,0 +1,185 @@
+"""The node that leads where nodes come and go (elastic.py): who is a member, and from when.
+
+It numbers each change: a generation has its ranks, and a lighthouse at which torchft lets them meet (members.py). torchft knows
+a rank by its heartbeats alone. What is decided here it cannot know: whether a node has certainly ended or is only silent,
+whether more than half of the nodes are on this side of a broken network, and where all meet when the leader is lost.
+"""
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from typing import Any, Optional
+
+from common.errors import UserError, count
+from common.processes import channel, network, quorum
+from common.processes.watch import CASCADE_SECONDS
+
+GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
+STOP_SECONDS = 1.5  # a platform that stops the job tells all nodes within this time; one that takes a node away, that one
+CHANGES = 20  # that are remembered until a step counts; a generation may end before it has formed
+SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
+
+
+class Leader:
+    """What a parent (elastic.Supervisor) does while its node leads: from the start, or `after` a node that was lost."""
+
+    def __init__(self, parent: Any, after: Optional[int] = None, silent: bool = False):
+        self._parent = parent
+        self._reports: dict[int, dict] = {}  # what each node has said of its workers
+        self._greeted = set(parent.hub.lines) if parent.hub else set()
+        self._silent: set[int] = {after} if after is not None and silent else set()  # these may still be there
+        self._left: set[int] = set() if after is None else {after}  # members that are lost; one may come back as a new node
+        self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
+        self._stops: dict[int, tuple[float, int]] = {}  # when which node was told to stop, and by which signal
+        self._stuck_since = self._short_since = self._sought = 0.0
+        self._lighthouse: Any = None
+
+    def hear(self, node: int, report: dict) -> None:
+        self._reports[node] = report
+
+    def told_to_stop(self, node: int, number: int) -> None:
+        self._stops.setdefault(node, (time.monotonic(), number))
+
+    def forget(self, node: int, silent: bool, how: str) -> None:
+        """It is lost; `silent`: it may still be there."""
+        parent = self._parent
+        report = self._reports.pop(node, {"workers": []})
+        self._greeted.discard(node)
+        self._left.add(node)
+        if silent:
+            self._silent.add(node)
+        stop = self._stops.pop(node, None)
+        if stop:
+            parent.causes.append(f"{parent.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})")
+        elif report["workers"]:  # else their end has been told already
+            parent.causes.append(f"{parent.name_of(node)} {how}")
+
+    def lead(self, now: float) -> None:
+        """What is due; called again and again."""
+        parent = self._parent
+        if parent.hub:
+            for node in set(parent.hub.lines) - self._greeted:
+                go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "later": True}
+                parent.hub.lines[node].tell(go=go)
+                self._greeted.add(node)
+            self._seek_node_0(now)
+        self._answer_stops(now)
+        if parent.leader and not parent.stop_signal and parent.ends is None:
+            self._decide(now)
+
+    # --- The next generation ---
+
+    def _decide(self, now):
+        """Begin it, if its members are others than those of the last one, or have lost each other."""
+        parent, last = self._parent, self._parent.generation
+        ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._left]
+        there = quorum.present(last["number"], ranks, self._reports.values())
+        if last["number"] == 0:
+            if len(there.ranks) == parent.here.world_size:
+                self._announce(there.ranks, "")
+            return
+        if not self._gathered(now):
+            return
+        self._stuck_since = (self._stuck_since or now) if there.stuck else 0.0
+        stuck = self._stuck_since and now - self._stuck_since > CASCADE_SECONDS
+        if not there.missing and not there.new and not stuck and len(ranks) == len(last["ranks"]):
+            return
+        why = [*parent.causes, *(f"{parent.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
+        why = "; ".join(why or ["the connection between two ranks has broken"])
+        before, left = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
+        if not quorum.is_certain(before, left, self._silent):
+            of = f"{len(left)} of {count(len(before), 'node')}"
+            self._announce(there.ranks, f"{why}; {of} cannot know whether the others go on", stop=True)
+        elif len(parent.nodes_of(there.ranks)) < parent.min_nodes:
+            self._wait_for_more(there.ranks, why, now)
+        else:
+            self._announce(there.ranks, why, writes=min(set(there.ranks) - there.new, default=None))
+
+    def _gathered(self, now):
+        """Whether the nodes that are left have come to this new leader, or had the time to."""
+        parent = self._parent
+        for node, address, port in parent.generation["nodes"] if self._gather_until else ():
+            if node in self._left or node == parent.node or node in self._reports:
+                continue
+            if channel.has_ended(address, port):
+                self._left.add(node)
+                parent.causes.append(f"{parent.name_of(node)} is gone")
+            elif now < self._gather_until:
+                return False
+            else:
+                self._silent.add(node)
+                self._left.add(node)
+                parent.causes.append(f"{parent.name_of(node)} did not come")
+        self._gather_until = 0.0
+        return True
+
+    def _wait_for_more(self, ranks, why, now):
+        parent = self._parent
+        fewer, seconds = f"fewer than --min_nodes {parent.min_nodes}", f"{parent.join_seconds:.0f} s"
+        if not self._short_since:
+            self._short_since = now
+            parent.say(f"{why}; {fewer} are left: waiting for others up to {seconds} (--join_seconds)")
+        if now - self._short_since > parent.join_seconds:
+            self._announce(ranks, f"{why}; {fewer} were left for {seconds}", stop=True)
+
+    def _announce(self, ranks, why, stop=False, writes=None):
+        """The next generation, with these ranks. `stop`: the one of them that writes saves the run, and all end. `writes`: who
+        does so if the one before is lost."""
+        parent, last = self._parent, self._parent.generation
+        if self._lighthouse:  # which waits for the connections of a host that is cut off
+            threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
+        self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
+        still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._left
+        self._short_since, self._stuck_since, self._silent, self._left = 0.0, 0.0, set(), set()
+        hub = parent.hub
+        number = 1 + max([last["number"], *(report["generation"] for report in self._reports.values())])
+        generation = {
+            "number": number, "ranks": ranks, "why": why[:8000], "stop": stop,
+            "changes": [*last["changes"][1 - CHANGES :], [number, why[:8000]]],
+            "writes": last["writes"] if still_there else min(ranks, default=0) if writes is None else writes,
+            "lighthouse": quorum.address_of(self._lighthouse, parent.address),
+            "nodes": [
+                [parent.node, parent.address, parent.hello["listens"]],
+                *([node, line.peer(), hub.hellos[node]["listens"]] for node, line in (hub.lines.items() if hub else ())),
+            ],
+        }  # fmt: skip
+        if hub:
+            hub.send(generation=generation)
+        parent.take(generation)
+
+    # --- Nodes that leave, and node 0 ---
+
+    def _answer_stops(self, now):
+        """Nodes were told to stop: if they are all, or too few would be left, the job stops; else they leave it."""
+        parent = self._parent
+        if not self._stops or parent.stop_signal:
+            return
+        left = {parent.node, *(parent.hub.lines if parent.hub else ())} - set(self._stops)
+        if len(left) < parent.min_nodes:
+            parent.stop_signal = next(number for _, number in self._stops.values())
+        elif now - min(since for since, _ in self._stops.values()) > STOP_SECONDS:
+            for node in set(self._stops) - {parent.node}:
+                parent.hub.lines[node].tell(leave=True)
+            if parent.node in self._stops:
+                number = self._stops[parent.node][1]
+                parent.hub.send(lost=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
+                parent.hub.close()
+                parent.hub = parent.leader = None
+
+    def _seek_node_0(self, now):
+        """A node 0 that has come back waits for the others at the platform's address, so it is told where they are."""
+        if self._parent.node and 0 not in self._parent.hub.lines and now - self._sought > SEEK_SECONDS:
+            self._sought = now
+            threading.Thread(target=self._tell_node_0, daemon=True).start()
+
+    def _tell_node_0(self):
+        parent = self._parent
+        with contextlib.suppress(OSError, channel.Gone, UserError):
+            place = parent.here.master_addr, parent.here.master_port
+            line = channel.Line(socket.create_connection(place, timeout=SEEK_SECONDS))
+            channel.prove(line, parent.key)
+            line.send(**parent.hello, clock=time.time(), leads=[parent.address, parent.hello["listens"]])
+            line.wait(SEEK_SECONDS)
+            line.close()

@@ -1,0 +1,234 @@
+"""Who takes part in the steps where nodes may come and go (--min_nodes): the side of a worker, on torchft.
+
+The parents (elastic.py) decide who is a member, and number each change. In such a generation torchft lets its members meet,
+forms their process group, and hands the state of the one that is furthest to those that are behind or new. Added here: whoever
+waits looks at the number of the generation. A collective with a frozen machine, or a group that a dead member never joins,
+would wait for minutes.
+"""
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Optional
+
+import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
+
+from common import devices, heartbeat, moments
+from common.errors import UserError, one_line
+from common.processes.collectives import Changed, Stopped
+
+ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
+COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
+SHORTEST_NAP, LONGEST_NAP = 0.0001, 0.004  # between two looks at a collective
+CONNECT_SECONDS = datetime.timedelta(seconds=10)  # whatever keeps two members apart for longer, the parents know of it
+STATE_SECONDS = datetime.timedelta(minutes=10)  # for handing over the state
+FOREVER = datetime.timedelta(hours=24)  # who waits longer than it should leaves when the generation is over
+
+
+class Members:
+    """The present group of this rank, and its collectives, which raise Changed."""
+
+    def __init__(self, rank: int, size: int, device: torch.device):
+        self.rank, self.size = rank, size  # of the present generation, once there is one
+        self.writes = False  # whether this one shows the progress and writes the files
+        self.news = ""  # who has gone, or come, since the last step that counted
+        self._told = 0  # the generation of that step
+        self.comes_later = COMES_LATER in os.environ  # to a run that is under way
+        self._name, self._device = rank, device
+        self._number = 0  # of the generation
+        self._pulse = heartbeat.of_this_process()
+        self._manager: Any = None  # torchft's
+        self._group: Any = None
+        self._kept: list = []  # all groups there were: to delete one waits for members that may be cut off
+        moments.listen(self)
+
+    def form(self, place: int, state: Callable[[], dict], take: Callable[[dict], None]) -> None:
+        """Become a member of the next generation; returns when its group works.
+
+        `place`: how far this rank is. Those that are behind `take` the `state()` of the one that is furthest.
+        """
+        _group_class(self._device)  # or an error at once
+        while True:
+            offer = self._next_offer()
+            received: list[dict] = []
+            formed: list[tuple] = []
+            attempt = threading.Thread(target=self._try, args=(offer, place, state, received, formed), daemon=True)
+            attempt.start()
+            while attempt.is_alive() and not self.changed():
+                attempt.join(SHORTEST_NAP * 10)
+            if formed and not self.changed():
+                break
+        if self._manager:
+            threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
+        ((self._manager, self._group),) = formed
+        self.rank, self.size = offer["ranks"].index(self._name), len(offer["ranks"])
+        self.news = "; ".join(why for number, why in offer["changes"] if number > self._told and why)
+        if received:
+            take(received[0])
+
+    def _next_offer(self):
+        """What the parents have decided since this generation, which is over for this rank."""
+        self._pulse.want(self._number + 1)
+        while not self.changed():
+            if self.told_to_stop():
+                raise Stopped
+            time.sleep(LONGEST_NAP)
+        offer = json.loads(Path(f"{os.environ[heartbeat.FILES]}.generation").read_text())
+        self._number, self.writes = offer["number"], offer["writes"] == self._name
+        if offer["stop"]:
+            raise Stopped(offer["why"])
+        return offer
+
+    def _try(self, offer, place, state, received, formed):
+        """To form this generation, in a thread: it waits for members that may never come."""
+        address = os.environ[ADDRESS]
+        try:
+            devices.use(self._device)
+            store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            group = _group_class(self._device)(timeout=CONNECT_SECONDS)
+            self._kept += [group, store]
+            manager = torchft().manager.Manager(
+                pg=group, state_dict=state, load_state_dict=received.append, min_replica_size=1, use_async_quorum=False,
+                timeout=STATE_SECONDS, quorum_timeout=FOREVER, connect_timeout=CONNECT_SECONDS, rank=0, world_size=1,
+                store_addr=address, store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=address,
+                replica_id=f"{self._name:08d}", checkpoint_transport=_transport(address),
+            )  # fmt: skip
+            manager.load_state_dict({"step": place, "batches_committed": 0})
+            manager.start_quorum()
+            if not manager.errored() and manager.num_participants() == len(offer["ranks"]):
+                self._kept += [manager, group.parent]
+                formed.append((manager, group.parent))
+        except Exception as error:  # the next generation will be another try
+            logging.getLogger(__name__).debug("generation %d: %s", offer["number"], one_line(error))
+
+    def step_counts(self) -> None:
+        """With this group."""
+        self.news, self._told = "", self._number
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """For what the other members have done already."""
+        present = self.rank, self.size
+        self.rank, self.size = 0, 1
+        yield
+        self.rank, self.size = present
+
+    def told_to_stop(self) -> int:
+        """The signal by which the job is stopped, or 0."""
+        return self._pulse.told_to_stop()
+
+    def changed(self) -> bool:
+        """Whether there is a generation that this rank has not tried yet."""
+        return self._pulse.offered() > self._number
+
+    # --- Collectives of the present members ---
+
+    def all_to_all(self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: list[int], given_sizes: list[int]) -> "Work":
+        how = _with_timeout(distributed_c10d.AllToAllOptions())
+        return Work(self, lambda group: group.alltoall_base(taken, given, taken_sizes, given_sizes, how))
+
+    def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> "Work":
+        how = _with_timeout(distributed_c10d.AllgatherOptions())
+        return Work(self, lambda group: group._allgather_base(everything, own, how))
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up the tensors of all members, in place."""
+        how = _with_timeout(distributed_c10d.AllreduceOptions())
+        Work(self, lambda group: group.allreduce([tensor], how)).wait()
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all members, in their order; all have the same size."""
+        flat = own.to(self._device).contiguous().view(-1)
+        everything = flat.new_empty(self.size * flat.numel())
+        self.all_gather(everything, flat).wait()
+        return list(everything.view(self.size, *own.shape).to(own.device))
+
+    def leaving(self, code: object) -> NoReturn:
+        """The process ends, without waiting for threads of groups whose other members may be frozen."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+class Work:
+    """A collective that has begun. One that could not begin, because a member has gone, fails when it is waited for."""
+
+    def __init__(self, members: Members, begin: Callable[[Any], Any]):
+        self._members = members
+        self._work: Optional[Any] = None
+        with contextlib.suppress(RuntimeError):
+            self._work = begin(members._group)
+
+    def wait(self) -> None:
+        nap = SHORTEST_NAP
+        while self._work is not None and not self._work.is_completed():
+            if self._members.changed():
+                raise Changed
+            time.sleep(nap)
+            nap = min(LONGEST_NAP, nap * 1.1)
+        try:
+            done = self._work is not None and self._work.wait()
+        except RuntimeError:  # the connection to a member has broken
+            done = False
+        if not done:
+            raise Changed
+
+
+def torchft() -> Any:
+    """The library, quiet: what fails in it is tried again, and the parents say why."""
+    os.environ.setdefault("RUST_LOG", "error")
+    try:
+        import torchft.manager
+        import torchft.process_group
+    except ImportError:
+        raise UserError("--min_nodes needs torchft: pip install .[elastic]") from None
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # what torchft has received is only read
+    return torchft
+
+
+def _group_class(device):
+    backend = devices.collectives_of(device)
+    name = "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}"
+    if not hasattr(torchft().process_group, name):
+        raise UserError(
+            f"--min_nodes needs torchft to have a process group for {backend}, which it lacks: leave the option out"
+        )
+    return getattr(torchft().process_group, name)
+
+
+def _with_timeout(options):
+    options.timeout = FOREVER
+    return options
+
+
+def _transport(address):
+    """torchft's, which otherwise names this host instead of its address, and unpickles what it is sent."""
+    from torch.distributed._serialization import _streaming_load
+    from torchft.checkpointing import HTTPTransport
+
+    class OfThisNode(HTTPTransport):
+        def address(self):
+            host = f"[{address}]" if ":" in address else address
+            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
+
+        @classmethod
+        def _load_from_address(cls, address, timeout):
+            without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with without_proxy.open(address, timeout=timeout.total_seconds()) as answer:
+                return _streaming_load(answer, weights_only=True)
+
+    transport = OfThisNode(timeout=STATE_SECONDS, num_chunks=0)
+    transport._server.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]
+    return transport

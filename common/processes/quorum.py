@@ -1,0 +1,56 @@
+"""Who may be a member of the next generation, and whether those that are left may go on: plain rules (see elastic.py).
+
+A node whose end is certain, because its connection was closed or its worker was seen to end, no longer counts. One that is
+only silent still counts: perhaps it is cut off, and thinks the same of the others. Then those go on that are more than half.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+
+@dataclasses.dataclass
+class Present:
+    ranks: list[int]  # who would be the next members
+    missing: set[int]  # members of the last generation that are lost
+    new: set[int]  # and who was none of them
+    stuck: bool  # a member has left the step that was under way
+
+
+def present(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> Present:
+    """`reports`: what each node says of its workers (messages.HERE). A new node takes part once all of its workers wait."""
+    ranks: list[int] = []
+    stuck, done = False, set()
+    for report in reports:
+        waiting = {rank for rank, wanted in report["workers"] if wanted > (generation if rank in last else 0)}
+        living = {rank for rank, _ in report["workers"]}
+        done |= set(report["done"])
+        stuck = stuck or bool(waiting & set(last))
+        if living <= waiting | set(last):
+            ranks += living
+        else:
+            ranks += living & set(last)
+    return Present(sorted(ranks), set(last) - set(ranks) - done, set(ranks) - set(last), stuck)
+
+
+def is_certain(before: set[int], now: set[int], silent: set[int]) -> bool:
+    """Whether those of the nodes `before` that are there now may go on without the others."""
+    still_count = before & (now | silent)
+    return not silent & before or 2 * len(before & now) > len(still_count)
+
+
+def lighthouse(address: str, ranks: int) -> Any:
+    """Where torchft lets the members of one generation meet: as soon as all of them are there, and for as long as it takes."""
+    from torchft.coordination import LighthouseServer
+
+    never = 24 * 3600 * 1000
+    host = f"[{address}]" if ":" in address else address
+    return LighthouseServer(
+        bind=f"{host}:0", min_replicas=max(1, ranks), join_timeout_ms=never, quorum_tick_ms=10, heartbeat_timeout_ms=never
+    )
+
+
+def address_of(server: Any, address: str) -> str:
+    """The server's, which otherwise names this host."""
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{server.address().rpartition(':')[2]}" if server else ""

@@ -1,0 +1,291 @@
+"""Nodes that come and go: who may go on, what a node says, and runs that lose one and end with the undisturbed run's bits."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from common.processes import messages, quorum
+from tests.check_ledger import complaints, steps_that_count
+from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run_job, wait_for
+from tests.objectstore import free_port
+from tests.ranks import children, workers_of
+
+SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "4"]
+SHARES = ["--shares", "4"]
+
+
+def said(workers, done=(), generation=1):
+    return {"workers": [list(one) for one in workers], "done": list(done), "generation": generation}
+
+
+# --- Who is a member, and who may go on --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "last, reports, ranks, missing, new, stuck",
+    [
+        ([], [said([(0, 1)]), said([(1, 1)])], [0, 1], set(), {0, 1}, False),  # all wait for the first generation
+        ([], [said([(0, 1)]), said([(1, 0)])], [0], set(), {0}, False),  # one is not so far
+        ([0, 1], [said([(0, 1)]), said([(1, 1)])], [0, 1], set(), set(), False),  # training
+        ([0, 1], [said([(0, 2)])], [0], {1}, set(), True),  # one is lost, the other has left the step
+        ([0, 1], [said([(0, 1)]), said([(1, 2)])], [0, 1], set(), set(), True),  # it has left the step for another reason
+        ([0, 1], [said([(0, 1)]), said([], done=[1])], [0], set(), set(), False),  # it has finished the run
+        ([0], [said([(0, 1)]), said([(2, 0), (3, 1)])], [0], set(), set(), False),  # a new node is not ready as a whole
+        ([0], [said([(0, 1)]), said([(2, 1), (3, 1)])], [0, 2, 3], set(), {2, 3}, False),
+        ([0, 2, 3], [said([(0, 1)]), said([(3, 1)])], [0, 3], {2}, set(), False),  # a worker of a node that goes on
+    ],
+)
+def test_the_members_of_the_next_generation(last, reports, ranks, missing, new, stuck):
+    there = quorum.present(1 if last else 0, last, reports)
+    assert (there.ranks, there.missing, there.new, there.stuck) == (ranks, missing, new, stuck)
+
+
+@pytest.mark.parametrize(
+    "before, now, silent, may",
+    [
+        ({0, 1}, {0}, set(), True),  # the other has certainly ended
+        ({0, 1}, {0}, {1}, False),  # it may think the same of this one
+        ({0, 1, 2}, {0, 1}, {2}, True),
+        ({0, 1, 2}, {2}, {0, 1}, False),
+        ({0, 1, 2}, {1}, {2}, False),  # 0 has ended, 2 may be there: one of two
+        ({0, 1, 2, 3}, {1, 2}, {3}, True),
+        ({0, 1, 2, 3}, {0, 1}, {2, 3}, False),
+        ({0, 1}, {0, 2}, {1}, False),  # a newcomer does not count
+        ({0, 1}, {0, 1}, {7}, True),  # somebody who was no member is silent
+    ],
+)  # fmt: skip
+def test_never_do_both_halves_of_a_broken_network_go_on(before, now, silent, may):
+    assert quorum.is_certain(before, now, silent) is may
+    if silent:
+        assert not (may and quorum.is_certain(before, silent, now & before))
+
+
+@pytest.mark.parametrize(
+    "message, valid",
+    [
+        ({"here": said([(0, 1)])}, True),
+        ({"here": said([(0, -1)])}, False),
+        ({"here": {**said([]), "more": 1}}, False),
+        ({"here": said([(0, 1, 2)])}, False),
+        ({"lost": "rank 1 was killed"}, True),
+        ({"elsewhere": ["10.0.0.1", 6666]}, True),
+        ({"elsewhere": ["10.0.0.1", 0]}, False),
+        ({"elsewhere": ["a name", 6666]}, False),
+    ],
+)
+def test_what_nodes_say_has_a_form(message, valid):
+    assert messages.is_valid(message) is valid
+
+
+# --- Options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "job, options, says",
+    [
+        ("train_ddp_exact", ["--min_nodes", 2, "--nproc_per_node", 2], "--min_nodes 2, but the job has 1 node"),
+        ("train_ddp_exact", ["--min_nodes", 1], "--min_nodes is for several nodes or workers, and this is the only one"),
+        (
+            "train_ddp",
+            ["--min_nodes", 1, "--nproc_per_node", 2],
+            "jobs/train_ddp_exact.py, or jobs/train_imagenet.py with --exact true",
+        ),
+    ],
+)
+def test_where_it_cannot_be_is_a_sentence(tmp_path, job, options, says):
+    assert says in run_job(job, tmp_path, *SMALL, *options, check=2).stderr
+
+
+@pytest.mark.parametrize("job", ["train_exact", "train_dp", "train_amp"])
+def test_a_job_of_one_process_says_that_it_ignores_the_option(tmp_path, job):
+    says = "ignored options that this job does not have: --min_nodes"
+    assert says in run_job(job, tmp_path, *SMALL, "--max_steps", 1, "--min_nodes", 1).stderr
+
+
+# --- Runs --------------------------------------------------------------------------------------------------------------
+
+
+EPOCHS = ["--epochs", "20"]  # of 5 steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_job("train_exact", folder, *SMALL, *SHARES, *EPOCHS)
+    return final_state(folder)
+
+
+class Nodes:
+    """Nodes of a run on this machine, each in its own session and with an output folder of its own, as on separate disks."""
+
+    def __init__(self, folder, number, *options, job=ROOT / "jobs" / "train_ddp_exact.py", env=None):
+        self.folder, self.number, self.port, self.options = folder, number, free_port(), options
+        self.job, self.env = job, env or {}  # {node: its own variables}
+        self.running = [self.start(node) for node in range(number)]
+
+    def start(self, node):
+        own = self.folder / f"node{node}"
+        own.mkdir(exist_ok=True)
+        words = [sys.executable, self.job, *SMALL, *SHARES, *EPOCHS, "--ledger", "true"]
+        words += ["--init_method", f"tcp://127.0.0.1:{self.port}", "--rank", node, "--world_size", self.number, *self.options]
+        with open(own / "log", "a") as log:
+            return subprocess.Popen(
+                list(map(str, words + ["--output_dir", own / "out"])), cwd=own, env=environment(ANYRANK_SECRET="a secret of the nodes", **self.env.get(node, {})),
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def log(self, node=None):
+        nodes = range(self.number) if node is None else [node]
+        return "".join((self.folder / f"node{node}" / "log").read_text() for node in nodes)
+
+    def kill(self, node):
+        os.killpg(self.running[node].pid, signal.SIGKILL)
+        self.running[node].wait()
+
+    def wait_for(self, pattern, node=None):
+        wait_for(lambda: re.search(pattern, self.log(node)), None, pattern)
+
+    def end(self, *nodes):
+        """Their exit codes."""
+        return [self.running[node].wait(PATIENCE) for node in nodes]
+
+    def state(self):
+        return final_state(max((self.folder / f"node{node}" for node in range(self.number)), key=newest))
+
+    def assert_every_sample_once(self):
+        folders = [self.folder / f"node{node}" / "out" for node in range(self.number)]
+        assert list(complaints(steps_that_count(folders), 160, 32)) == []
+
+    def close(self):
+        for node, process in enumerate(self.running):
+            if process.poll() is None:
+                self.kill(node)
+
+
+def newest(folder):
+    return max((path.name for path in (folder / "out" / "checkpoints").glob("*.json")), default="")
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = []
+
+    def make(number, *options, **how):
+        made.append(Nodes(tmp_path, number, *options, **how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undisturbed):
+    """Node 0, which leads and writes: another node does both from then on, and it finds the run again. They wait for it."""
+    run = nodes(3, "--min_nodes", 3)
+    run.wait_for("epoch=2/20", 0)
+    run.kill(0)
+    run.wait_for(r"node 0 \(rank 0\) is gone; fewer than --min_nodes 3 are left: waiting for others up to 900 s", 1)
+    run.running[0] = run.start(0)
+    run.wait_for(r"node 0 \(rank 0\) is gone; node 0 \(rank 0\) has joined: 3 ranks went on with step \d+ after [\d.]+ s", 1)
+    assert run.end(0, 1, 2) == [0, 0, 0]
+    assert_same_bits(run.state(), undisturbed)
+    run.assert_every_sample_once()
+    assert "the run is under way, led from 127.0.0.1: this node joins it" in run.log(0)
+
+
+@pytest.mark.rehearsal
+def test_a_worker_that_is_killed_or_stopped_leaves_the_others_of_its_node(nodes, undisturbed):
+    run = nodes(2, "--min_nodes", 1, "--nproc_per_node", 2)
+    run.wait_for("epoch=2/20", 0)
+    workers = workers_of(pid for process in run.running for pid in children(process))
+    os.kill(workers[2], signal.SIGKILL)
+    run.wait_for(r"rank 2 \(node 1, host .*\) was killed by SIGKILL.*: 3 ranks went on", 0)
+    os.kill(workers[0], signal.SIGSTOP)
+    run.wait_for(r"rank 0 \(node 0, host .*\) is stopped \(state T\).*: 2 ranks went on", 0)
+    assert run.end(0, 1) == [0, 0]
+    assert_same_bits(run.state(), undisturbed)
+    run.assert_every_sample_once()
+
+
+@pytest.mark.rehearsal
+def test_a_node_that_is_told_to_stop_leaves_and_all_nodes_that_are_save_and_end(nodes, undisturbed):
+    run = nodes(2, "--min_nodes", 1)
+    run.wait_for("epoch=2/20", 0)
+    run.running[1].send_signal(signal.SIGTERM)
+    run.wait_for(r"node 1 \(rank 1\) was told to stop \(SIGTERM\): 1 rank went on", 0)
+    assert run.end(1) == [143] and "SIGTERM: this node leaves, and the others go on" in run.log(1)
+    run.running[0].send_signal(signal.SIGTERM)
+    assert run.end(0) == [143] and re.search(r"stopped by SIGTERM; saved after step \d+", run.log(0))
+    again = nodes(2, "--min_nodes", 2)
+    assert again.end(0, 1) == [0, 0] and "going on from" in again.log(0)
+    assert_same_bits(again.state(), undisturbed)
+    again.assert_every_sample_once()
+
+
+@pytest.mark.rehearsal
+def test_with_fewer_nodes_than_wanted_the_run_waits_then_saves_and_stops(nodes, undisturbed):
+    run = nodes(2, "--min_nodes", 2, "--join_seconds", 20)
+    run.wait_for("epoch=2/20", 0)
+    run.kill(1)
+    run.wait_for(r"node 1 \(rank 1\) is gone; fewer than --min_nodes 2 are left: waiting for others up to 20 s", 0)
+    assert run.end(0) == [1]
+    assert re.search(r"fewer than --min_nodes 2 were left for 20 s; saved after step \d+: start again to go on", run.log(0))
+    assert "error: node 1 (rank 1) is gone; fewer than --min_nodes 2 were left for 20 s; stopping" in run.log(0)
+    again = nodes(2, "--min_nodes", 2)
+    assert again.end(0, 1) == [0, 0]
+    assert_same_bits(again.state(), undisturbed)
+
+
+@pytest.mark.rehearsal
+def test_other_code_or_other_arguments_are_not_taken_in(nodes, undisturbed):
+    run = nodes(2, "--min_nodes", 1)
+    run.wait_for("epoch=2/20", 0)
+    run.kill(1)
+    run.wait_for("1 rank went on", 0)
+    run.options = (*run.options, "--lr", "0.5")
+    run.running[1] = run.start(1)
+    assert run.end(1) == [2] and "arguments differs: lr=" in run.log(1)
+    assert run.end(0) == [0]
+    assert_same_bits(run.state(), undisturbed)
+
+
+# A rank that is told to dies in its first evaluation.
+DIES = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from common.run import scores
+share = scores.Scores.share
+
+def dies(self):
+    if os.environ.get("DIES"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return share(self)
+
+scores.Scores.share = dies
+exec(compile({text!r}, {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
+"""
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("intact", [True, False])
+def test_an_evaluation_in_which_a_rank_is_lost_begins_anew_and_the_block_for_it_is_needed(nodes, undisturbed, tmp_path, intact):
+    job = ROOT / "jobs" / "train_ddp_exact.py"
+    text = job.read_text()
+    if not intact:
+        text = text.replace("scores = run.together(evaluate, ", "scores = evaluate(")
+        assert text != job.read_text()
+    script = tmp_path / "train_ddp_exact.py"
+    script.write_text(DIES.format(root=str(ROOT), text=text, job=str(job)))
+    run = nodes(2, "--min_nodes", 1, job=script, env={1: {"DIES": "1"}})
+    codes = run.end(0, 1)
+    if not intact:
+        assert codes[0] == 1 and "failed after step 5, in phase evaluate: Changed" in run.log(0)
+        return
+    assert codes == [0, 1]
+    assert re.search(r"rank 1 \(node 1, host .*\) was killed by SIGKILL.*: 1 rank went on with step 6 after", run.log(0))
+    assert_same_bits(run.state(), undisturbed)
+    run.assert_every_sample_once()
