@@ -4,9 +4,11 @@
     python -m launch local --nodes 2 --platform pai-dlc jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --procs 2 --accelerator npu jobs/train_ddp.py -- --custom_data true --enable_gpu false
     python -m launch local --nodes 2 --kill 1@8 --restarts 1 jobs/train_ddp.py -- --custom_data true
+    python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- --custom_data true --min_nodes 1
 
-The last one kills node 1 after 8 seconds and then starts the whole job again, as the platform would. Ctrl-C and SIGTERM reach
-every node, as the platform's stop does. Every line of output begins with its node.
+The fourth kills node 1 after 8 seconds and then starts the whole job again, as the platform would; in the last one the other
+node goes on, and node 1 is started again by itself. Ctrl-C and SIGTERM reach every node, as the platform's stop does. Every
+line of output begins with its node.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from typing import IO, Callable
 
@@ -128,42 +131,74 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]]) -> list[int]:
-    """Start every node once and wait for all of them; their exit codes."""
+def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]) -> list[int]:
+    """Start every node, play what happens to some, and wait for all of them; their exit codes, the last of each."""
     port = free_port()
     secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # what the nodes share (docs/security.md)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
         json.dump(rank_table(options.nodes, options.cards), table)
         table.flush()
-        places = [(node, card) for node in range(options.nodes) for card in range(options.cards or 1)]
-        started = [(node, start(options, node, card, port, secret, table.name)) for node, card in places]
-        return _wait_for(started, kill_at)
+        cards = range(options.cards or 1)
+        return _play(
+            options.nodes,
+            kill_at,
+            return_at,
+            lambda node: [start(options, node, card, port, secret, table.name) for card in cards],
+        )
 
 
-def _wait_for(started, kill_at):
-    processes = [process for _, process in started]
-    relays = [threading.Thread(target=relay, args=(node, process.stdout)) for node, process in started]
-    of_node = {node: [process for at, process in started if at == node] for node, _ in started}
-    timers = [threading.Timer(seconds, lambda ends=of_node[node]: [kill(end) for end in ends]) for node, seconds in kill_at]
+def _play(nodes, kill_at, return_at, start_node):
+    processes: dict[int, list[subprocess.Popen[bytes]]] = {}
+    relays = []
+
+    def begin(node):
+        kill_node(node)  # the one before
+        processes[node] = start_node(node)
+        for process in processes[node]:
+            relays.append(threading.Thread(target=relay, args=(node, process.stdout)))
+            relays[-1].start()
+
+    def kill_node(node):
+        for process in processes.get(node, ()):
+            kill(process)
 
     def pass_on(number, _frame):
-        for process in processes:
+        for process in (process for started in processes.values() for process in started):
             if process.poll() is None:
                 process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    for thread in relays + timers:
-        thread.start()
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return [process.wait() for process in processes]
+        for node in range(nodes):
+            begin(node)
+        events = [(seconds, node, kill_node) for node, seconds in kill_at]
+        events += [(seconds, node, begin) for node, seconds in return_at]
+        return _codes(processes, sorted(events, key=lambda event: event[:2]), {node for node, _ in kill_at})
     finally:
-        for process in processes:
-            kill(process)
-        for timer in timers:
-            timer.cancel()
+        for node in processes:
+            kill_node(node)
         for thread in relays:
             thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _codes(processes, events, lost):
+    """Wait for all nodes, and for what is to happen to some while others run."""
+    began = time.monotonic()
+    while True:
+        running = [node for node, started in processes.items() if any(process.poll() is None for process in started)]
+        if events and time.monotonic() - began > events[0][0] and running:
+            _, node, happen = events.pop(0)
+            happen(node)
+        elif not running:
+            break
+        time.sleep(0.02)
+    codes = {node: [process.returncode for process in started] for node, started in processes.items()}
+    others = [codes[node] for node in codes if node not in lost]
+    if others and not any(map(any, others)):  # they went on without those that were lost
+        codes = {node: [0 if node in lost and code == -signal.SIGKILL else code for code in codes[node]] for node in codes}
+    return [code for node in codes for code in codes[node]]
 
 
 def kill_spec(text: str) -> tuple[int, float]:
@@ -183,7 +218,9 @@ def main(argv: list[str]) -> int:
     kinds = "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine starts them"
     parser.add_argument("--accelerator", choices=VISIBLE, default="gpu", help=kinds + " (default: gpu)")
     when = "kill a node so many seconds after the first start; may be given again"
-    parser.add_argument("--kill", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
+    parser.add_argument("--kill", "--lose", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
+    back = "start that node again so many seconds after the first start, while the others run on (docs/elastic.md)"
+    parser.add_argument("--return", dest="back", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=back)
     again = "how often a failed job is started again (default: 0)"
     parser.add_argument("--restarts", type=arguments.number(int, at_least=0), default=0, help=again)
     own, given = split_words(argv)
@@ -191,9 +228,10 @@ def main(argv: list[str]) -> int:
     options.arguments = given
     if wrong := missing_job(options.job):
         parser.error(wrong)
-    for node, _ in options.kill:
-        if node >= options.nodes:
-            parser.error(f"--kill names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
+    for name, events in (("--kill", options.kill), ("--return", options.back)):
+        for node, _ in events:
+            if node >= options.nodes:
+                parser.error(f"{name} names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
     options.devices = devices(options.accelerator, os.environ)
     if 0 < len(options.devices) < options.nodes:
         found = count(len(options.devices), options.accelerator.upper())
@@ -215,7 +253,7 @@ def play(options: argparse.Namespace) -> int:
     """Start the job, and again after a failure as often as --restarts allows; the exit code of the platform's job."""
     codes: list[int] = []
     for number in range(options.restarts + 1):
-        codes = attempt(options, options.kill if number == 0 else [])
+        codes = attempt(options, *((options.kill, options.back) if number == 0 else ([], [])))
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
         if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake, the same in every start
             break

@@ -52,7 +52,7 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
         (["--nodes", "-1"], "argument --nodes: '-1' is not a whole number at least 1"),
         (["--procs", "0"], "argument --procs: '0' is not a whole number at least 1"),
         (["--restarts", "-2"], "argument --restarts: '-2' is not a whole number at least 0"),
-        (["--kill", "0@99999999999999999"], "--kill: '0@99999999999999999' does not have the form NODE@SECONDS"),
+        (["--kill", "0@99999999999999999"], "--kill/--lose: '0@99999999999999999' does not have the form NODE@SECONDS"),
         (["--kill", "-1@3"], "NODE@SECONDS"),
     ],
 )
@@ -60,3 +60,36 @@ def test_a_number_that_makes_no_sense_is_refused(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
         local.main([*words, str(ROOT / "jobs" / "train.py")])
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+WAITS = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)"
+COMES_BACK = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
+
+
+@pytest.mark.parametrize(
+    "lost, back, codes",
+    [
+        ([(1, 0.1)], [(1, 0.3)], [0, 0]),  # node 0 waits for node 1 to come back
+        ([(1, 0.1), (0, 0.2)], [], [-9, -9]),
+    ],
+)
+def test_a_node_that_is_lost_is_started_again_while_the_others_run_on(tmp_path, lost, back, codes):
+    file, starts = tmp_path / "back", []
+
+    def start(node):
+        starts.append(node)
+        program = COMES_BACK if starts.count(1) == 2 else WAITS
+        return [subprocess.Popen([sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE, start_new_session=True)]
+
+    assert local._play(2, lost, back, start) == codes
+    assert starts == [0, 1, *(node for node, _ in back)]
+
+
+def test_a_node_that_was_lost_does_not_make_a_run_fail_that_went_on_without_it():
+    """Node 0 ends once node 1 has."""
+    lost = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    until = f"import os, time\nwhile os.path.exists('/proc/{lost.pid}/exe'): time.sleep(0.01)"
+    goes_on = subprocess.Popen([sys.executable, "-c", until], stdout=subprocess.PIPE, start_new_session=True)
+    assert local._play(2, [(1, 0.1)], [], lambda node: [lost if node else goes_on]) == [0, 0]

@@ -135,6 +135,7 @@ GOOD = [
     ("volcano", {}, "spec.minAvailable", 2),
     ("volcano", {}, "spec.queue", "gold"),
     ("volcano", {}, "spec.maxRetry", 3),
+    ("volcano", {"arguments": ("--min_nodes", "1")}, "spec.policies", [{"exitCode": 2, "action": "TerminateJob"}, {"event": "PodFailed", "action": "RestartPod"}, {"event": "PodEvicted", "action": "RestartPod"}]),
     ("volcano", {}, "spec.policies", [{"exitCode": 2, "action": "TerminateJob"}, {"event": "PodFailed", "action": "RestartJob"}, {"event": "PodEvicted", "action": "RestartJob"}]),
     ("volcano", {}, "spec.tasks.0.policies", [{"event": "TaskCompleted", "action": "CompleteJob"}]),
     ("volcano", {}, "spec.tasks.1.template.spec.restartPolicy", "Never"),

@@ -253,6 +253,8 @@ def test_slurm_asks_for_cores_and_memory_by_the_gpus_unless_told():
     assert asked == {0: ("4", "16G"), 1: ("4", "16G"), 8: ("32", "128G")}
     assert not {"cpus-per-task", "mem"} & header(ask("slurm", cpus=0, memory=0)).keys()
     assert "srun --kill-on-bad-exit=1 python" in slurm.build(ask("slurm", cpus=0, memory=0))
+    alone = slurm.build(ask("slurm", cpus=0, memory=0, arguments=("--min-nodes=1",)))
+    assert "srun --kill-on-bad-exit=0 --no-kill python" in alone and "#SBATCH --no-kill\n" in alone
 
 
 def test_a_cluster_without_such_nodes_is_told_what_was_asked_for(tmp_path, monkeypatch, capsys):

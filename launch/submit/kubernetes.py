@@ -71,14 +71,15 @@ def _pytorch_job(request: Request) -> dict[str, Any]:
 
 
 def _volcano_job(request: Request) -> dict[str, Any]:
-    """All pods are started again when one fails or is evicted."""
+    """All pods are started again when one fails or is evicted; or that one, where the others go on without it."""
     pod = requests.given(**_template(request)["spec"], restartPolicy="Never", activeDeadlineSeconds=request.seconds)
     tasks: list[dict[str, Any]] = [
         {"name": name.lower(), "replicas": count, "template": {"spec": pod}} for name, count in _tasks(request).items()
     ]
     tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
     mistake = {"exitCode": 2, "action": "TerminateJob"}  # it would come again
-    fault = [{"event": event, "action": "RestartJob"} for event in ("PodFailed", "PodEvicted")]
+    restart = "RestartPod" if request.goes_on_without else "RestartJob"
+    fault = [{"event": event, "action": restart} for event in ("PodFailed", "PodEvicted")]
     again = [mistake, *fault] if request.retries else []
     return requests.given(
         schedulerName="volcano",

@@ -113,6 +113,11 @@ class Request:
         return [(name.lstrip("-"), value) for name, value in _pairs(self.arguments)]
 
     @property
+    def goes_on_without(self) -> bool:
+        """Whether the other nodes go on when one is lost (docs/elastic.md), so that the platform must let them."""
+        return any(name.replace("-", "_") == "min_nodes" for name, _ in self.pairs)
+
+    @property
     def upload_url(self) -> Optional[str]:
         """Where the code is uploaded to; None where the job runs from a folder that has it already."""
         return self.code_url if self.platform != "local" and is_address(self.code_url) else None

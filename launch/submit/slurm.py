@@ -62,13 +62,15 @@ def build(request: Request) -> str:
     }  # fmt: skip
     header = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
     header.append("#SBATCH --requeue" if request.retries else "#SBATCH --no-requeue")
+    header += ["#SBATCH --no-kill"] if request.goes_on_without else []
     own = sorted(request.script_line, key=lambda line: not line.startswith("#SBATCH"))  # sbatch reads them before the commands
     # Made where the job runs, so that nothing that is stored or shown has it (docs/security.md).
     exports = ['export ANYRANK_SECRET="$(od -An -tx1 -N32 /dev/urandom | tr -d " \\n")"'] if request.nodes > 1 else []
     exports += [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
     words = requests.command(request, code, request.data_url, request.output_url)
     given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them over from the script
-    run = shlex.join(["srun", "--kill-on-bad-exit=1", *given, *words])
+    alone = ["--kill-on-bad-exit=0", "--no-kill"] if request.goes_on_without else ["--kill-on-bad-exit=1"]
+    run = shlex.join(["srun", *alone, *given, *words])
     failures = f'{shlex.quote(os.path.join(_folder(request), f".{request.name}"))}-"$SLURM_JOB_ID".failures'
     return "\n".join(
         ["#!/bin/bash", *header, *own, *exports, AGAIN.format(run=run, retries=request.retries, failures=failures)]
