@@ -88,6 +88,11 @@ def test_what_nodes_say_has_a_form(message, valid):
     "job, options, says",
     [
         ("train_ddp_exact", ["--min_nodes", 2, "--nproc_per_node", 2], "--min_nodes 2, but the job has 1 node"),
+        (
+            "train_ddp_exact",
+            ["--min_nodes", 1, "--nproc_per_node", 2, "--max_restarts", 1],
+            "--max_restarts starts all workers again",
+        ),
         ("train_ddp_exact", ["--min_nodes", 1], "--min_nodes is for several nodes or workers, and this is the only one"),
         (
             "train_ddp",
