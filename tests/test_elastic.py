@@ -204,7 +204,7 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
 
 @pytest.mark.rehearsal
 def test_a_worker_that_is_killed_or_stopped_leaves_the_others_of_its_node(nodes, undisturbed):
-    run = nodes(2, "--min_nodes", 1, "--nproc_per_node", 2)
+    run = nodes(2, "--min_nodes", 1, "--nproc_per_node", 2, "--workers", 1)
     run.wait_for("epoch=2/20", 0)
     workers = workers_of(pid for process in run.running for pid in children(process))
     os.kill(workers[2], signal.SIGKILL)

@@ -114,7 +114,7 @@ class Run:
                 )
             self._shares.before_it_counts = self._exchange
             self._form()
-        self._goes_on = self.total_steps > 0
+        self._goes_on = bool(found) or self.total_steps > 0
         self._epoch_began = self._curves_drawn = time.monotonic()
         self._steps_before, self._epochs_before = self.total_steps, self.epoch
         self._saved_place = self._place() if found else None

@@ -45,7 +45,7 @@ class Play:
         self.back = {}  # node: when its cable is plugged in again
 
     def start(self, node):
-        more = ["--nproc_per_node", self.workers, "--min_nodes", 1]
+        more = ["--nproc_per_node", self.workers, "--min_nodes", 1, "--workers", self.workers - 1]
         return self.hosts.start(node, self.nodes, *ELASTIC, *more, job="train_ddp_exact")
 
     def logs(self):
