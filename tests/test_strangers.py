@@ -54,7 +54,7 @@ def meeting(nodes=2, key=KEY, seconds=PATIENCE):
 def join(one, node=1, key=KEY, seconds=PATIENCE, **changes):
     """Its line, as soon as it has proved to belong; the hub's thread ends with the last node that is missing."""
     line = channel.Line(channel.connect("127.0.0.1", one.port, seconds, one.said.append))
-    channel._prove(line, key)
+    channel.prove(line, key)
     line.send(**hello(node, **changes), clock=time.time())
     return line
 
