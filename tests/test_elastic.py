@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.processes import messages, quorum
+from common.processes import leader, messages, quorum
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run_job, wait_for
 from tests.objectstore import free_port
@@ -62,6 +62,60 @@ def test_never_do_both_halves_of_a_broken_network_go_on(before, now, silent, may
     assert quorum.is_certain(before, now, silent) is may
     if silent:
         assert not (may and quorum.is_certain(before, silent, now & before))
+
+
+class Parent:
+    """What the leader sees of its node: two nodes with a worker each, in their first generation."""
+
+    def __init__(self, min_nodes=1):
+        self.hub, self.node, self.address, self.hello, self.here = None, 0, "127.0.0.1", {"listens": 1}, None
+        self.leader = self.min_nodes = min_nodes
+        self.join_seconds, self.stop_signal, self.ends, self.causes, self.said = 60, None, None, [], []
+        self.generation = {"number": 1, "ranks": [0, 1], "writes": 1, "nodes": [], "changes": [[1, ""]]}
+        self.say = self.said.append
+
+    def nodes_of(self, ranks):
+        return set(ranks)
+
+    def name_of(self, node):
+        return f"node {node}"
+
+    def take(self, generation):
+        self.generation, self.causes = generation, []
+
+
+def test_members_that_cannot_be_connected_are_tried_again_and_then_the_run_stops():
+    parent, now = Parent(), 1.0
+    leads = leader.Leader(parent)
+    for generation in range(1, 8):
+        assert parent.generation["number"] == generation and not parent.generation.get("stop")
+        for node in (0, 1):
+            leads.hear(node, said([(node, generation + 1)], generation=generation))
+        leads.lead(now)
+        assert parent.generation["number"] == generation  # perhaps a rank is about to be found dead
+        leads.lead(now + 6)
+        now += 7
+        if parent.generation["stop"]:
+            break
+    assert generation == 1 + leader.TRIES
+    assert parent.generation["why"] == "the connection between two ranks has broken, and 5 tries to connect them have failed"
+
+
+def test_a_node_that_comes_back_is_a_new_one_for_which_the_others_do_not_wait_while_it_loads():
+    parent = Parent(min_nodes=2)
+    leads = leader.Leader(parent)
+    leads.hear(0, said([(0, 2)]))
+    leads.hear(1, said([(1, 1)]))
+    leads.forget(1, False, "is gone")
+    leads.lead(1.0)
+    assert parent.generation["number"] == 1 and "node 1 is gone; fewer than --min_nodes 2 are left" in parent.said[0]
+    leads.hear(1, said([(1, 0)], generation=0))
+    leads.lead(2.0)
+    assert parent.generation["number"] == 1
+    leads.hear(1, said([(1, 1)], generation=0))
+    leads.lead(3.0)
+    assert parent.generation["ranks"] == [0, 1] and parent.generation["why"] == "node 1 is gone; node 1 has joined"
+    assert parent.generation["writes"] == 0  # who was there all the time has the newest files
 
 
 @pytest.mark.parametrize(

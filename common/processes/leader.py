@@ -18,6 +18,7 @@ from common.processes.watch import CASCADE_SECONDS
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
 STOP_SECONDS = 1.5  # a platform that stops the job tells all nodes within this time; one that takes a node away, that one
+TRIES = 5  # to form a group of the same members again
 CHANGES = 20  # that are remembered until a step counts; a generation may end before it has formed
 SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
 
@@ -34,7 +35,9 @@ class Leader:
         self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
         self._stops: dict[int, tuple[float, int]] = {}  # when which node was told to stop, and by which signal
         self._stuck_since = self._short_since = self._sought = 0.0
+        self._tries = 0
         self._lighthouse: Any = None
+        self._kept: list = []  # those before it: to end one may wait for a host that is cut off
 
     def hear(self, node: int, report: dict) -> None:
         self._reports[node] = report
@@ -87,11 +90,14 @@ class Leader:
         if not there.missing and not there.new and not stuck and len(ranks) == len(last["ranks"]):
             return
         why = [*parent.causes, *(f"{parent.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
+        self._tries = 0 if why else self._tries + 1
         why = "; ".join(why or ["the connection between two ranks has broken"])
         before, left = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
         if not quorum.is_certain(before, left, self._silent):
             of = f"{len(left)} of {count(len(before), 'node')}"
             self._announce(there.ranks, f"{why}; {of} cannot know whether the others go on", stop=True)
+        elif self._tries > TRIES:
+            self._announce(there.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True)
         elif len(parent.nodes_of(there.ranks)) < parent.min_nodes:
             self._wait_for_more(there.ranks, why, now)
         else:
@@ -128,8 +134,9 @@ class Leader:
         """The next generation, with these ranks. `stop`: the one of them that writes saves the run, and all end. `writes`: who
         does so if the one before is lost."""
         parent, last = self._parent, self._parent.generation
-        if self._lighthouse:  # which waits for the connections of a host that is cut off
+        if self._lighthouse:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
+            self._kept.append(self._lighthouse)
         self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
         still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._left
         self._short_since, self._stuck_since, self._silent, self._left = 0.0, 0.0, set(), set()

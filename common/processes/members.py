@@ -50,7 +50,7 @@ class Members:
         self._pulse = heartbeat.of_this_process()
         self._manager: Any = None  # torchft's
         self._group: Any = None
-        self._kept: list = []  # all groups there were: to delete one waits for members that may be cut off
+        self._kept: list = []  # all that there were: to delete a group waits for members that may be cut off
         moments.listen(self)
 
     def form(self, place: int, state: Callable[[], dict], take: Callable[[dict], None]) -> None:
@@ -63,12 +63,15 @@ class Members:
             offer = self._next_offer()
             received: list[dict] = []
             formed: list[tuple] = []
-            attempt = threading.Thread(target=self._try, args=(offer, place, state, received, formed), daemon=True)
+            faults: list[str] = []
+            attempt = threading.Thread(target=self._try, args=(offer, place, state, received, formed, faults), daemon=True)
             attempt.start()
             while attempt.is_alive() and not self.changed():
                 attempt.join(SHORTEST_NAP * 10)
             if formed and not self.changed():
                 break
+            if faults and not self.changed():  # mostly a member that has just died, of which the parents tell
+                print(f"warning: rank {self._name} could not join the others: {faults[0]}", file=sys.stderr, flush=True)
         if self._manager:
             threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
         ((self._manager, self._group),) = formed
@@ -90,7 +93,7 @@ class Members:
             raise Stopped(offer["why"])
         return offer
 
-    def _try(self, offer, place, state, received, formed):
+    def _try(self, offer, place, state, received, formed, faults):
         """To form this generation, in a thread: it waits for members that may never come."""
         address = os.environ[ADDRESS]
         try:
@@ -104,13 +107,16 @@ class Members:
                 store_addr=address, store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=address,
                 replica_id=f"{self._name:08d}", checkpoint_transport=_transport(address),
             )  # fmt: skip
+            self._kept.append(manager)
             manager.load_state_dict({"step": place, "batches_committed": 0})
             manager.start_quorum()
             if not manager.errored() and manager.num_participants() == len(offer["ranks"]):
-                self._kept += [manager, group.parent]
+                self._kept.append(group.parent)
                 formed.append((manager, group.parent))
+            else:
+                faults.append(one_line(manager.errored() or "not all of them came"))
         except Exception as error:  # the next generation will be another try
-            logging.getLogger(__name__).debug("generation %d: %s", offer["number"], one_line(error))
+            faults.append(one_line(error))
 
     def step_counts(self) -> None:
         """With this group."""
