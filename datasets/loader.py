@@ -203,8 +203,12 @@ class Batches(torch.utils.data.DataLoader):
                 return
             except (ConnectionError, EOFError, FileNotFoundError):  # those of reading a sample come as batches
                 raise TrainingFailed(devices.KILLED) from None
-            except Exception:  # it is in a circle with what the loop holds, so nothing else would end the processes soon
-                self.end_workers()
+            except Exception as error:
+                dead = [process for process in getattr(batches, "_workers", ()) if (process.exitcode or 0) < 0]
+                self.end_workers()  # it is in a circle with what the loop holds, so nothing else would end the processes soon
+                if dead and "exited unexpectedly" in str(error):  # torch's words if it sees that before the system tells it
+                    how = signal.strsignal(-dead[0].exitcode)
+                    raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {how}.") from None
                 raise
             yield batch
 
