@@ -53,10 +53,14 @@ def main():
     args = arguments.parse(options())
     if args.early_stopping_patience and args.training_only:
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
-    if args.exact:
-        exact.settle(args)
+    if args.evaluate or args.find_max_batch:
+        args.min_nodes = None  # there are no steps
+    if args.exact or args.min_nodes:
+        exact.settle(args, same_bits=args.exact)
     elif args.shares:
-        raise UserError(f"--shares {args.shares} is for --exact true: give both or none")
+        raise UserError(f"--shares {args.shares} is for --exact true, or for --min_nodes: give one of them, too")
+    if args.min_nodes and args.data_backend.startswith("dali"):
+        raise UserError(f"--min_nodes deals the photographs anew, which --data_backend {args.data_backend} cannot: use pytorch")
     group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
     device = devices.choose(args)
     group.join(args, device)
@@ -80,7 +84,7 @@ def main():
     val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
-    if not args.exact:  # else its shares decide it
+    if not (args.exact or args.min_nodes):  # else its shares decide it
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
     how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
@@ -95,7 +99,9 @@ def main():
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     devices.compile_network(args, model)
     # The same bits on any number of ranks: each computes some shares of the total batch, all of which are added in one order.
-    shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch) if args.exact else None
+    # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks go and come.
+    divided = args.exact or args.min_nodes
+    shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
@@ -114,7 +120,7 @@ def main():
     if shares:
         run.register(shares=shares)  # run.steps() gives one of this rank's shares after the other
     run.resume()  # from the newest checkpoint in the output folder, if there is one
-    if rank == 0:
+    if run.rank == 0:
         raport.start(args)
 
     peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
@@ -190,7 +196,7 @@ def add_training(add):
     total = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
     add("--total_batch", type=COUNT, help=f"{total}; unset: batch_size x devices")
     add("--exact", type=boolean, default=False, help="the same bits on any number of devices (docs/exact.md)")
-    add("--shares", type=COUNT, help=f"with --exact true: {exact.SHARES}")
+    add("--shares", type=COUNT, help=f"with --exact true or --min_nodes: {exact.SHARES}")
     meant = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
     add("--lr_batch", type=number(int, at_least=0), default=256, help=meant)
     falls = "learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run"

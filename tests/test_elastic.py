@@ -147,11 +147,12 @@ def test_what_nodes_say_has_a_form(message, valid):
             ["--min_nodes", 1, "--nproc_per_node", 2, "--max_restarts", 1],
             "--max_restarts starts all workers again",
         ),
+        ("train_imagenet", ["--min_nodes", 1, "--data_backend", "dali-cpu"], "--data_backend dali-cpu cannot: use pytorch"),
         ("train_ddp_exact", ["--min_nodes", 1], "--min_nodes is for several nodes or workers, and this is the only one"),
         (
             "train_ddp",
             ["--min_nodes", 1, "--nproc_per_node", 2],
-            "jobs/train_ddp_exact.py, or jobs/train_imagenet.py with --exact true",
+            "use jobs/train_ddp_exact.py or jobs/train_imagenet.py",
         ),
     ],
 )
@@ -347,4 +348,15 @@ def test_an_evaluation_in_which_a_rank_is_lost_begins_anew_and_the_block_for_it_
     assert codes == [0, 1]
     assert re.search(r"rank 1 \(node 1, host .*\) was killed by SIGKILL.*: 1 rank went on with step 6 after", run.log(0))
     assert_same_bits(run.state(), undisturbed)
+    run.assert_every_sample_once()
+
+
+@pytest.mark.rehearsal
+def test_without_exact_a_run_goes_on_too_and_says_what_its_bits_depend_on(nodes):
+    small = ["--arch", "resnet18", "--image_size", 32, "--epochs", 3]
+    run = nodes(2, "--min_nodes", 1, *small, job=ROOT / "jobs" / "train_imagenet.py")
+    run.wait_for("epoch=1/3", 0)
+    run.kill(1)
+    assert run.end(0) == [0] and "node 1 (rank 1) is gone: 1 rank went on with step" in run.log(0)
+    assert "4 shares of 8 samples, for 1 to 4 ranks; the bits of the result depend on who takes part" in run.log(0)
     run.assert_every_sample_once()

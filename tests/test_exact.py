@@ -208,7 +208,10 @@ def test_the_flagship_too_with_portions_of_a_share_and_a_restart(tmp_path):
 
 
 def test_shares_that_are_not_asked_for_are_a_mistake(tmp_path):
-    assert "--shares 4 is for --exact true" in run_job("train_imagenet", tmp_path, "--shares", 4, check=2).stderr
+    assert (
+        "--shares 4 is for --exact true, or for --min_nodes"
+        in run_job("train_imagenet", tmp_path, "--shares", 4, check=2).stderr
+    )
 
 
 def test_a_share_begins_without_gradients_and_a_cpu_computes_with_one_thread():
@@ -233,3 +236,17 @@ def test_a_missing_gradient_is_zero_also_in_memory_that_was_used_before():
             part.add(share, [None if value is None else torch.tensor([value])])
         part.finish()
         assert part.means()[0].item() == mean
+
+
+def test_without_an_order_the_mean_is_the_same_but_for_its_last_bits():
+    values = [[torch.tensor([2.0**share, share])] for share in range(5)]
+    means = []
+    for kind in (tree.Part, tree.AnyOrder):
+        part = kind([torch.zeros(2)], 5, collectives.All())
+        for _ in range(2):  # memory is used again
+            for share, value in enumerate(values):
+                part.add(share, value)
+            part.send()
+            part.finish()
+            means.append(part.means()[0].clone())
+    assert all(torch.equal(mean, torch.tensor([31 / 5, 2.0])) for mean in means)

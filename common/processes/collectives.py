@@ -66,9 +66,12 @@ class All:
     def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> Any:
         return distributed.all_gather_into_tensor(everything, own, async_op=True)
 
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return distributed.all_reduce(tensor, async_op=True)
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Add up the tensors of all ranks, in place."""
-        distributed.all_reduce(tensor)
+        self.all_reduce(tensor).wait()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, in their order; all have the same size."""

@@ -148,10 +148,13 @@ class Members:
         how = _with_timeout(distributed_c10d.AllgatherOptions())
         return Work(self, lambda group: group._allgather_base(everything, own, how))
 
+    def all_reduce(self, tensor: torch.Tensor) -> "Work":
+        how = _with_timeout(distributed_c10d.AllreduceOptions())
+        return Work(self, lambda group: group.allreduce([tensor], how))
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Add up the tensors of all members, in place."""
-        how = _with_timeout(distributed_c10d.AllreduceOptions())
-        Work(self, lambda group: group.allreduce([tensor], how)).wait()
+        self.all_reduce(tensor).wait()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all members, in their order; all have the same size."""

@@ -65,6 +65,9 @@ class Part:
         if given:
             into, values = zip(*given)
             torch._foreach_copy_(into, values)
+        self._put(share, flat)
+
+    def _put(self, share, flat):
         grow(self._roots, (0, share, flat), self._shares, self._sum)
 
     def _new(self, size):
@@ -115,3 +118,23 @@ class Part:
         self._spare += [value for _, _, value in self._roots]
         self._roots = []
         return self._views(self._total)
+
+
+class AnyOrder(Part):
+    """The same mean, with the sum as the communication library makes it: faster, with other bits for other ranks."""
+
+    def _put(self, share, flat):
+        self._roots = [(0, 0, self._sum(self._roots[0][2], flat) if self._roots else flat)]
+
+    def send(self) -> None:
+        ((_, _, self._total),) = self._roots
+        if self._ranks > 1:
+            self._work = self._group.all_reduce(self._total)
+
+    def finish(self) -> None:
+        """There is nothing else to do."""
+
+    def means(self) -> list[torch.Tensor]:
+        views = super().means()
+        self._total.div_(self._shares)
+        return views

@@ -37,17 +37,20 @@ def add_options(parser: arguments.Parser) -> None:
     parser.set_defaults(deterministic=True, sync_bn=False)
 
 
-def settle(args: argparse.Namespace) -> None:
-    """The same in a job that trains so only if it is asked to."""
-    args.deterministic, args.sync_bn = True, bool(args.sync_bn)
+def settle(args: argparse.Namespace, same_bits: bool) -> None:
+    """The same in a job that trains so only if it is asked to; without `same_bits` it has shares for another reason."""
+    args.deterministic, args.sync_bn = args.deterministic or same_bits, bool(args.sync_bn)
 
 
 class Shares:
     def __init__(
         self, args: argparse.Namespace, model: torch.nn.Module, train_sampler: Any, test_sampler: Any,
-        global_batch: Optional[int] = None,
+        global_batch: Optional[int] = None, in_order: bool = True,
     ):  # fmt: skip
-        """The samplers have been sharded over the ranks, where there are several. Unset, a share has batch_size samples."""
+        """The samplers have been sharded over the ranks, where there are several. Unset, a share has batch_size samples.
+
+        `in_order`: the same bits on any number of ranks; else the sums are as the communication library makes them.
+        """
         if any(isinstance(module, norms.SynchronisedNorm) for module in model.modules()):
             raise UserError(
                 "--sync_bn true has one statistic for all samples of a step, and each share has its own: leave it out"
@@ -61,7 +64,8 @@ class Shares:
         self._device = self._weights[0].device
         self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._buffers = [*self._averaged, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
-        if not devices.is_accelerator(self._device):
+        self._kind = tree.Part if in_order else tree.AnyOrder
+        if in_order and not devices.is_accelerator(self._device):
             torch.set_num_threads(1)  # sums over two threads have other bits than over one
         self.passes = 1  # backward passes for each share
         self.interrupted = False  # whether the ranks have changed in this step, which then is taken again
@@ -87,7 +91,7 @@ class Shares:
         self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
         self._loss = torch.zeros((), device=self._device)
         groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
-        self._parts = [tree.Part(tensors, shares, self._group) for tensors in groups]
+        self._parts = [self._kind(tensors, shares, self._group) for tensors in groups]
         self._part_of = {tensor: part for part in self._parts for tensor in part.tensors}
 
     def deal_tests(self) -> None:
@@ -97,6 +101,8 @@ class Shares:
     def first_line(self) -> str:
         """What the log says of them."""
         many, size = self.number, self._sampler.global_batch // self.number
+        if self._kind is tree.AnyOrder:
+            return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
         alone = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
         return (
             f"exact: {many} shares of {size} samples, the same bits on 1 to {many} ranks, each{alone or ' with one device'}; "

@@ -109,8 +109,8 @@ class Run:
         if self._members:
             if not self._shares:
                 raise UserError(
-                    "--min_nodes needs a step that can be taken again by other ranks: jobs/train_ddp_exact.py, or "
-                    "jobs/train_imagenet.py with --exact true"
+                    "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or "
+                    "jobs/train_imagenet.py"
                 )
             self._shares.before_it_counts = self._exchange
             self._form()
