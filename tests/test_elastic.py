@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 
@@ -116,6 +118,32 @@ def test_a_node_that_comes_back_is_a_new_one_for_which_the_others_do_not_wait_wh
     leads.lead(3.0)
     assert parent.generation["ranks"] == [0, 1] and parent.generation["why"] == "node 1 is gone; node 1 has joined"
     assert parent.generation["writes"] == 0  # who was there all the time has the newest files
+
+
+class Line:
+    """The leader's connection to another node."""
+
+    def __init__(self):
+        self.said = []
+
+    def tell(self, **message):
+        self.said.append(message)
+
+
+def test_a_node_that_was_told_to_stop_may_leave_and_hears_that_once():
+    parent = Parent()
+    parent.hub = types.SimpleNamespace(lines={1: Line()})
+    leads = leader.Leader(parent)
+    for node in (0, 1):
+        leads.hear(node, said([(node, 1)]))
+    leads.told_to_stop(1, signal.SIGTERM)
+    begun = time.monotonic()
+    for seconds in (0, 1, 2, 3, 4):
+        leads.lead(begun + seconds)
+    assert parent.hub.lines[1].said == [{"leave": True}] and parent.stop_signal is None
+    leads.told_to_stop(0, signal.SIGTERM)  # all of them
+    leads.lead(begun + 5)
+    assert parent.stop_signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,8 @@ class Supervisor(supervisor.Supervisor):
         elif "generation" in message:
             self.take(message["generation"])
         elif "leave" in message:
-            self.line.close()
+            if self.line:
+                self.line.close()
             self.line = None
         elif "dropped" in message:
             self.left_out = "this node was silent for so long that the others went on without it"

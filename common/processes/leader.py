@@ -34,6 +34,7 @@ class Leader:
         self._left: set[int] = set() if after is None else {after}  # members that are lost; one may come back as a new node
         self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
         self._stops: dict[int, tuple[float, int]] = {}  # when which node was told to stop, and by which signal
+        self._leaving: set[int] = set()  # those of them that were told that they may
         self._stuck_since = self._short_since = self._sought = 0.0
         self._tries = 0
         self._lighthouse: Any = None
@@ -50,6 +51,7 @@ class Leader:
         parent = self._parent
         report = self._reports.pop(node, {"workers": []})
         self._greeted.discard(node)
+        self._leaving.discard(node)
         self._left.add(node)
         if silent:
             self._silent.add(node)
@@ -167,8 +169,9 @@ class Leader:
         if len(left) < parent.min_nodes:
             parent.stop_signal = next(number for _, number in self._stops.values())
         elif now - min(since for since, _ in self._stops.values()) > STOP_SECONDS:
-            for node in set(self._stops) - {parent.node}:
+            for node in set(self._stops) - {parent.node} - self._leaving:
                 parent.hub.lines[node].tell(leave=True)
+                self._leaving.add(node)
             if parent.node in self._stops:
                 number = self._stops[parent.node][1]
                 parent.hub.send(lost=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
