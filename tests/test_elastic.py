@@ -1,16 +1,13 @@
-"""Nodes that come and go: who may go on, what a node says, and runs that lose one and end with the undisturbed run's bits."""
+"""Nodes that come and go: runs that lose one and end with the undisturbed run's bits (the rules: test_elastic_rules.py)."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 
-from common.processes import leader, messages, quorum
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run_job, wait_for
 from tests.objectstore import free_port
@@ -18,149 +15,6 @@ from tests.ranks import children, workers_of
 
 SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "4"]
 SHARES = ["--shares", "4"]
-
-
-def said(workers, done=(), generation=1):
-    return {"workers": [list(one) for one in workers], "done": list(done), "generation": generation}
-
-
-# --- Who is a member, and who may go on --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "last, reports, ranks, missing, new, stuck",
-    [
-        ([], [said([(0, 1)]), said([(1, 1)])], [0, 1], set(), {0, 1}, False),  # all wait for the first generation
-        ([], [said([(0, 1)]), said([(1, 0)])], [0], set(), {0}, False),  # one is not so far
-        ([0, 1], [said([(0, 1)]), said([(1, 1)])], [0, 1], set(), set(), False),  # training
-        ([0, 1], [said([(0, 2)])], [0], {1}, set(), True),  # one is lost, the other has left the step
-        ([0, 1], [said([(0, 1)]), said([(1, 2)])], [0, 1], set(), set(), True),  # it has left the step for another reason
-        ([0, 1], [said([(0, 1)]), said([], done=[1])], [0], set(), set(), False),  # it has finished the run
-        ([0], [said([(0, 1)]), said([(2, 0), (3, 1)])], [0], set(), set(), False),  # a new node is not ready as a whole
-        ([0], [said([(0, 1)]), said([(2, 1), (3, 1)])], [0, 2, 3], set(), {2, 3}, False),
-        ([0, 2, 3], [said([(0, 1)]), said([(3, 1)])], [0, 3], {2}, set(), False),  # a worker of a node that goes on
-    ],
-)
-def test_the_members_of_the_next_generation(last, reports, ranks, missing, new, stuck):
-    there = quorum.present(1 if last else 0, last, reports)
-    assert (there.ranks, there.missing, there.new, there.stuck) == (ranks, missing, new, stuck)
-
-
-@pytest.mark.parametrize(
-    "before, now, silent, may",
-    [
-        ({0, 1}, {0}, set(), True),  # the other has certainly ended
-        ({0, 1}, {0}, {1}, False),  # it may think the same of this one
-        ({0, 1, 2}, {0, 1}, {2}, True),
-        ({0, 1, 2}, {2}, {0, 1}, False),
-        ({0, 1, 2}, {1}, {2}, False),  # 0 has ended, 2 may be there: one of two
-        ({0, 1, 2, 3}, {1, 2}, {3}, True),
-        ({0, 1, 2, 3}, {0, 1}, {2, 3}, False),
-        ({0, 1}, {0, 2}, {1}, False),  # a newcomer does not count
-        ({0, 1}, {0, 1}, {7}, True),  # somebody who was no member is silent
-    ],
-)  # fmt: skip
-def test_never_do_both_halves_of_a_broken_network_go_on(before, now, silent, may):
-    assert quorum.is_certain(before, now, silent) is may
-    if silent:
-        assert not (may and quorum.is_certain(before, silent, now & before))
-
-
-class Parent:
-    """What the leader sees of its node: two nodes with a worker each, in their first generation."""
-
-    def __init__(self, min_nodes=1):
-        self.hub, self.node, self.address, self.hello, self.here = None, 0, "127.0.0.1", {"listens": 1}, None
-        self.leader = self.min_nodes = min_nodes
-        self.join_seconds, self.stop_signal, self.ends, self.causes, self.said = 60, None, None, [], []
-        self.generation = {"number": 1, "ranks": [0, 1], "writes": 1, "nodes": [], "changes": [[1, ""]]}
-        self.say = self.said.append
-
-    def nodes_of(self, ranks):
-        return set(ranks)
-
-    def name_of(self, node):
-        return f"node {node}"
-
-    def take(self, generation):
-        self.generation, self.causes = generation, []
-
-
-def test_members_that_cannot_be_connected_are_tried_again_and_then_the_run_stops():
-    parent, now = Parent(), 1.0
-    leads = leader.Leader(parent)
-    for generation in range(1, 8):
-        assert parent.generation["number"] == generation and not parent.generation.get("stop")
-        for node in (0, 1):
-            leads.hear(node, said([(node, generation + 1)], generation=generation))
-        leads.lead(now)
-        assert parent.generation["number"] == generation  # perhaps a rank is about to be found dead
-        leads.lead(now + 6)
-        now += 7
-        if parent.generation["stop"]:
-            break
-    assert generation == 1 + leader.TRIES
-    assert parent.generation["why"] == "the connection between two ranks has broken, and 5 tries to connect them have failed"
-
-
-def test_a_node_that_comes_back_is_a_new_one_for_which_the_others_do_not_wait_while_it_loads():
-    parent = Parent(min_nodes=2)
-    leads = leader.Leader(parent)
-    leads.hear(0, said([(0, 2)]))
-    leads.hear(1, said([(1, 1)]))
-    leads.forget(1, False, "is gone")
-    leads.lead(1.0)
-    assert parent.generation["number"] == 1 and "node 1 is gone; fewer than --min_nodes 2 are left" in parent.said[0]
-    leads.hear(1, said([(1, 0)], generation=0))
-    leads.lead(2.0)
-    assert parent.generation["number"] == 1
-    leads.hear(1, said([(1, 1)], generation=0))
-    leads.lead(3.0)
-    assert parent.generation["ranks"] == [0, 1] and parent.generation["why"] == "node 1 is gone; node 1 has joined"
-    assert parent.generation["writes"] == 0  # who was there all the time has the newest files
-
-
-class Line:
-    """The leader's connection to another node."""
-
-    def __init__(self):
-        self.said = []
-
-    def tell(self, **message):
-        self.said.append(message)
-
-
-def test_a_node_that_was_told_to_stop_may_leave_and_hears_that_once():
-    parent = Parent()
-    parent.hub = types.SimpleNamespace(lines={1: Line()})
-    leads = leader.Leader(parent)
-    for node in (0, 1):
-        leads.hear(node, said([(node, 1)]))
-    leads.told_to_stop(1, signal.SIGTERM)
-    begun = time.monotonic()
-    for seconds in (0, 1, 2, 3, 4):
-        leads.lead(begun + seconds)
-    assert parent.hub.lines[1].said == [{"leave": True}] and parent.stop_signal is None
-    leads.told_to_stop(0, signal.SIGTERM)  # all of them
-    leads.lead(begun + 5)
-    assert parent.stop_signal == signal.SIGTERM
-
-
-@pytest.mark.parametrize(
-    "message, valid",
-    [
-        ({"here": said([(0, 1)])}, True),
-        ({"here": said([(0, -1)])}, False),
-        ({"here": {**said([]), "more": 1}}, False),
-        ({"here": said([(0, 1, 2)])}, False),
-        ({"lost": "rank 1 was killed"}, True),
-        ({"elsewhere": ["10.0.0.1", 6666]}, True),
-        ({"elsewhere": ["10.0.0.1", 0]}, False),
-        ({"elsewhere": ["a name", 6666]}, False),
-    ],
-)
-def test_what_nodes_say_has_a_form(message, valid):
-    assert messages.is_valid(message) is valid
 
 
 # --- Options -----------------------------------------------------------------------------------------------------------

@@ -176,6 +176,10 @@ def join(address: str, port: int, hello: dict, seconds: float, say: Callable, ke
             prove(line, key)
             line.send(**hello, clock=time.time())
             return line, _wait_for_go(line, seconds + SILENCE_SECONDS)
+        except Elsewhere as elsewhere:
+            line.close()
+            address, port = elsewhere.args
+            why = Gone("it names other nodes in turn")
         except Closed as gone:  # perhaps to make room: strangers fill the port of node 0
             line.close()
             why = gone

@@ -35,6 +35,7 @@ class Supervisor(supervisor.Supervisor):
         self.causes: list[str] = []  # what has happened since then
         self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
         self.told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
+        self.may_leave = False  # because of that, as the others go on
         self.comes_later = False  # to a run that is under way
         self.left_out = ""  # why the others go on without this node
         self.said: Any = None  # of its workers
@@ -52,16 +53,11 @@ class Supervisor(supervisor.Supervisor):
                 return self._meet_as_leader()
             except channel.Elsewhere as elsewhere:
                 address, port = elsewhere.args
-        while True:
-            try:
-                self.line, go = channel.join(address, port, self.hello, self.join_seconds, self.say, self.key)
-            except channel.Elsewhere as elsewhere:
-                address, port = elsewhere.args
-                continue
-            if go.get("later"):
-                self.say(f"the run is under way, led from {address}: this node joins it")
-            self.comes_later, self.address = bool(go.get("later")), self._own_address()
-            return go
+        self.line, go = channel.join(address, port, self.hello, self.join_seconds, self.say, self.key)
+        if go.get("later"):
+            self.say(f"the run is under way, led from {self.line.peer()}: this node joins it")
+        self.comes_later, self.address = bool(go.get("later")), self._own_address()
+        return go
 
     def _meet_as_leader(self):
         if not self.key:
@@ -114,7 +110,7 @@ class Supervisor(supervisor.Supervisor):
         if self.left_out:
             show(self.left_out)
             return 1
-        if self.told and not self.line and not self.leader:
+        if self.told and self.may_leave:
             self.say(f"{signal.Signals(self.told).name}: this node leaves, and the others go on")
             return STOP_SIGNALS[signal.Signals(self.told)]
         if self.ends is not None:
@@ -201,9 +197,7 @@ class Supervisor(supervisor.Supervisor):
         elif "generation" in message:
             self.take(message["generation"])
         elif "leave" in message:
-            if self.line:
-                self.line.close()
-            self.line = None
+            self.may_leave = True
         elif "dropped" in message:
             self.left_out = "this node was silent for so long that the others went on without it"
         else:

@@ -182,7 +182,7 @@ class Hub:
             line.tell(refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port")
             self._refuse(line, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
-        if "leads" in hello and not self._complete:
+        if "leads" in hello and self._stays_open and not self._complete:
             raise channel.Elsewhere(*hello["leads"])
         if self._complete and not self._stays_open:
             line.tell(refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port")

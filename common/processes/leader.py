@@ -175,8 +175,7 @@ class Leader:
             if parent.node in self._stops:
                 number = self._stops[parent.node][1]
                 parent.hub.send(lost=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
-                parent.hub.close()
-                parent.hub = parent.leader = None
+                parent.may_leave = True
 
     def _seek_node_0(self, now):
         """A node 0 that has come back waits for the others at the platform's address, so it is told where they are."""

@@ -127,8 +127,10 @@ class Members:
         """For what the other members have done already."""
         present = self.rank, self.size
         self.rank, self.size = 0, 1
-        yield
-        self.rank, self.size = present
+        try:
+            yield
+        finally:
+            self.rank, self.size = present
 
     def told_to_stop(self) -> int:
         """The signal by which the job is stopped, or 0."""
