@@ -40,6 +40,7 @@ class Play:
         self.hosts, self.nodes, self.workers, self.draw = Hosts(nodes, folder), nodes, workers, draw
         self.running = {node: self.start(node) for node in range(nodes)}
         self.down = set()  # nodes that have been lost and not come back
+        self.coming = {}  # node that was started again: how often it had joined before
         self.hurt = collections.Counter()  # node: how many of its workers were lost
         self.culprits = []  # patterns that the log has to have
         self.back = {}  # node: when its cable is plugged in again
@@ -57,11 +58,17 @@ class Play:
     def pauses(self):
         return len(re.findall("went on with step", self.logs()))
 
+    def joined(self, node):
+        return len(re.findall(rf"node {node} \([^)]*\) has joined", self.logs()))
+
     def alive(self):
-        return sorted(set(self.running) - self.down)
+        """The nodes that have the run's state: what comes back counts when it has got that."""
+        self.coming = {node: joined for node, joined in self.coming.items() if self.joined(node) == joined}
+        return sorted(set(self.running) - self.down - set(self.coming))
 
     def over(self):
-        return any(process.poll() == 0 for process in self.running.values())
+        codes = [process.poll() for process in self.running.values()]
+        return 0 in codes or None not in codes
 
     def ended(self):
         """All but those that are cut off, which may take long to notice."""
@@ -99,7 +106,7 @@ class Play:
         self.back[node] = time.monotonic() + self.draw.uniform(6, 9)
 
     def returns(self, node):
-        self.running[node].wait(60)
+        self.coming[node] = self.joined(node)
         self.running[node] = self.start(node)
         self.down.discard(node)
         self.hurt[node] = 0
@@ -109,7 +116,8 @@ class Play:
         """The events after which enough nodes are left, with the nodes they may happen to."""
         alive = self.alive()
         away = [node for node in sorted(self.down - set(self.back)) if self.running[node].poll() is not None]
-        events = [("returns", node) for node in away[:1] if 0 in (*alive, *away)] * 2  # node 0 first: the others look for it
+        found = 0 in (*alive, *self.coming, *away)  # node 0 comes first: the others look for it
+        events = [("returns", node) for node in away[:1] if found] * 2
         if len(alive) >= 2:
             events += [(name, node) for name in ("killed", "stopped", "lost") for node in alive]
         if len(alive) >= 3:
@@ -162,10 +170,7 @@ def play(folder, draw, plan=None, nodes=None):
             events.append(f"{name} {node} after {game.steps()} lines")
             before = game.pauses()
             game.do(name, node)
-            if name in (
-                "cut",
-                "away",
-            ):  # it counts as there until the others know better: one more lost before, and no half is left
+            if name in ("cut", "away"):  # one more lost before the others know, and no half is left
                 game.wait(lambda: game.pauses() > before or game.over(), 30)  # noqa: B023
         ended = game.wait(lambda: game.over() and game.ended(), TIMEOUT)
         return {"nodes": nodes, "workers": workers, "events": events, **judge(game, folder, ended)}
