@@ -120,8 +120,7 @@ def main():
     if shares:
         run.register(shares=shares)  # run.steps() gives one of this rank's shares after the other
     run.resume()  # from the newest checkpoint in the output folder, if there is one
-    if run.rank == 0:
-        raport.start(args)
+    raport.start(args)
 
     peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")

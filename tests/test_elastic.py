@@ -1,5 +1,6 @@
 """Nodes that come and go: runs that lose one and end with the undisturbed run's bits (the rules: test_elastic_rules.py)."""
 
+import json
 import os
 import re
 import signal
@@ -140,6 +141,22 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
 
 
 @pytest.mark.rehearsal
+def test_a_node_that_comes_back_finds_a_run_that_goes_on_without_node_0(nodes, undisturbed):
+    run = nodes(3, "--min_nodes", 2)
+    run.wait_for("epoch=2/20", 0)
+    run.kill(2)
+    run.wait_for(r"node 2 \(rank 2\) is gone: 2 ranks went on", 0)
+    run.kill(0)
+    run.wait_for(r"node 0 \(rank 0\) is gone; fewer than --min_nodes 2 are left", 1)
+    run.running[2] = run.start(2)
+    run.wait_for(r"node 2 \(rank 2\) has joined: 2 ranks went on", 1)
+    assert run.end(1, 2) == [0, 0]
+    assert_same_bits(run.state(), undisturbed)
+    run.assert_every_sample_once()
+    assert "the run is under way, led from 127.0.0.1: this node joins it" in run.log(2)
+
+
+@pytest.mark.rehearsal
 def test_a_worker_that_is_killed_or_stopped_leaves_the_others_of_its_node(nodes, undisturbed):
     run = nodes(2, "--min_nodes", 1, "--nproc_per_node", 2, "--workers", 1)
     run.wait_for("epoch=2/20", 0)
@@ -236,9 +253,11 @@ def test_an_evaluation_in_which_a_rank_is_lost_begins_anew_and_the_block_for_it_
 @pytest.mark.rehearsal
 def test_without_exact_a_run_goes_on_too_and_says_what_its_bits_depend_on(nodes):
     small = ["--arch", "resnet18", "--image_size", 32, "--epochs", 3]
-    run = nodes(2, "--min_nodes", 1, *small, job=ROOT / "jobs" / "train_imagenet.py")
+    run = nodes(2, "--min_nodes", 1, *small, "--raport_file", "raport.json", job=ROOT / "jobs" / "train_imagenet.py")
     run.wait_for("epoch=1/3", 0)
-    run.kill(1)
-    assert run.end(0) == [0] and "node 1 (rank 1) is gone: 1 rank went on with step" in run.log(0)
+    run.kill(0)
+    assert run.end(1) == [0] and "node 0 (rank 0) is gone: 1 rank went on with step" in run.log(1)
+    rows = [json.loads(line) for line in (run.folder / "node1/out/raport.json").read_text().splitlines()]
+    assert rows[0]["type"] == "PARAMETER" and "val.top1" in rows[-1]["data"]  # who writes from then on writes this, too
     assert "4 shares of 8 samples, for 1 to 4 ranks; the bits of the result depend on who takes part" in run.log(0)
     run.assert_every_sample_once()

@@ -10,7 +10,7 @@ import json
 import select
 import socket
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from common.errors import UserError, one_line
 from common.processes import messages, secret
@@ -18,6 +18,7 @@ from common.processes import messages, secret
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is gone
 ANSWER_SECONDS = 4.0  # another program on the port does not answer our first message
+GREETING_SECONDS = 1.0
 WAITING_LINE_SECONDS = 10
 ATTEMPTS = 5  # to join, where node 0 closes the connection before both have proved that they belong
 LONGEST_MESSAGE, LONGEST_PROOF = 1 << 20, 4096
@@ -168,10 +169,24 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
             time.sleep(0.2)
 
 
-def join(address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"") -> tuple[Line, dict]:
+def greets(address: str, port: int) -> Optional[socket.socket]:
+    """A connection to that node if it leads a run: then it greets whoever connects."""
+    with contextlib.suppress(OSError):
+        connection = socket.create_connection((address, port), timeout=GREETING_SECONDS)
+        with contextlib.suppress(OSError):
+            if connection.recv(1, socket.MSG_PEEK):
+                return connection
+        connection.close()
+    return None
+
+
+def join(
+    address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", connection: Any = None
+) -> tuple[Line, dict]:
     """Another node's side: the line to node 0, and the message with which it starts all nodes."""
     for attempt in range(ATTEMPTS):
-        line = Line(connect(address, port, seconds, say))
+        line = Line(connection or connect(address, port, seconds, say))
+        connection = None
         try:
             prove(line, key)
             line.send(**hello, clock=time.time())

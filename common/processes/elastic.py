@@ -6,9 +6,12 @@ wait. The leader tells all nodes who the members of the next generation are; the
 
 import contextlib
 import json
+import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any, Optional
 
 from common import devices
@@ -21,10 +24,11 @@ from common.processes.worker import STOP
 
 
 class Supervisor(supervisor.Supervisor):
-    def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict):
+    def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict, output_dir: str):
         super().__init__(here, 0, join_seconds, alike)
         members.torchft()  # an error before anything is started, where it is not installed
         self.min_nodes, self.node = min_nodes, here.node_rank
+        self._noted = os.path.join(output_dir, "nodes.json")  # where the nodes of the run are, if this one is started again
         self.address = "127.0.0.1"  # of this node, as the others reach it
         self.listener = hub.listen(0)  # where they come to, if this node has to lead
         self.hello["listens"] = self.listener.getsockname()[1]
@@ -53,11 +57,35 @@ class Supervisor(supervisor.Supervisor):
                 return self._meet_as_leader()
             except channel.Elsewhere as elsewhere:
                 address, port = elsewhere.args
-        self.line, go = channel.join(address, port, self.hello, self.join_seconds, self.say, self.key)
+        self.line, go = self._join(address, port)
         if go.get("later"):
             self.say(f"the run is under way, led from {self.line.peer()}: this node joins it")
         self.comes_later, self.address = bool(go.get("later")), self._own_address()
         return go
+
+    def _join(self, address, port):
+        """Through node 0, or, if the run goes on without that, through another that was there when this one was."""
+        how = self.hello, self.join_seconds, self.say, self.key
+        connection = channel.greets(address, port)
+        for host, its_port in self._noted_places() if not connection else []:
+            if there := channel.greets(host, its_port):
+                try:
+                    return channel.join(host, its_port, *how, there)
+                except UserError as error:
+                    self.say(f"warning: {error}")
+        return channel.join(address, port, *how, connection)
+
+    def _noted_places(self):
+        try:
+            return [(str(address), int(port)) for _, address, port in json.loads(Path(self._noted).read_bytes())]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _note(self):
+        """Where the nodes are. A node that comes back without it finds the run through node 0."""
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self._noted), exist_ok=True)
+            write_atomically(self._noted, json.dumps(self.generation["nodes"]).encode())
 
     def _meet_as_leader(self):
         if not self.key:
@@ -208,6 +236,7 @@ class Supervisor(supervisor.Supervisor):
         if generation["number"] <= self.generation["number"]:
             return
         self.generation, self.causes = generation, []
+        threading.Thread(target=self._note, daemon=True).start()  # the folder may be slow, and beats must not wait
         for worker in self.workers:
             if worker.code is None and (worker.rank in generation["ranks"] or generation["stop"]):
                 write_atomically(f"{worker.files}.generation", json.dumps(generation).encode())

@@ -77,7 +77,7 @@ def start_workers(args: argparse.Namespace) -> None:
     from common.processes.supervisor import Supervisor
 
     if _elastic(args):
-        supervisor: Supervisor = elastic.Supervisor(here, args.min_nodes, args.join_seconds, _alike(args))
+        supervisor: Supervisor = elastic.Supervisor(here, args.min_nodes, args.join_seconds, _alike(args), args.output_dir)
     else:
         supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
     moments.announce("supervisor", supervisor)

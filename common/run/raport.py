@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import time
+from typing import Optional
 
 from common import arguments, moments
 from common.progress import say
@@ -18,13 +19,19 @@ NAMES = {
 
 
 class Raport:
-    """A start adds its lines to those of the starts before: first one with the arguments, then one for each line of the log."""
+    """A start adds its lines to those of the starts before: first one with the arguments, then one for each line of the log.
+
+    Every rank has one, and the one that writes is told the numbers: which that is may change (--min_nodes).
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._path, self._spare, self._began = os.path.join(args.output_dir, args.raport_file), Spare(say), time.monotonic()
-        self._write("PARAMETER", arguments.plain(args), 0)
+        self._arguments: Optional[dict] = arguments.plain(args)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        if self._arguments:
+            self._write("PARAMETER", self._arguments, 0)
+            self._arguments = None
         named = {theirs: factor * values[ours] for ours, (theirs, factor) in NAMES.items() if ours in values}
         if named:
             self._write("LOG", named, step)
@@ -39,6 +46,5 @@ class Raport:
 
 
 def start(args: argparse.Namespace) -> None:
-    """On the rank that writes."""
     if args.raport_file:
         moments.listen(Raport(args))
