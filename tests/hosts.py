@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, environment
+from tests.jobs import ROOT, Popen, environment
 
 
 def need_namespaces():
@@ -39,12 +39,12 @@ OUTSIDE = "10.77.0.254"  # this machine, as the hosts see it
 class Hosts:
     """`count` hosts, 10.77.0.1 and up, each able to reach the others, by their names if `called` has some, and, if asked, this machine."""
 
-    def __init__(self, count, folder, outside=False, called=()):
+    def __init__(self, count, folder, outside=False, called=(), forked=False):
         own = f"{os.getpid()}{next(NUMBERS)}"  # the kernel takes a moment to forget a name
         self.names = [f"ar{own}-{number}" for number in range(count)]
         self.bridge = f"ar{own}"
         self.folders = [folder / f"host{number}" for number in range(count)]
-        self.called = called
+        self.called, self.forked = called, forked
         self.processes = []
         ip("link", "add", self.bridge, "type", "bridge")
         if outside:
@@ -77,14 +77,16 @@ class Hosts:
     def run(self, number, *words, env=None):
         """Any program on one host; what it prints is in log(number)."""
         log = open(self.folders[number] / "log", "a")  # noqa: SIM115 (the process owns it)
-        process = subprocess.Popen(
-            self.words(number, *words),
-            cwd=self.folders[number],
-            env=environment(**{"ANYRANK_SECRET": "a secret of the hosts", **(env or {})}),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        how = {
+            "cwd": self.folders[number],
+            "env": environment(**{"ANYRANK_SECRET": "a secret of the hosts", **(env or {})}),
+            "stdout": log,
+            "stderr": log,
+        }
+        if self.forked:  # from a process that has done the imports
+            process = Popen(words, host=self.names[number], **how)
+        else:
+            process = subprocess.Popen(self.words(number, *words), start_new_session=True, **how)
         self.processes.append(process)
         return process
 

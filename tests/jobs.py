@@ -99,7 +99,14 @@ def run_forked(words, folder, env=None, check=0, timeout=PATIENCE):
 
 
 class Popen(subprocess.Popen):
-    """As subprocess.Popen, for `python SCRIPT ...`, `python -m MODULE ...`, `python -c CODE ...`: forked from a process that has done the imports."""
+    """As subprocess.Popen, for `python SCRIPT ...`, `python -m MODULE ...`, `python -c CODE ...`: forked from a process that has done the imports.
+
+    `host`: the name of a network namespace that it runs in (tests/hosts.py).
+    """
+
+    def __init__(self, words, host=None, **how):
+        self._host = host
+        super().__init__(words, **how)
 
     def _execute_child(self, args, _executable, preexec, _close_fds, _pass_fds, folder, env, *rest):
         words = list(map(str, args))
@@ -107,6 +114,7 @@ class Popen(subprocess.Popen):
         own = [f"/proc/{os.getpid()}/fd/{number}" for number in range(3)]
         given = [place if fd == -1 else f"/proc/{os.getpid()}/fd/{fd}" for place, fd in zip(own, (rest[3], rest[6], rest[8]))]
         order = {"words": words[1:], "folder": str(folder or os.getcwd()), "env": dict(os.environ if env is None else env)}
+        order["host"] = self._host
         self.pid = ask(start={**order, "files": given})
         self._child_created = True
         self._close_pipe_fds(*rest[3:9])

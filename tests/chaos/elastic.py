@@ -37,7 +37,7 @@ class Play:
     """A run on some hosts, and what happens to them."""
 
     def __init__(self, folder, nodes, workers, draw):
-        self.hosts, self.nodes, self.workers, self.draw = Hosts(nodes, folder), nodes, workers, draw
+        self.hosts, self.nodes, self.workers, self.draw = Hosts(nodes, folder, forked=True), nodes, workers, draw
         self.running = {node: self.start(node) for node in range(nodes)}
         self.down = set()  # nodes that have been lost and not come back
         self.coming = {}  # node that was started again: how often it had joined before
