@@ -165,7 +165,10 @@ def test_a_worker_that_is_killed_or_stopped_leaves_the_others_of_its_node(nodes,
     run.wait_for(r"rank 2 \(node 1, host .*\) was killed by SIGKILL.*: 3 ranks went on", 0)
     os.kill(workers[0], signal.SIGSTOP)
     run.wait_for(r"rank 0 \(node 0, host .*\) is stopped \(state T\).*: 2 ranks went on", 0)
-    assert run.end(0, 1) == [0, 0]
+    os.kill(workers[1], signal.SIGKILL)  # the last one of the node that leads
+    assert run.end(0, 1) == [1, 0]
+    assert re.search(r"error: rank 0 .* is stopped .*; rank 1 \(node 0, host .*\) was killed by SIGKILL", run.log(0))
+    assert re.search(r"rank 1 \(node 0, host .*\) was killed by SIGKILL.*: 1 rank went on", run.log(1))
     assert_same_bits(run.state(), undisturbed)
     run.assert_every_sample_once()
 

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import struct
 import threading
 import time
 import types
@@ -141,10 +142,10 @@ def test_a_node_that_was_told_to_stop_may_leave_and_hears_that_once():
     assert parent.stop_signal == signal.SIGTERM
 
 
-def test_a_node_that_stops_with_all_others_does_not_leave_before_it_has_saved():
+def test_a_node_that_stops_with_all_others_does_not_leave_before_it_has_saved(tmp_path):
     """Its leader has ended already, and was told to stop as it was."""
     here = world.World("plain", "", "node", 1, 2, 0, 1, 1, 2)
-    node = elastic.Supervisor(here, 1, 60, {})
+    node = elastic.Supervisor(here, 1, 60, {}, str(tmp_path))
     node.workers = [
         types.SimpleNamespace(code=None, pulse=heartbeat.Pulse(None), process=unittest.mock.Mock(), reported_fault=lambda: None)
     ]
@@ -191,6 +192,19 @@ def test_a_node_follows_to_the_leader_that_it_is_told_of():
         sends.join()
         line.close()
         first.close()
+
+
+def test_a_node_that_has_just_gone_is_still_known_by_its_address():
+    """It may be in the list of nodes that is told to the others before its end is noticed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        line = channel.Line(listener.accept()[0])
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        with pytest.raises(channel.Closed):
+            line.wait(PATIENCE)
+        assert line.peer == "127.0.0.1"
+        line.close()
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,12 @@ class Line:
         self.heard = time.monotonic()
         self.proved = False
         self.node = -1  # which node is at the other end, once node 0 knows it
+        self.peer = ""  # its address
+        with contextlib.suppress(OSError):  # it has gone already
+            self.peer = connection.getpeername()[0].replace("::ffff:", "")
 
     def fileno(self) -> int:
         return self.connection.fileno()
-
-    def peer(self) -> str:
-        """The address at the other end."""
-        return self.connection.getpeername()[0].replace("::ffff:", "")
 
     def send(self, **message: Any) -> None:
         content = json.dumps(message).encode() + b"\n"

@@ -37,6 +37,7 @@ class Supervisor(supervisor.Supervisor):
         # The last generation: its members, which of them writes, and all nodes with their addresses.
         self.generation: dict[str, Any] = {"number": 0, "ranks": [], "writes": 0, "nodes": [], "why": "", "changes": []}
         self.causes: list[str] = []  # what has happened since then
+        self.lost_workers: list[str] = []  # of this node: what has happened to them
         self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
         self.told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
         self.may_leave = False  # because of that, as the others go on
@@ -59,7 +60,7 @@ class Supervisor(supervisor.Supervisor):
                 address, port = elsewhere.args
         self.line, go = self._join(address, port)
         if go.get("later"):
-            self.say(f"the run is under way, led from {self.line.peer()}: this node joins it")
+            self.say(f"the run is under way, led from {self.line.peer}: this node joins it")
         self.comes_later, self.address = bool(go.get("later")), self._own_address()
         return go
 
@@ -150,7 +151,7 @@ class Supervisor(supervisor.Supervisor):
                 worker.pulse.tell_to_stop(self.stop_signal)
             return self._stopping()
         elif not self.workers:
-            show("; ".join(self.causes) or "all workers of this node are lost")
+            show("; ".join(self.lost_workers))
             return 1
         elif self._all_finished():
             return 0
@@ -192,6 +193,7 @@ class Supervisor(supervisor.Supervisor):
             worker.process.kill()  # it may be stopped
         self.workers.remove(worker)
         self.causes.append(report["text"])
+        self.lost_workers.append(report["text"])
         if self.line or self.hub:
             (self.line.tell if self.line else self.hub.send)(lost=report["text"])
 

@@ -135,6 +135,9 @@ class Hub:
                     self._make_room()
                     return
                 continue
+            if not line.peer:  # gone already
+                line.close()
+                continue
             if len(self._strangers) >= STRANGERS + self._hello["nodes"] - 1 - len(self.lines):
                 self._refuse(next(iter(self._strangers)), "made room for others")
             number = secret.nonce()

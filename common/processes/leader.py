@@ -151,7 +151,7 @@ class Leader:
             "lighthouse": quorum.address_of(self._lighthouse, parent.address),
             "nodes": [
                 [parent.node, parent.address, parent.hello["listens"]],
-                *([node, line.peer(), hub.hellos[node]["listens"]] for node, line in (hub.lines.items() if hub else ())),
+                *([node, line.peer, hub.hellos[node]["listens"]] for node, line in (hub.lines.items() if hub else ())),
             ],
         }  # fmt: skip
         if hub:

@@ -220,10 +220,10 @@ def main():
     if not kept.exists():
         kept.write_text(undisturbed())
     expected = kept.read_text()
-    for number in range(len(rows), options.runs):
+    for number in sorted(set(range(options.runs)) - {row["run"] - 1 for row in rows}):
         with tempfile.TemporaryDirectory() as folder:
             row = play(Path(folder), random.Random(f"{options.seed}-{number}"), plan, options.nodes)
-        row["same"] = row.pop("bits", "") == expected
+        row = {"run": number + 1, **row, "same": row.pop("bits", "") == expected}
         log = row.pop("log", "")
         bad = row.get("wrong") or not row["same"] or row.get("unnamed")
         if bad and options.logs:
@@ -233,7 +233,7 @@ def main():
         if not plan:
             with options.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        print(f"run {number + 1}: {json.dumps(row)}", flush=True)
+        print(json.dumps(row), flush=True)
     pauses = [pause for row in rows for pause in row.get("pauses", ())]
     good = [row for row in rows if row["same"] and not row.get("wrong")]
     print(
