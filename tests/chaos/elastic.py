@@ -2,9 +2,10 @@
 
     python -m tests.chaos.elastic [--runs 200] [--seed 1] [--results FILE] [--plan "killed 1@3 returns 1@9"]     (make chaos FAULT=elastic)
 
-Two to four hosts as network namespaces, so this needs root. Each run has one to four events: a worker killed or stopped, a
-host killed, cut off, or cut off and back, two hosts killed at once, a host that comes back as a platform would start it again. All leave
-enough nodes for the others to go on. Looked at are the bits in the end, the ledger, who is named in the log, and the pauses.
+Two to four hosts as network namespaces, so this needs root. Each run has one to four events: a worker killed or stopped, a host
+killed, cut off, or cut off and back, two hosts killed at once, a host that comes back as a platform would start it again. All
+leave enough nodes for the others to go on. Every fourth run publishes to a bucket. Looked at are the bits in the end, the
+ledger, who is named in the log, and the pauses.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from pathlib import Path
 
 from tests.chaos.victims import digest
 from tests.check_ledger import complaints, steps_that_count
-from tests.hosts import Hosts, need_namespaces
+from tests.hosts import OUTSIDE, Hosts, need_namespaces
 from tests.jobs import final_state, run_job
+from tests.objectstore import ObjectStore
 from tests.ranks import workers_of
 
 SHARES, SAMPLES, EPOCHS = 8, 320, 40
@@ -36,8 +38,14 @@ TIMEOUT = 240
 class Play:
     """A run on some hosts, and what happens to them."""
 
-    def __init__(self, folder, nodes, workers, draw):
-        self.hosts, self.nodes, self.workers, self.draw = Hosts(nodes, folder, forked=True), nodes, workers, draw
+    def __init__(self, folder, nodes, workers, draw, publishes):
+        self.nodes, self.workers, self.draw = nodes, workers, draw
+        self.hosts = Hosts(nodes, folder, outside=publishes, forked=True)
+        self.store = ObjectStore(folder / "store", OUTSIDE) if publishes else None
+        self.output = "out"  # of each host
+        if publishes:
+            self.output = "output_dir/s3/bucket/run"
+            self.store.client().create_bucket(Bucket="bucket")
         self.running = {node: self.start(node) for node in range(nodes)}
         self.down = set()  # nodes that have been lost and not come back
         self.coming = {}  # node that was started again: how often it had joined before
@@ -47,7 +55,13 @@ class Play:
 
     def start(self, node):
         more = ["--nproc_per_node", self.workers, "--min_nodes", 1, "--workers", self.workers - 1]
-        return self.hosts.start(node, self.nodes, *ELASTIC, *more, job="train_ddp_exact")
+        how = {"output": "s3://bucket/run", "env": self.store.environment} if self.store else {"output": self.output}
+        return self.hosts.start(node, self.nodes, *ELASTIC, *more, job="train_ddp_exact", **how)
+
+    def close(self):
+        self.hosts.close()
+        if self.store:
+            self.store.stop()
 
     def logs(self):
         return "\n".join(self.hosts.log(node) for node in range(self.nodes) if (self.hosts.folders[node] / "log").exists())
@@ -146,10 +160,10 @@ class Play:
         return condition()
 
 
-def play(folder, draw, plan=None, nodes=None):
+def play(folder, draw, publishes, plan=None, nodes=None):
     """{same, named, pauses, events, ...} of one run."""
     nodes, workers = nodes or draw.choice([2, 3, 3, 4]), draw.choice([1, 1, 2])
-    game = Play(folder, nodes, workers, draw)
+    game = Play(folder, nodes, workers, draw, publishes)
     events = []
     try:
         if not game.wait(lambda: game.steps() >= 3 or game.over(), TIMEOUT):
@@ -173,24 +187,28 @@ def play(folder, draw, plan=None, nodes=None):
             if name in ("cut", "away"):  # one more lost before the others know, and no half is left
                 game.wait(lambda: game.pauses() > before or game.over(), 30)  # noqa: B023
         ended = game.wait(lambda: game.over() and game.ended(), TIMEOUT)
-        return {"nodes": nodes, "workers": workers, "events": events, **judge(game, folder, ended)}
+        return {"nodes": nodes, "workers": workers, "publishes": publishes, "events": events, **judge(game, ended)}
     finally:
-        game.hosts.close()
+        game.close()
 
 
-def judge(game, folder, ended):
+def judge(game, ended):
     log = game.logs()
     pauses = [float(seconds) for seconds in re.findall(r"went on with step \d+ after ([\d.]+) s", log)]
     unnamed = [pattern for pattern in game.culprits if not re.search(pattern, log)]
     if not ended:
         return {"wrong": "did not end", "pauses": pauses, "unnamed": unnamed, "log": log}
-    newest = max(
-        game.hosts.folders, key=lambda path: max((f.name for f in (path / "out/checkpoints").glob("*.json")), default="")
-    )
-    bits = digest(final_state(newest))
-    ledger = list(complaints(steps_that_count([host / "out" for host in game.hosts.folders]), SAMPLES, 8 * SHARES))
-    wrong = ledger[:3] if ledger else None
-    return {"bits": bits, "wrong": wrong, "pauses": pauses, "unnamed": unnamed, "log": log}
+    outputs = [host / game.output for host in game.hosts.folders]
+    newest = max((path for output in outputs for path in output.glob("checkpoints/*.json")), key=lambda path: path.name)
+    bits = digest(final_state(newest.parents[1], "."))
+    wrong = list(complaints(steps_that_count(outputs), SAMPLES, 8 * SHARES))[:3]
+    if game.store:
+        client = game.store.client()
+        for path in (newest, newest.with_suffix(".pt")):
+            key = f"run/checkpoints/{path.name}"
+            if client.get_object(Bucket="bucket", Key=key)["Body"].read() != path.read_bytes():
+                wrong.append(f"{key} in the bucket is not the one on the disk")
+    return {"bits": bits, "wrong": wrong or None, "pauses": pauses, "unnamed": unnamed, "log": log}
 
 
 def undisturbed():
@@ -222,8 +240,9 @@ def main():
     expected = kept.read_text()
     for number in sorted(set(range(options.runs)) - {row["run"] - 1 for row in rows}):
         with tempfile.TemporaryDirectory() as folder:
-            row = play(Path(folder), random.Random(f"{options.seed}-{number}"), plan, options.nodes)
-        row = {"run": number + 1, **row, "same": row.pop("bits", "") == expected}
+            publishes = number % 4 == 3
+            row = play(Path(folder), random.Random(f"{options.seed}-{number}"), publishes, plan, options.nodes)
+        row = {"same": row.pop("bits", "") == expected, "run": number + 1, **row}
         log = row.pop("log", "")
         bad = row.get("wrong") or not row["same"] or row.get("unnamed")
         if bad and options.logs:
