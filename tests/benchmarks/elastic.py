@@ -48,7 +48,7 @@ FORMS = {
 class Game:
     def __init__(self, form, folder):
         self.form, self.folder = form, folder
-        self.hosts = Hosts(NODES, folder)
+        self.hosts = Hosts(NODES, folder, called=[f"host{node}" for node in range(NODES)])
         self.shared = folder / "shared"
         self.shared.mkdir()
         if form in ("ours", "restart"):
@@ -70,25 +70,8 @@ class Game:
             return self.hosts.run(
                 node, sys.executable, peers, "torchft", self.shared, node, address, f"http://{LIGHTHOUSE}", env=env
             )
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            f"2:{NODES}",
-            "--nproc_per_node",
-            1,
-            "--max-restarts",
-            10,
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-id",
-            "elastic",
-            "--rdzv-endpoint",
-            "10.77.0.1:29400",
-            "--local-addr",
-            address,
-        ]
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"2:{NODES}", "--nproc_per_node", 1, "--max-restarts", 10,
+                 "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", "10.77.0.1:29400", "--local-addr", address]  # fmt: skip
         waits = ""
         if (
             self.form == "torchrun_tuned"

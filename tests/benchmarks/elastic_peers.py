@@ -89,7 +89,6 @@ def with_torchrun(folder):
 
 def with_torchft(folder, node, address, lighthouse):
     from torchft.data import DistributedSampler
-    from torchft.ddp import DistributedDataParallel
     from torchft.manager import Manager
     from torchft.optim import OptimizerWrapper
     from torchft.process_group import ProcessGroupGloo
@@ -108,7 +107,7 @@ def with_torchft(folder, node, address, lighthouse):
         timeout=datetime.timedelta(seconds=30), rank=0, world_size=1, store_addr=address, store_port=store.port,
         lighthouse_addr=lighthouse, hostname=address,
     )  # fmt: skip
-    wrapped, managed = DistributedDataParallel(manager, model), OptimizerWrapper(manager, optimizer)
+    managed = OptimizerWrapper(manager, optimizer)
     sampler = DistributedSampler(data, replica_rank=node, num_replica_groups=NODES, group_rank=0, num_replicas=1)
     epoch = 0
     while manager.batches_committed() * BATCH < EPOCHS * SAMPLES:
@@ -117,7 +116,11 @@ def with_torchft(folder, node, address, lighthouse):
         for images, labels in DataLoader(data, BATCH, sampler=sampler):
             before = manager.batches_committed()
             managed.zero_grad()
-            work(loss_fn(wrapped(images), labels))
+            work(loss_fn(model(images), labels))
+            gradients = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+            manager.allreduce(gradients).wait()  # its DistributedDataParallel fails with torch 2.15: it looks for Future._fut
+            for parameter, mean in zip(model.parameters(), gradients.split([p.numel() for p in model.parameters()])):
+                parameter.grad.copy_(mean.view_as(parameter))
             managed.step()
             if manager.batches_committed() > before and manager.participating_rank() == 0:
                 log.step(manager.batches_committed() * BATCH)
