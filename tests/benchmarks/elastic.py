@@ -64,18 +64,14 @@ class Game:
         if self.form == "torchft":
             env["RUST_LOG"] = "error"
             if node == 0:
-                self.hosts.run(
-                    0, Path(sys.executable).parent / "torchft_lighthouse", "--bind", LIGHTHOUSE, *HOW_IT_WAITS, env=env
-                )
-            return self.hosts.run(
-                node, sys.executable, peers, "torchft", self.shared, node, address, f"http://{LIGHTHOUSE}", env=env
-            )
+                lighthouse = Path(sys.executable).parent / "torchft_lighthouse"
+                self.hosts.run(0, lighthouse, "--bind", LIGHTHOUSE, *HOW_IT_WAITS, env=env)
+            how = ["torchft", self.shared, node, address, f"http://{LIGHTHOUSE}"]
+            return self.hosts.run(node, sys.executable, peers, *how, env=env)
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"2:{NODES}", "--nproc_per_node", 1, "--max-restarts", 10,
                  "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", "10.77.0.1:29400", "--local-addr", address]  # fmt: skip
         waits = ""
-        if (
-            self.form == "torchrun_tuned"
-        ):  # by default it waits 30 s for more nodes, and a node that comes later is never told the port
+        if self.form == "torchrun_tuned":  # else it waits 30 s for more nodes, and one that comes later is never told the port
             waits, env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = ",last_call_timeout=1", "1"
         words += ["--rdzv-conf", f"is_host={int(node == 0)}{waits}"]  # these hosts have no names by which it would know that
         return self.hosts.run(node, *words, peers, "torchrun", self.shared, env=env)

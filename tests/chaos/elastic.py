@@ -208,7 +208,8 @@ def judge(game, ended):
             key = f"run/checkpoints/{path.name}"
             if client.get_object(Bucket="bucket", Key=key)["Body"].read() != path.read_bytes():
                 wrong.append(f"{key} in the bucket is not the one on the disk")
-    return {"bits": bits, "wrong": wrong or None, "pauses": pauses, "unnamed": unnamed, "log": log}
+    phases = sorted(phase for _, phase in set(re.findall(r"(rank \d+) \([^)]*\).* in phase (\w+)", log)))
+    return {"bits": bits, "wrong": wrong or None, "pauses": pauses, "phases": phases, "unnamed": unnamed, "log": log}
 
 
 def undisturbed():
