@@ -45,7 +45,7 @@ class Play:
         self.output = "out"  # of each host
         if publishes:
             self.output = "output_dir/s3/bucket/run"
-            self.store.client().create_bucket(Bucket="bucket")
+            create_bucket(self.store.client())
         self.running = {node: self.start(node) for node in range(nodes)}
         self.down = set()  # nodes that have been lost and not come back
         self.coming = {}  # node that was started again: how often it had joined before
@@ -158,6 +158,17 @@ class Play:
             self.look_after()
             time.sleep(0.02)
         return condition()
+
+
+def create_bucket(client):
+    """The store refuses requests while the machine is busy."""
+    for attempt in range(20):
+        try:
+            return client.create_bucket(Bucket="bucket")
+        except client.exceptions.ClientError:
+            if attempt == 19:
+                raise
+            time.sleep(1)
 
 
 def play(folder, draw, publishes, plan=None, nodes=None):
