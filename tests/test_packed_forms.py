@@ -372,4 +372,4 @@ def test_the_pixels_of_real_photographs(real, tmp_path, form):
         original = Image.open(real / "train" / ours.names[number]).convert("RGB")
         found.append(difference(mine, reference_crop(original, windows[0], flips[0], 224)))
     assert len(found) > 40 and np.mean(found) < OF_REAL[form], np.mean(found)
-    assert set(forms.FORMS) == {"original", *FORMS} == set(packed.FORMATS)
+    assert set(forms.FORMS) == {"original", "tiled", *FORMS} == set(packed.FORMATS)

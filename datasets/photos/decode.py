@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import TrainingFailed, is_of_the_system, one_line
-from datasets.photos import files
+from datasets.photos import files, tiles
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -82,8 +82,25 @@ class Pixels:
         return torch.from_numpy(rows[:, left:right].copy()).permute(2, 0, 1)
 
 
+class Tiled:
+    """A picture in tiles (tiles.py): only those that the box touches are checked and decoded."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def cut(self, box: Optional[Box]) -> torch.Tensor:
+        if box is None:
+            layout = tiles.layout(self._content)
+            box = (0, 0, layout.height, layout.width)
+        small, (top, left, bottom, right) = tiles.part(self._content, box)
+        return decode(small, False, None)[:, top:bottom, left:right]
+
+
+Content = Union[bytes, Pixels, Tiled]  # what a picture is decoded from
+
+
 def train_picture(
-    content: Union[bytes, Pixels], special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
+    content: Content, special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
 ) -> torch.Tensor:
     """The window of the picture, resized to size x size: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
@@ -97,7 +114,7 @@ def train_cut(picture: torch.Tensor, flip: bool, size: int, mode: str = "bilinea
 
 
 def test_picture(
-    content: Union[bytes, Pixels], special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
+    content: Content, special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
     """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it.
@@ -135,10 +152,10 @@ def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear
     return F.interpolate(batch, size=(height, width), mode=mode, antialias=True)[0]
 
 
-def decode(content: Union[bytes, Pixels], special: bool, box: Optional[Box]) -> torch.Tensor:
-    """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything; `content`: the bytes of a file, or Pixels."""
+def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
+    """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything."""
     try:
-        if isinstance(content, Pixels):
+        if not isinstance(content, bytes):
             return content.cut(box)
         decoder = None if special or not content.startswith(b"\xff\xd8") else _codec()
         if decoder:

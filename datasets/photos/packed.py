@@ -17,7 +17,7 @@ import os
 import re
 import zipfile
 import zlib
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional
 
 import numpy as np
 
@@ -27,10 +27,10 @@ from common.files import write_atomically
 from common.storage import bucket
 from common.storage.download import DAMAGED
 from common.world.folders import INPUT_DIR, local_folder
-from datasets.photos import decode, tree
+from datasets.photos import decode, tiles, tree
 
 # Of the index. A reader that knows format 1 only must refuse 2: it would cut the original's windows from smaller pictures.
-FORMATS = {"original": 1, "320": 2, "256": 2, "raw": 2}
+FORMATS = {"original": 1, "tiled": 1, "320": 2, "256": 2, "raw": 2}
 OPEN_SHARDS = 256  # descriptors that a process holds, of the 1,024 that are usual
 PER_SAMPLE = {
     "labels": np.int64, "widths": np.int32, "heights": np.int32, "special": np.bool_,
@@ -76,15 +76,19 @@ class Packed(tree.Tree):
                 return content
         raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
 
-    def content(self, number: int) -> Union[bytes, decode.Pixels]:
+    def content(self, number: int) -> decode.Content:
         """What the picture is decoded from. Of pixels in a folder only the rows that are needed are read, and not checked:
-        to read and check all of them would take two thirds longer."""
+        to read and check all of them would take two thirds longer. Of tiles in a folder those that are needed are checked."""
+        remote = bucket.is_address(self.folder)
+        if self.form == "tiled" and not remote:
+            content = _from_file(self.place(number), int(self.offset[number]), int(self.length[number]))
+            return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
             return self.read(number)
         height, width = self.stored(number)
         place, size = self.place(number), 3 * height * width
         begin = int(self.offset[number] + self.length[number]) - size  # after the header
-        if not bucket.is_address(self.folder):
+        if not remote:
             return decode.Pixels(height, width, lambda at, length: _from_file(place, begin + at, length))
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
@@ -187,7 +191,7 @@ def _fetch_index(url, split, inputs):
 
 def _kinds(form):
     """{array of an index: its type}"""
-    return PER_SAMPLE if form == "original" else {**PER_SAMPLE, **STORED}
+    return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
 
 def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from common.world.folders import INPUT_DIR
 from datasets.photos import files
 
 if TYPE_CHECKING:
-    from datasets.photos.decode import Pixels
+    from datasets.photos.decode import Content
 
 MOST_ASPECT = 100  # a longer picture, resized to a short side of 256, would need too much memory
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
@@ -73,7 +73,7 @@ class Tree:
         """The same of the picture that is stored: a pack may hold a smaller one."""
         return self.whole(number)
 
-    def content(self, number: int) -> Union[bytes, "Pixels"]:
+    def content(self, number: int) -> "Content":
         """What the picture is decoded from."""
         return self.read(number)
 

@@ -4,6 +4,7 @@
     python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
     python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
     python -m launch pack --verify OUT                compare every shard with its digest, every sample with its checksum
+    python -m launch pack ROOT --verify OUT           and every picture with its original, where --form keeps all of it
 
 The same command goes on where the last one stopped: shards that are whole are kept. The same photographs and settings give the
 same bytes. `--data_backend packed --data_url OUT` trains on them, and so does any reader of WebDataset.
@@ -31,7 +32,7 @@ from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
 from common.world import folders
-from datasets.photos import files, packed
+from datasets.photos import files, packed, tiles
 from launch.options import exit_code, new_parser
 from launch.pack.forms import FORMS
 from launch.pack.shards import Plan, make
@@ -172,23 +173,38 @@ def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
     print(f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} are there", flush=True)
 
 
-def verify(folder: str, workers: int) -> None:
-    """Name every damaged shard and sample."""
+def verify(folder: str, root: Optional[str], workers: int) -> None:
+    """Name every damaged shard and sample, and, if there is a root, those that are another picture there."""
     if folders.is_address(folder):
         raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
     splits = [packed.load(folder, split) for split in SPLITS]
+    form = splits[0].form
+    if root and form not in ("original", "tiled"):
+        raise UserError(f"{one_line(folder)} has pictures in the form {form}, not the originals of {one_line(root)}")
+    if form == "tiled" and root:
+        tiles.need_jpegtran()
     pairs = [(files, number) for files in splits for number in range(len(files.shards))]
     size = sum(files.shards[number]["size"] for files, number in pairs)
     progress = Progress("verifying", len(pairs), "shards", size)
     damaged: list[str] = []
+    changed: list[str] = []
 
     def look(pair: tuple[packed.Packed, int], done: Done) -> None:
         files, number = pair
-        damage = files.damage(number)
+        found = files.damage(number)
         done(files.shards[number]["size"])
-        if damage:
-            damaged.append(damage)
-            say(f"damaged: {damage}")
+        if found:
+            damaged.append(found)
+            say(f"damaged: {found}")
+        elif root:
+            others = [
+                one_line(files.path(n))
+                for n in np.flatnonzero(files.shard == number).tolist()
+                if not _is_original(files, n, root)
+            ]
+            changed.extend(others)
+            for name in others:
+                say(f"another picture than in {one_line(root)}: {name}")
 
     in_threads(workers, look, pairs, progress)
     if damaged:
@@ -197,12 +213,29 @@ def verify(folder: str, workers: int) -> None:
             f"python -m launch pack ROOT {one_line(folder)} make them again"
         )
     images = sum(map(len, splits))
-    print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed ({progress.describe()})")
+    if changed:
+        raise TrainingFailed(f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: pack it again")
+    same = f", and are the pictures of {one_line(root)}" if root else ""
+    print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{same} ({progress.describe()})")
+
+
+def _is_original(files: packed.Packed, number: int, root: str) -> bool:
+    """Whether the original in `root` has the same bytes or, in tiles, the same coefficients."""
+    split = os.path.basename(files.shards[0]["name"]).partition("-")[0]
+    stored = files.read(number)
+    try:
+        with open(os.path.join(root, split, files.names[number]), "rb") as file:
+            content = file.read()
+        return stored == content or (tiles.is_tiled(stored) and tiles.same_coefficients(stored, content))
+    except (OSError, tiles.NotTiled):
+        return False
 
 
 def run(options: argparse.Namespace) -> None:
     if options.verify:
-        return verify(options.verify, options.workers)
+        return verify(options.verify, options.root, options.workers)
+    if options.form == "tiled":
+        tiles.need_jpegtran()
     url = options.out if folders.is_address(options.out) else None
     if url:
         bucket.Bucket(url)  # a wrong address is an error before hours of work
@@ -226,6 +259,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=what)
     parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")
     options = parser.parse_args(argv)
-    if bool(options.verify) == bool(options.out) or bool(options.root) != bool(options.out):
+    if bool(options.verify) == bool(options.out) or (options.out and not options.root):
         parser.error("give ROOT and OUT, or --verify OUT")
     return exit_code(lambda: run(options), options.out or options.verify)

@@ -1,19 +1,21 @@
-"""What a pack holds of a photograph: its file as it is, a smaller JPEG of it, or its pixels.
+"""What a pack holds of a photograph: its file as it is or in tiles, a smaller JPEG of it, or its pixels.
 
 Pillow decodes here, once and by the rules of every loader, so that grey, CMYK and 16-bit pictures are RGB from then on.
 """
 
 import io
 
-from datasets.photos import decode
+from datasets.photos import decode, tiles
 
 SHORT_SIDE = {"320": 320, "256": 256}  # of the JPEGs
 QUALITY = {"320": 90, "256": 85}
+TABLE = 1.05  # of the bytes of a file: tiles and their table take less
 JPEG_BYTES = 0.3  # of a pixel, about
 LONG_SIDE = 500  # of raw pixels: most photographs of ImageNet are no larger, so they are not resized
 
 FORMS: dict[str, str] = {
     "original": "the files as they are",
+    "tiled": "the same pictures without loss, but each crop is decoded without the rest; needs the program jpegtran",
     **{form: f"JPEGs with a short side of {short} at most" for form, short in SHORT_SIDE.items()},
     "raw": f"pixels, with a long side of {LONG_SIDE} at most, which need no decoding",
 }
@@ -33,6 +35,8 @@ def expected(form: str, length: int, height: int, width: int) -> int:
     height_kept, width_kept = size(form, height, width)
     if form == "raw":
         return len(_header(height_kept, width_kept)) + 3 * height_kept * width_kept
+    if form == "tiled":
+        return int(TABLE * length)
     return length if (height_kept, width_kept) == (height, width) else int(JPEG_BYTES * height_kept * width_kept)
 
 
@@ -44,6 +48,11 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
     whole = kept == (height, width)
     if form == "original" or (form in SHORT_SIDE and whole and not special and content.startswith(b"\xff\xd8")):
         return content, height, width
+    if form == "tiled":
+        try:
+            return tiles.tiled(content), height, width
+        except tiles.NotTiled:  # it is decoded as a whole
+            return content, height, width
     try:
         picture = decode.with_pillow(content)
     except Exception:  # a damaged file may cause any error in a decoder

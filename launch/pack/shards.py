@@ -107,7 +107,7 @@ class Plan:
                 arrays[name][shard.numbers] = shard.made[name]
         shards = [{"name": shard.name, **{name: shard.made[name] for name in ("size", "sha256")}} for shard in self.shards]
         about = {**self.settings, "identity": self.identity, "shards": shards}
-        if self.form != "original":
+        if packed.FORMATS[self.form] != 1:
             arrays["special"] = np.zeros(len(self.files))  # no longer: they were decoded
         packed.write_index(self.folder, self.split, self.files, about, arrays)
 

@@ -37,7 +37,7 @@ from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached
 
-PACKED = ("320", "256", "raw")
+PACKED = ("tiled", "320", "256", "raw")
 FFCV = "FFCV, raw, its own order"
 FAR, FIRST_BYTE = "object store, 10 ms to the first byte", 0.01  # which is little for a bucket; on this machine there is none
 CPU, SIZE, BATCH, COPIES = torch.device("cpu"), 224, 40, 5

@@ -1,0 +1,182 @@
+"""JPEGs that can be decoded in part: between two restart markers lies a tile, and a table in the file says where.
+
+`python -m launch pack --form tiled` makes them with the program jpegtran. It moves the picture's coefficients into tiles and
+changes none, so the pixels stay what they were, bit for bit. Every reader of JPEG can read such a file; here the tiles that a
+window touches are joined to a small JPEG, with the picture's own header and the window's size. The table is a segment APP9 at
+the beginning. It has a checksum of the header and one of each row of tiles, so that what is not read need not be checked.
+"""
+
+import shutil
+import struct
+import subprocess
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from common.errors import UserError
+
+TILE_COLUMNS = 4  # of blocks that are coded together (MCUs): wide enough for a small file, narrow enough for a window
+NAME = b"anyrank tiles\0"
+PLACES = struct.Struct(
+    "<IIIHHHH"
+)  # checksum of the rest and of the header; SOF, data, rows, columns, height and width of a tile
+BEGIN = 2 + 2 + 2 + len(NAME)  # of PLACES in the file
+LONGEST_TABLE = 65_000
+SOF = (0xC0, 0xC1, 0xC2)  # Huffman-coded, baseline or progressive
+
+
+class NotTiled(Exception):
+    """The file is no JPEG of the kinds that can be cut into tiles."""
+
+
+class Layout(NamedTuple):
+    sof: int  # where the frame header is
+    data: int  # where the coded picture begins
+    height: int
+    width: int
+    block_height: int  # of what is coded together, in pixels
+    block_width: int
+
+
+def need_jpegtran() -> None:
+    if not shutil.which("jpegtran"):
+        raise UserError(
+            "--form tiled needs the program jpegtran: install it (apt-get install libjpeg-turbo-progs), or give --form original"
+        )
+
+
+# --- Making them -------------------------------------------------------------------------------------------------------
+
+
+def tiled(content: bytes) -> bytes:
+    """The same picture in tiles, or NotTiled."""
+    before = layout(content)
+    for columns in _tile_columns(-(-before.width // before.block_width)):
+        made = _transformed(content, "-restart", f"{columns}B")
+        table = _table(made, layout(made), columns)
+        if table:
+            break
+    else:
+        raise NotTiled("its table would be too long")
+    if not same_coefficients(made, content):
+        raise NotTiled("its coefficients would not be the same")
+    return b"\xff\xd8\xff\xe9" + struct.pack(">H", 2 + len(table)) + table + made[2:]
+
+
+def same_coefficients(one: bytes, other: bytes) -> bool:
+    """Whether two JPEGs are the same picture, however it is coded; NotTiled where one of them is damaged."""
+    return _transformed(one) == _transformed(other)
+
+
+def _tile_columns(blocks):
+    """Divisors of the number of blocks in a row, the one nearest to TILE_COLUMNS first, then larger ones."""
+    divisors = [number for number in range(1, blocks + 1) if blocks % number == 0]
+    best = min(divisors, key=lambda number: abs(np.log(number / TILE_COLUMNS)))
+    return [number for number in divisors if number >= best]
+
+
+def _transformed(content, *options):
+    done = subprocess.run(["jpegtran", "-copy", "none", "-optimize", *options], input=content, capture_output=True)
+    if done.returncode or done.stderr:  # it warns of what is damaged
+        raise NotTiled(done.stderr.decode(errors="replace")[:200])
+    return done.stdout
+
+
+def _table(made, there, columns):
+    """The content of the segment; None if it would be too long."""
+    view = memoryview(made)[there.data :]
+    codes = np.frombuffer(view, np.uint8)
+    marks = np.flatnonzero((codes[:-1] == 0xFF) & (codes[1:] != 0))
+    codes_of_marks = codes[marks + 1]
+    if codes_of_marks[-1] != 0xD9 or not ((codes_of_marks[:-1] >= 0xD0) & (codes_of_marks[:-1] <= 0xD7)).all():
+        raise NotTiled("there is more than one picture or scan in it")
+    lengths = np.diff(marks, prepend=-2) - 2
+    rows = -(-there.height // there.block_height)
+    across = -(-there.width // there.block_width) // columns
+    size = len(NAME) + PLACES.size + 4 * rows + 2 * rows * across
+    if size > LONGEST_TABLE or lengths.max() > 0xFFFF:
+        return None
+    if len(lengths) != rows * across:
+        raise NotTiled("it has another number of tiles than its size says")
+    ends = np.cumsum(lengths + 2).reshape(rows, across)[:, -1].tolist()
+    checksums = [zlib.crc32(view[begin:end]) for begin, end in zip([0, *ends], ends)]
+    shift = 4 + size  # the segment goes before all that follows the first two bytes
+    places = (there.sof + shift, there.data + shift, rows, across, there.block_height, columns * there.block_width)
+    rest = np.array(checksums, "<u4").tobytes() + lengths.astype("<u2").tobytes()
+    checksum = zlib.crc32(made[2 : there.data], zlib.crc32(PLACES.pack(0, *places) + rest))
+    return NAME + PLACES.pack(checksum, *places) + rest
+
+
+def layout(content: bytes) -> Layout:
+    """Where things are in a JPEG, or NotTiled."""
+    at, frame = 2, None
+    try:
+        while content[at] == 0xFF:
+            kind, length = content[at + 1], int.from_bytes(content[at + 2 : at + 4], "big")
+            if kind == 0xFF:  # a byte to fill up
+                at += 1
+                continue
+            if kind in SOF:
+                frame = at
+            if kind == 0xDA and frame:
+                return _of_frame(content, frame, at + 2 + length)
+            at += 2 + length
+    except (IndexError, struct.error):
+        pass
+    raise NotTiled("it is no JPEG of a usual kind")
+
+
+def _of_frame(content, frame, data):
+    bits, height, width, components = struct.unpack_from(">BHHB", content, frame + 4)
+    if bits != 8 or components not in (1, 3) or not height or not width:
+        raise NotTiled("it has other colours than a photograph")
+    sampled = [content[frame + 11 + 3 * component] for component in range(components)]
+    down, across = (
+        (max(number & 15 for number in sampled), max(number >> 4 for number in sampled)) if components > 1 else (1, 1)
+    )
+    return Layout(frame, data, height, width, 8 * down, 8 * across)
+
+
+# --- Reading them ------------------------------------------------------------------------------------------------------
+
+
+def is_tiled(content: bytes) -> bool:
+    return content[2:4] == b"\xff\xe9" and content[6 : 6 + len(NAME)] == NAME
+
+
+def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[int, int, int, int]]:
+    """(a JPEG of the tiles that the box touches, the box in it); ValueError where a checksum differs."""
+    checksum, sof, data, rows, columns, tile_height, tile_width = PLACES.unpack_from(content, BEGIN)
+    after = BEGIN + PLACES.size
+    end = after + 4 * rows + 2 * rows * columns
+    table = PLACES.pack(0, sof, data, rows, columns, tile_height, tile_width) + content[after:end]
+    if zlib.crc32(content[end:data], zlib.crc32(table)) != checksum:
+        raise ValueError("its header is damaged")
+    height, width = struct.unpack_from(">HH", content, sof + 5)
+    checksums = np.frombuffer(content, "<u4", rows, after)
+    lengths = np.frombuffer(content, "<u2", rows * columns, after + 4 * rows).astype(np.int64) + 2
+    ends = (data + np.cumsum(lengths)).reshape(rows, columns)
+    lengths = lengths.reshape(rows, columns)
+
+    top, left, bottom, right = box  # with a pixel around it, by which colours are interpolated
+    first, last = max(0, (top - 1) // tile_height), min(rows, bottom // tile_height + 1)
+    west, east = max(0, (left - 1) // tile_width), min(columns, right // tile_width + 1)
+    view = memoryview(content)
+    row_ends = ends[first:last, -1].tolist()
+    row_begins = [data if first == 0 else int(ends[first - 1, -1]), *row_ends[:-1]]
+    for begin, stop, wanted in zip(row_begins, row_ends, checksums[first:last].tolist()):
+        if zlib.crc32(view[begin:stop]) != wanted:
+            raise ValueError("a row of its tiles is damaged")
+
+    north, edge = first * tile_height, west * tile_width
+    size = struct.pack(">HH", min(height, last * tile_height) - north, min(width, east * tile_width) - edge)
+    head = [b"\xff\xd8", view[end : sof + 5], size, view[sof + 9 : data]]
+    begins = (ends[first:last, west] - lengths[first:last, west]).tolist()
+    stops = ends[first:last, east - 1].tolist()
+    small = bytearray().join([*head, *(view[begin:stop] for begin, stop in zip(begins, stops))])
+    marks = np.cumsum(lengths[first:last, west:east].ravel())
+    codes = np.frombuffer(small, np.uint8)[len(small) - int(marks[-1]) :]
+    codes[marks - 1] = 0xD0 + (np.arange(len(marks)) & 7)  # the tiles are counted anew
+    codes[-1] = 0xD9
+    return bytes(small), (top - north, left - edge, bottom - north, right - edge)
