@@ -52,6 +52,8 @@ class Part:
         self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
         self._roots: list[Root] = []
         self._spare: list[torch.Tensor] = []
+        self._given: Any = None  # to the others, and taken from them: while they are exchanged
+        self._taken: Any = None
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
@@ -115,6 +117,7 @@ class Part:
         """A tensor for each of `tensors`; they share memory that is written again in the next step."""
         if self._ranks > 1:
             self._work.wait()
+        self._given = self._taken = self._work = None
         self._spare += [value for _, _, value in self._roots]
         self._roots = []
         return self._views(self._total)
