@@ -9,6 +9,7 @@ import atexit
 import functools
 import queue
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -277,3 +278,10 @@ def leave_signals_to_the_parent(_worker: int) -> None:
     """Ignore stop signals: a platform sends them to every process, but the loader must live until the job has saved."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _but_for_a_lost_reader
+
+
+def _but_for_a_lost_reader(kind, error, trace):
+    """What a thread of this process could not hand over, because the job takes no more batches, is no error."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)

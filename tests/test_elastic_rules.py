@@ -157,6 +157,23 @@ def test_a_node_that_stops_with_all_others_does_not_leave_before_it_has_saved(tm
     assert node._ending(0.0) == 143
 
 
+@pytest.mark.parametrize(
+    "told, causes",
+    [
+        ([], ["node 0 (rank 0) is gone"]),
+        (["rank 2 (node 2, host x) is stopped"], ["rank 2 (node 2, host x) is stopped", "node 0 (rank 0) is gone"]),
+        (["rank 0 (node 0, host x) was killed by SIGKILL"], ["rank 0 (node 0, host x) was killed by SIGKILL"]),
+    ],
+)
+def test_the_loss_of_the_node_that_leads_is_told_beside_others(tmp_path, told, causes):
+    node = elastic.Supervisor(world.World("plain", "", "node", 1, 2, 0, 1, 1, 2), 1, 60, {}, str(tmp_path))
+    node.line, node.causes = unittest.mock.Mock(), list(told)
+    node.generation["nodes"] = [[0, "127.0.0.1", 1], [1, "127.0.0.1", node.hello["listens"]]]
+    node._leader_is_lost(False, "is gone")
+    assert node.causes == causes and node.leader and node.led_by == 1
+    node.hub.close()
+
+
 def test_only_a_run_whose_nodes_come_and_go_lets_itself_be_sent_elsewhere():
     for stays_open in (False, True):
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -16,7 +16,7 @@ from PIL import Image
 from common import arguments, cores
 from common.errors import SampleError, TrainingFailed, is_victim
 from common.run import timing
-from datasets import cifar10, imagenet
+from datasets import cifar10, imagenet, loader
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
 from datasets.loader import Clock, DeviceLoader, ahead, torch_batches
@@ -366,3 +366,9 @@ def test_an_error_in_a_data_set_names_the_sample_and_shows_where_it_was(workers)
 def test_an_error_that_says_what_it_is_about_stays_as_it_is():
     batches = torch_batches(Broken(error := TrainingFailed("fetch the data set again"), 17), InOrder(64, 16))
     assert [batch for batch in batches if isinstance(batch, Exception)] == [error], "DeviceLoader raises it"
+
+
+def test_a_loader_process_says_nothing_of_a_batch_that_nobody_takes(capsys):
+    for error in (ConnectionResetError("reset by peer"), ValueError("a mistake")):
+        loader._but_for_a_lost_reader(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: a mistake\n"

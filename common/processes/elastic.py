@@ -7,6 +7,7 @@ wait. The leader tells all nodes who the members of the next generation are; the
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -276,7 +277,8 @@ class Supervisor(supervisor.Supervisor):
         if self.own_finished():
             self.finished.update(range(self.nodes))
             return
-        self.causes = self.causes or [f"{self.name_of(lost)} {how}"]
+        if not any(re.search(rf"\bnode {lost}\b", cause) for cause in self.causes):  # its own last words tell more
+            self.causes.append(f"{self.name_of(lost)} {how}")
         for node, address, port in sorted(self.generation["nodes"]):
             if node == self.node:
                 self.hub = hub.Hub(self.listener, self.hello, self.say, self.key, stays_open=True)

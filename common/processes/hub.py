@@ -160,8 +160,8 @@ class Hub:
                     self._introduce(line, message)
                     return
                 self._examine(line, message)
-        except Closed:
-            self._refuse(line, "left again")
+        except Closed:  # without a word, as what looks whether a port is open does
+            self._drop(line)
         except Gone as gone:
             why = str(gone) if str(gone) == secret.DIFFERS else "sent something else"
             line.tell(refused=str(gone))

@@ -104,15 +104,22 @@ class Play:
         self.killed(node, signal.SIGSTOP, "is stopped")
 
     def lost(self, node):
+        self.forget_what_was_not_noticed(node)
         self.hosts.kill(node)
         self.down.add(node)
         self.culprits.append(rf"node {node} \(ranks? [-\d]+\) is gone")
 
     def cut(self, node):
+        self.forget_what_was_not_noticed(node)
         self.hosts.cut(node)
         self.back[node] = None
         self.down.add(node)
         self.culprits.append(rf"node {node} \(ranks? [-\d]+\) (has been silent|did not come)")
+
+    def forget_what_was_not_noticed(self, node):
+        """A worker that has just been stopped goes with its node, before anybody could see it."""
+        log = self.logs()
+        self.culprits = [one for one in self.culprits if f"(node {node}," not in one.replace("\\", "") or re.search(one, log)]
 
     def away(self, node):
         """Cut off, and back before its process has noticed, or after."""
