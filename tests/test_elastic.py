@@ -215,6 +215,16 @@ def test_other_code_or_other_arguments_are_not_taken_in(nodes, undisturbed):
     assert_same_bits(run.state(), undisturbed)
 
 
+@pytest.mark.rehearsal
+def test_a_node_that_could_not_write_the_results_is_not_taken_in(nodes, tmp_path):
+    """Else it would be noticed when the node that writes is lost."""
+    (tmp_path / "broken" / "matplotlib").mkdir(parents=True)
+    (tmp_path / "broken" / "matplotlib" / "__init__.py").write_text("raise ValueError('numpy.dtype size changed')")
+    run = nodes(2, "--min_nodes", 1, env={1: {"PYTHONPATH": str(tmp_path / "broken")}})
+    assert run.end(1)[0] and "matplotlib cannot be imported (ValueError: numpy.dtype size changed)" in run.log(1)
+    run.end(0)
+
+
 # A rank that is told to dies in its first evaluation.
 DIES = """
 import os, signal, sys

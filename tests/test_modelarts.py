@@ -93,6 +93,8 @@ def test_a_package_that_is_broken_is_noticed_before_the_training(tmp_path, monke
         UserError, match=r"broken_package cannot be imported \(ValueError: numpy.dtype size changed\): on a platform"
     ):
         Display(str(tmp_path), str(tmp_path), active=True, writes=True)
+    with pytest.raises(UserError, match="broken_package"):
+        Display(str(tmp_path), str(tmp_path), active=False, writes=False, may_take_over=True)
     Display(str(tmp_path), str(tmp_path), active=True, writes=False)  # which writes nothing
 
 

@@ -39,12 +39,16 @@ def _try_imports():
 class Display:
     """Does nothing on every rank but 0 (`active`), so that no caller has to look at its rank."""
 
-    def __init__(self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool, print_freq: Optional[int] = None):
-        """`print_freq`: a line for so many steps; None: one every few seconds."""
+    def __init__(
+        self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool, print_freq: Optional[int] = None,
+        may_take_over: bool = False,
+    ):  # fmt: skip
+        """`print_freq`: a line for so many steps; None: one every few seconds. `may_take_over`: this rank may have to write
+        later, and then without waiting for imports."""
         self._print_freq = print_freq
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
         self._writes = writes  # files; a trial leaves none
-        if writes:
+        if writes or may_take_over:
             _try_imports()
         self._bar = None
         self._events: Optional[str] = None  # TensorBoard's file, once there is something to write
@@ -58,7 +62,6 @@ class Display:
     def take_over(self) -> None:
         """From here on this rank shows the progress and writes the files: the one that did has gone."""
         self.active = self._writes = True
-        _try_imports()
 
     # --- While training ---
 

@@ -75,7 +75,8 @@ class Run:
             world.require_one_device(args)
         self.trial = bool(args.trial or prof)
         self._writes = shows and not self.trial
-        self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq)
+        later = bool(self._members) and not self.trial
+        self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq, later)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
         self._saver = Saver(args, self.say)

@@ -160,26 +160,29 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def longest_gap(steps, begin, end):
-    """(seconds, steps that were done again) of the longest time without a step that begins between two moments."""
-    pairs = zip(steps, steps[1:])
-    gaps = [(later - earlier, before, after) for (earlier, before), (later, after) in pairs if begin <= earlier < end]
-    seconds, before, after = max(gaps, default=(0, 0, 1))
-    return seconds, max(0, (before - after) // 64 + 1)
+def gaps(row):
+    """(seconds, steps that were done again) of the longest time without a step after the loss, and after the return."""
+    steps = row["steps"]
+    if row["form"] == "ours":  # who takes over the ledger writes its last line once more
+        steps = [step for step, before in zip(steps, [(0, 0), *steps]) if step[1] != before[1]]
+
+    def longest(begin, end):
+        pairs = [pair for pair in zip(steps, steps[1:]) if begin <= pair[0][0] < end]
+        (earlier, before), (later, after) = max(pairs, key=lambda pair: pair[1][0] - pair[0][0])
+        return later - earlier, max(0, (before - after) // 64 + 1)
+
+    if not row["ended"]:
+        return None, None
+    return longest(row["lost"] - 1, row["back"] or math.inf), longest(row["back"], math.inf) if row["back"] else None
 
 
 def measured(form, event):
     with tempfile.TemporaryDirectory() as folder:
         game = Game(form, Path(folder))
         try:
-            row = {"form": form, "event": event, **game.play(event)}
+            return {"form": form, "event": event, **game.play(event)}
         finally:
             game.hosts.close()
-    steps = row["steps"]
-    row["went_on"] = any(when > row["lost"] + 1 for when, _ in steps) and row["ended"]
-    row["loss"] = longest_gap(steps, row["lost"] - 1, row["back"] or math.inf)
-    row["return"] = longest_gap(steps, row["back"], math.inf) if row["back"] else None
-    return row
 
 
 def table(rows):
@@ -191,12 +194,14 @@ def table(rows):
             some = [row for row in rows if (row["form"], row["event"]) == (form, event)]
             if not some:
                 continue
+            found = [gaps(row) for row in some]
+            cells = [spread([pair[place][0] for pair in found if pair[place]]) for place in (0, 1)]
+            again = [sum(part[1] for part in pair if part) for pair in found if pair[0]]
+            if gone := found.count((None, None)):
+                cells[0] = f"{cells[0]} never went on, {gone} of {len(some)}".strip()
             same = sum(row["bits"] == bits[form] for row in some)
-            again = sorted(sum(part[1] for part in (row["loss"], row["return"]) if part) for row in some)
-            cells = [spread([row[part][0] for row in some if row[part]]) for part in ("loss", "return")]
-            if gone := sum(not row["went_on"] for row in some):
-                cells[0] = f"never went on in {gone} of {len(some)}"
-            yield f"| {event} | {name} | {cells[0]} | {cells[1]} | {again[0]} to {again[-1]} | {same} of {len(some)} |"
+            shown = f"{min(again)} to {max(again)}" if again else ""
+            yield f"| {event} | {name} | {cells[0]} | {cells[1]} | {shown} | {same} of {len(some)} |"
 
 
 def spread(numbers):
