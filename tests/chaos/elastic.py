@@ -49,7 +49,7 @@ class Play:
         self.running = {node: self.start(node) for node in range(nodes)}
         self.down = set()  # nodes that have been lost and not come back
         self.coming = {}  # node that was started again: how often it had joined before
-        self.hurt = collections.Counter()  # node: how many of its workers were lost
+        self.hurt = collections.defaultdict(set)  # node: which of its workers were lost
         self.culprits = []  # patterns that the log has to have
         self.back = {}  # node: when its cable is plugged in again
 
@@ -94,9 +94,11 @@ class Play:
         rank = node * self.workers + self.draw.randrange(self.workers)
         ours = workers_of(self.hosts.pids(node))
         if rank in ours:
+            if rank in self.hurt[node]:
+                self.forget_what_was_not_noticed(node)
             os.kill(ours[rank], number)
-            self.hurt[node] += 1
-            if self.hurt[node] == self.workers:
+            self.hurt[node].add(rank)
+            if len(self.hurt[node]) == self.workers:
                 self.down.add(node)
             self.culprits.append(rf"rank {rank} \(node {node}, .*{how}")
 
@@ -117,7 +119,7 @@ class Play:
         self.culprits.append(rf"node {node} \(ranks? [-\d]+\) (has been silent|did not come)")
 
     def forget_what_was_not_noticed(self, node):
-        """A worker that has just been stopped goes with its node, before anybody could see it."""
+        """A worker that has just been stopped is lost in another way before anybody could see it."""
         log = self.logs()
         self.culprits = [one for one in self.culprits if f"(node {node}," not in one.replace("\\", "") or re.search(one, log)]
 
@@ -130,7 +132,7 @@ class Play:
         self.coming[node] = self.joined(node)
         self.running[node] = self.start(node)
         self.down.discard(node)
-        self.hurt[node] = 0
+        self.hurt[node] = set()
         self.culprits.append(rf"node {node} \(ranks? [-\d]+\) has joined")
 
     def possible(self):
