@@ -200,12 +200,14 @@ def table(rows):
             if gone := found.count((None, None)):
                 cells[0] = f"{cells[0]} never went on, {gone} of {len(some)}".strip()
             same = sum(row["bits"] == bits[form] for row in some)
-            shown = f"{min(again)} to {max(again)}" if again else ""
+            shown = " to ".join(map(str, sorted({min(again), max(again)}))) if again else ""
             yield f"| {event} | {name} | {cells[0]} | {cells[1]} | {shown} | {same} of {len(some)} |"
 
 
 def spread(numbers):
-    return f"{statistics.median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})" if numbers else ""
+    if len(numbers) < 2:
+        return "".join(f"{number:.1f}" for number in numbers)
+    return f"{statistics.median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})"
 
 
 def draw(rows, path):
