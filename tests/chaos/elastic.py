@@ -49,7 +49,7 @@ class Play:
         self.running = {node: self.start(node) for node in range(nodes)}
         self.down = set()  # nodes that have been lost and not come back
         self.coming = {}  # node that was started again: how often it had joined before
-        self.hurt = collections.defaultdict(set)  # node: which of its workers were lost
+        self.hurt = collections.defaultdict(dict)  # node: {worker of it that was lost: the signal}
         self.culprits = []  # patterns that the log has to have
         self.back = {}  # node: when its cable is plugged in again
 
@@ -93,11 +93,11 @@ class Play:
     def killed(self, node, number=signal.SIGKILL, how="was killed by SIGKILL"):
         rank = node * self.workers + self.draw.randrange(self.workers)
         ours = workers_of(self.hosts.pids(node))
-        if rank in ours:
+        if rank in ours and self.hurt[node].get(rank) != signal.SIGKILL:
             if rank in self.hurt[node]:
                 self.forget_what_was_not_noticed(node)
             os.kill(ours[rank], number)
-            self.hurt[node].add(rank)
+            self.hurt[node][rank] = number
             if len(self.hurt[node]) == self.workers:
                 self.down.add(node)
             self.culprits.append(rf"rank {rank} \(node {node}, .*{how}")
@@ -118,6 +118,15 @@ class Play:
         self.down.add(node)
         self.culprits.append(rf"node {node} \(ranks? [-\d]+\) (has been silent|did not come)")
 
+    def frozen(self, node):
+        """The whole machine stands still, its parent too; to others as if it were cut off. With --plan."""
+        self.forget_what_was_not_noticed(node)
+        for pid in self.hosts.pids(node):
+            os.kill(pid, signal.SIGSTOP)
+        self.back[node] = None
+        self.down.add(node)
+        self.culprits.append(rf"node {node} \(ranks? [-\d]+\) (has been silent|did not come)")
+
     def forget_what_was_not_noticed(self, node):
         """A worker that has just been stopped is lost in another way before anybody could see it."""
         log = self.logs()
@@ -132,7 +141,7 @@ class Play:
         self.coming[node] = self.joined(node)
         self.running[node] = self.start(node)
         self.down.discard(node)
-        self.hurt[node] = set()
+        self.hurt[node] = {}
         self.culprits.append(rf"node {node} \(ranks? [-\d]+\) has joined")
 
     def possible(self):
