@@ -157,6 +157,22 @@ def test_a_node_that_stops_with_all_others_does_not_leave_before_it_has_saved(tm
     assert node._ending(0.0) == 143
 
 
+def test_who_looks_whether_a_port_is_open_is_no_stranger_and_who_says_something_else_is():
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = hub.Hub(listener, strangers.hello(0), said.append, strangers.KEY)
+        for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            other = socket.create_connection(listener.getsockname())
+            while not one._strangers:
+                one.poll(0.1)
+            other.sendall(word)
+            other.close()
+            while one._strangers:
+                one.poll(0.1)
+        one.close()
+    assert len(said) == 1 and said[0].startswith("closed 1 connection that did not prove"), said
+
+
 @pytest.mark.parametrize(
     "told, causes",
     [

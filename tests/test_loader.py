@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 
@@ -16,7 +17,7 @@ from PIL import Image
 from common import arguments, cores
 from common.errors import SampleError, TrainingFailed, is_victim
 from common.run import timing
-from datasets import cifar10, imagenet, loader
+from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
 from datasets.loader import Clock, DeviceLoader, ahead, torch_batches
@@ -368,7 +369,24 @@ def test_an_error_that_says_what_it_is_about_stays_as_it_is():
     assert [batch for batch in batches if isinstance(batch, Exception)] == [error], "DeviceLoader raises it"
 
 
-def test_a_loader_process_says_nothing_of_a_batch_that_nobody_takes(capsys):
-    for error in (ConnectionResetError("reset by peer"), ValueError("a mistake")):
-        loader._but_for_a_lost_reader(type(error), error, None)
-    assert capsys.readouterr().err == "ValueError: a mistake\n"
+class Unheard(torch.utils.data.Dataset):
+    """A process of its loader raises this error in a thread."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, _epoch_and_ids):
+        self.fails()
+        return torch.zeros(1), torch.zeros(1), torch.zeros(1)
+
+    def fails(self):
+        try:
+            raise self.error
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # as multiprocessing does in the thread that hands batches over
+
+
+@pytest.mark.parametrize("error, shown", [(ConnectionResetError("reset by peer"), False), (ValueError("a mistake"), True)])
+def test_a_loader_process_says_nothing_of_a_batch_that_nobody_takes(capfd, error, shown):
+    list(torch_batches(Unheard(error), EpochSampler(4, 2, seed=0), workers=1))
+    assert (repr(str(error))[1:-1] in capfd.readouterr().err) is shown

@@ -112,8 +112,16 @@ def test_a_table_that_would_be_too_long_is_one_of_wider_tiles(monkeypatch):
     assert tiles.PLACES.unpack_from(made, tiles.BEGIN)[4] == 1 < usual[4]
     assert torch.equal(decode.Tiled(made).cut((5, 6, 99, 100)), decode.decode(content, False, (5, 6, 99, 100)))
     monkeypatch.setattr(tiles, "LONGEST_TABLE", 40)
-    with pytest.raises(tiles.NotTiled, match="too long"):
+    with pytest.raises(tiles.NotTiled, match="a tile would be too long"):
         tiles.tiled(content)
+
+
+def test_a_program_that_changes_coefficients_is_not_believed(monkeypatch):
+    transformed = tiles._transformed
+    other = jpeg(203, 333, seed=1)
+    monkeypatch.setattr(tiles, "_transformed", lambda content, *how: transformed(other if "-restart" in how else content, *how))
+    with pytest.raises(tiles.NotTiled, match="its coefficients would not be the same"):
+        tiles.tiled(KINDS["4:2:0"])
 
 
 def test_damage_is_found_where_it_is_read_and_only_there():
@@ -191,6 +199,12 @@ def test_verify_compares_the_coefficients_with_those_of_the_originals(both, root
     done = run(other, "--verify", both[1], check=1)
     assert f"another picture than in {other}: " in done.stdout and tiled.names[number] in done.stdout
     assert "error: 1 of 73 pictures are not those of" in done.stderr
+
+
+def test_pictures_that_are_no_longer_the_originals_are_not_compared_with_them(root, tmp_path):
+    run(root, tmp_path / "pack", "--form", "256")
+    said = run(root, "--verify", tmp_path / "pack", check=2).stderr
+    assert "has pictures in the form 256, not the originals of" in said
 
 
 def test_a_damaged_sample_is_named_and_the_next_takes_its_place(both, tmp_path, capsys):

@@ -23,6 +23,8 @@ from common.processes.leader import Leader
 from common.processes.watch import OWN
 from common.processes.worker import STOP
 
+SEEK_SECONDS = 10.0  # for a run that goes on without node 0
+
 
 class Supervisor(supervisor.Supervisor):
     def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict, output_dir: str):
@@ -69,7 +71,10 @@ class Supervisor(supervisor.Supervisor):
         """Through node 0, or, if the run goes on without that, through another that was there when this one was."""
         how = self.hello, self.join_seconds, self.say, self.key
         connection = channel.greets(address, port)
+        until = time.monotonic() + SEEK_SECONDS
         for host, its_port in self._noted_places() if not connection else []:
+            if time.monotonic() > until:  # of many machines that are gone each would take a second
+                break
             if there := channel.greets(host, its_port):
                 try:
                     return channel.join(host, its_port, *how, there)

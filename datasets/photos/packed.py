@@ -79,8 +79,7 @@ class Packed(tree.Tree):
     def content(self, number: int) -> decode.Content:
         """What the picture is decoded from. Of pixels in a folder only the rows that are needed are read, and not checked:
         to read and check all of them would take two thirds longer. Of tiles in a folder those that are needed are checked."""
-        remote = bucket.is_address(self.folder)
-        if self.form == "tiled" and not remote:
+        if self.form == "tiled" and not bucket.is_address(self.folder):
             content = _from_file(self.place(number), int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
@@ -88,7 +87,7 @@ class Packed(tree.Tree):
         height, width = self.stored(number)
         place, size = self.place(number), 3 * height * width
         begin = int(self.offset[number] + self.length[number]) - size  # after the header
-        if not remote:
+        if not bucket.is_address(self.folder):
             return decode.Pixels(height, width, lambda at, length: _from_file(place, begin + at, length))
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])

@@ -18,9 +18,8 @@ from common.errors import UserError
 
 TILE_COLUMNS = 4  # of blocks that are coded together (MCUs): wide enough for a small file, narrow enough for a window
 NAME = b"anyrank tiles\0"
-PLACES = struct.Struct(
-    "<IIIHHHH"
-)  # checksum of the rest and of the header; SOF, data, rows, columns, height and width of a tile
+# Checksum of the rest and of the header; where SOF and data are; rows and columns of tiles, height and width of one.
+PLACES = struct.Struct("<IIIHHHH")
 BEGIN = 2 + 2 + 2 + len(NAME)  # of PLACES in the file
 LONGEST_TABLE = 65_000
 SOF = (0xC0, 0xC1, 0xC2)  # Huffman-coded, baseline or progressive
@@ -58,7 +57,7 @@ def tiled(content: bytes) -> bytes:
         if table:
             break
     else:
-        raise NotTiled("its table would be too long")
+        raise NotTiled("its table or a tile would be too long")
     if not same_coefficients(made, content):
         raise NotTiled("its coefficients would not be the same")
     return b"\xff\xd8\xff\xe9" + struct.pack(">H", 2 + len(table)) + table + made[2:]
