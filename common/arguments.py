@@ -216,10 +216,12 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     """The arguments, with the folders and the place of this process as the platform gives them. Exits with 2 on a mistake."""
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.as_meant(parser, words)
+    defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
     for word in words:
         if word.startswith("--recipe="):
             parser.set_defaults(**parser.recipes.get(word.partition("=")[2], {}))
     args, unknown = parser.parse_known_args(words)
+    args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
     ignored = typed.judge_unknown(parser, unknown)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     try:

@@ -14,7 +14,7 @@ import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import devices, heartbeat, moments, packages, streams
+from common import devices, heartbeat, moments, packages, progress, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
 from common.processes import alone, network
 from common.secrets import mask
@@ -40,6 +40,16 @@ class _WatchASingleProcess:
             alone.start(args.world.rank)
 
 
+class _WriteTheReport:
+    def written(self, folder: str, write: Callable[[str, bytes], None]) -> None:
+        from common import report
+
+        try:
+            write("report.html", report.of_one(report.Left.read(folder)).encode())
+        except Exception as error:  # a page less is no reason to end a training
+            progress.say(f"warning: report.html could not be made: {type(error).__name__}: {one_line(error)[:300]}")
+
+
 def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main` and leave with its exit code."""
     streams.never_fail()
@@ -48,6 +58,7 @@ def run_job(main: Callable[[], None]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     moments.listen(_CallTheDoctor())
     moments.listen(_WatchASingleProcess())
+    moments.listen(_WriteTheReport())
     try:
         _run(main)
     except SystemExit as end:

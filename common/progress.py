@@ -1,5 +1,6 @@
 """How far a long piece of work is: a bar on a terminal, a line every ten seconds in a log, a word to those who wait."""
 
+import os
 import sys
 import threading
 import time
@@ -7,6 +8,7 @@ from typing import Callable, Optional
 
 from tqdm import tqdm
 
+from common import moments
 from common.errors import one_line
 from common.files import MIB
 
@@ -107,5 +109,23 @@ def _of(done: int, total: Optional[int]) -> str:
 
 def say(text: str) -> None:
     """Print a line without secrets, above a bar if there is one. A name in it cannot make it two."""
-    tqdm.write(one_line(text), file=sys.stdout)
+    tqdm.write(coloured(one_line(text)), file=sys.stdout)
     sys.stdout.flush()
+    moments.announce("said", text)
+
+
+def warn(text: str) -> None:
+    """The same for a warning of a process that loads samples, where nothing is above a bar."""
+    print(coloured(one_line(f"warning: {text}")), flush=True)
+    moments.announce("said", f"warning: {text}")
+
+
+COLOURS = {"warning: ": 33, "advice: ": 33, "done: ": 32}  # as a terminal numbers them: yellow, green
+
+
+def coloured(line: str) -> str:
+    """On a terminal, unless NO_COLOR is set (no-color.org)."""
+    colour = next((number for begin, number in COLOURS.items() if line.startswith(begin)), None)
+    if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+        return line
+    return f"\033[{colour}m{line}\033[0m"

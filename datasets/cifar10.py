@@ -12,6 +12,7 @@ from common import arguments, moments, storage
 from common.errors import UserError, one_line, require_folder
 from common.files import sha256
 from common.processes.barrier import on_every_rank
+from common.progress import warn
 from common.storage import https
 from common.storage.once import once_per_node
 from common.world.folders import INPUT_DIR, can_be_made, is_address
@@ -126,7 +127,7 @@ def _find(args):
             https.download(URL, archive, SHA256, held.tell)
         untrusted.unpack(archive, folder, [*TRAIN_FILES, *TEST_FILES], MAX_UNPACKED, may_have=["batches.meta", "readme.html"])
         if sha256(archive) != SHA256:
-            print(f"warning: {one_line(archive)} is not the published archive: only its own checksum was verified", flush=True)
+            warn(f"{one_line(archive)} is not the published archive: only its own checksum was verified")
 
     once_per_node(folder, prepare)
     return folder

@@ -150,6 +150,7 @@ class Resident:
     """A loader that costs nothing: one batch of noise, made on the device, in place of each of the sampler's."""
 
     beside = False
+    pixels = None  # nobody needs to see the noise
 
     def __init__(self, data_set: DataSet, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
         self.sampler, self.device, self._layout = sampler, device, layout

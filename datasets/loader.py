@@ -64,6 +64,10 @@ class DeviceLoader:
             self.ids = ids
             yield images, labels
 
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """uint8 images again, of those that came out of this loader."""
+        return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
+
     def transfer_seconds(self) -> float:
         """The seconds of moving and normalising since the last call."""
         return self._clock.read()

@@ -173,9 +173,9 @@ def evaluate(model, loader, classes):
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, 0)
     ### end DDP ###
-    scores = Scores(classes, loader.device)
+    scores = Scores(classes, loader.device, loader.pixels)
     for images, labels in loader:
-        scores.add(model(images), labels, loader.ids)
+        scores.add(model(images), labels, loader.ids, images)
 
     return scores.share()  # each rank has seen its own part of them
 

@@ -115,9 +115,9 @@ def learning_rate(args, progress):
 def evaluate(model, loader, classes):
     """What the network says of the test samples, each counted once."""
     model.eval()
-    scores = Scores(classes, loader.device)
+    scores = Scores(classes, loader.device, loader.pixels)
     for images, labels in loader:
-        scores.add(model(images), labels, loader.ids)
+        scores.add(model(images), labels, loader.ids, images)
 
     return scores.share()  # each rank has seen its own part of them
 

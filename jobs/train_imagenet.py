@@ -166,8 +166,8 @@ def main():
         if args.training_only:
             run.end_epoch()
         else:
-            metrics, _ = run.together(evaluate, ema.module if ema else network, val_loader, classes, autocast)
-            run.end_epoch(**metrics)
+            scores, _ = run.together(evaluate, ema.module if ema else network, val_loader, classes, autocast)
+            run.end_epoch(scores, **named(scores))
 
 
 def options():
@@ -325,10 +325,11 @@ def evaluate_alone(args, network, loader, classes, autocast):
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found
         checkpoint.fit(network, checkpoint.to_take_away(state), path, new_head=False)
-    metrics, latency = evaluate(network, loader, classes, autocast)
+    scores, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
-        row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics, **latency}
-        say(" ".join(f"{name}={value:.4f}" for name, value in {**metrics, **latency}.items()) + f" of {row['weights']}")
+        metrics = {**named(scores), **latency}
+        row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics}
+        say(" ".join(f"{name}={value:.4f}" for name, value in metrics.items()) + f" of {row['weights']}")
         os.makedirs(args.output_dir, exist_ok=True)
         write_atomically(os.path.join(args.output_dir, "evaluation.json"), json.dumps(row).encode())
     group.finished()
@@ -340,20 +341,23 @@ def evaluate(model, loader, classes, autocast):
     model.eval()
     for buffer in model.buffers():  # the running statistics of rank 0, which the checkpoint has
         distributed.broadcast(buffer, 0)
-    scores, seconds = Scores(classes, loader.device), []
+    scores, seconds = Scores(classes, loader.device, loader.pixels), []
     for images, labels in loader:
         began = time.perf_counter()
         with autocast:
             output = model(images)
-        scores.add(output, labels, loader.ids)
+        scores.add(output, labels, loader.ids, images)
         devices.synchronize(loader.device)
         seconds.append(time.perf_counter() - began)
 
     scores.share()
     shares = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)
     latency = 1000 * torch.tensor(seconds or [0.0], dtype=torch.float64).quantile(shares)
-    metrics = {"accuracy": scores.accuracy, "top5": scores.top5, "loss": scores.loss}
-    return metrics, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
+    return scores, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
+
+
+def named(scores):
+    return {"accuracy": scores.accuracy, "top5": scores.top5, "loss": scores.loss}
 
 
 if __name__ == "__main__":

@@ -92,9 +92,11 @@ def main():
 
             run.step(loss)
 
-        metrics, strip = evaluate(run.model, test_loader, len(test_set))
-        if strip is not None:
-            run.picture(f"epoch_{epoch + 1}", strip)
+        metrics, strips = evaluate(run.model, test_loader, len(test_set))
+        if strips:
+            run.picture(
+                f"epoch_{epoch + 1}", torch.cat(strips, dim=1), rows=len(strips), columns=["blurry", "restored", "sharp"]
+            )
         run.end_epoch(**metrics)
 
     watch.lap("training")
@@ -130,7 +132,7 @@ def evaluate(model, loader, number):
             rows += list((strips * 255).round().to("cpu", torch.uint8))
     distributed.all_reduce(sums)
     metrics = dict(zip(("psnr", "ssim"), (sums / number).tolist()))
-    return metrics, torch.cat(rows[:EXAMPLES], dim=1) if rows else None
+    return metrics, rows[:EXAMPLES]
 
 
 if __name__ == "__main__":

@@ -101,7 +101,9 @@ def test_a_mistake_is_refused_in_one_line(argv, words):
 
 def test_a_recipe_is_the_options_written_out_and_each_of_them_may_be_given_otherwise():
     written = [word for name, value in cifar10.MODELARTS.items() for word in (f"--{name}", str(value))]
-    assert vars(parse("--recipe", "modelarts")) == {**vars(parse(*written)), "recipe": "modelarts"}
+    named, spelt = parse("--recipe", "modelarts"), parse(*written)
+    assert named.changed == {**spelt.changed, "recipe": None}
+    assert {**vars(named), "changed": {}} == {**vars(spelt), "recipe": "modelarts", "changed": {}}
     assert parse("--lr", "0.1", "--recipe=modelarts").lr == 0.1 and parse("--recipe=modelarts", "--epochs", "2").epochs == 2
     assert "--recipe" in refusal("--recipe", "another")
 

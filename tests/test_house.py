@@ -22,7 +22,7 @@ FLOORS = [
     ["common.spellings"],
     ["common.processes"],
     ["common.run"],
-    ["common.doctor"],
+    ["common.doctor", "common.report"],
     ["common.job"],
     ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.loader"],
     ["datasets.augment"],
@@ -32,7 +32,16 @@ FLOORS = [
     ["datasets.facade"],
     ["datasets.drop_in"],
     ["launch.options"],
-    ["launch.blocks", "launch.bundle", "launch.container", "launch.doctor", "launch.export", "launch.kspeed", "launch.local"],
+    [
+        "launch.blocks",
+        "launch.bundle",
+        "launch.container",
+        "launch.doctor",
+        "launch.export",
+        "launch.kspeed",
+        "launch.local",
+        "launch.report",
+    ],
     ["launch.pack"],
     ["launch.submit"],
     ["launch.__main__"],
@@ -48,7 +57,7 @@ MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path 
 OPTIONAL = {
     "nvidia", "ray", "pymemcache", "boto3", "torchvision", "sklearn", "matplotlib", "tensorboard", "huaweicloudsdkcore",
     "huaweicloudsdkmodelarts", "alibabacloud_credentials", "alibabacloud_pai_dlc20201203", "alibabacloud_tea_openapi", "kubernetes",
-    "onnx",
+    "onnx", "jinja2",
 }  # fmt: skip
 
 # What may be longer, and why.

@@ -50,7 +50,17 @@ def again(finished, tmp_path):
 def test_a_run_leaves_everything_it_promises(finished):
     folder, _printed = finished
     out = folder / "out"
-    names = {"checkpoints", "tensorboard", "metrics.jsonl", "state.json", "curves.png", "report.txt"}
+    names = {
+        "checkpoints",
+        "tensorboard",
+        "examples",
+        "metrics.jsonl",
+        "speed.jsonl",
+        "journal.jsonl",
+        "state.json",
+        "curves.png",
+    }
+    names |= {"report.txt", "report.json", "report.html"}
     names |= {f"epoch_{epoch}.pth{suffix}" for epoch in (1, 2) for suffix in ("", ".sha256")}
     assert {path.name for path in out.iterdir()} == names
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -65,12 +75,22 @@ def test_a_run_leaves_everything_it_promises(finished):
 def test_the_log_names_device_and_platform_and_is_key_value(finished):
     lines = finished[1].splitlines()
     assert lines[0].startswith(f"train: anyrank {VERSION}, cpu (1 threads), rank 0 of 1, platform plain")
-    assert "synthetic" in lines[1] and "means nothing" in lines[1]
+    assert lines[1] == (
+        "a new run: 2 epochs of 4 steps, 256 training samples of 10 classes, made up (--custom_data true); results in "
+        f"{finished[0]}/out"
+    )
+    assert "synthetic" in lines[2] and "means nothing" in lines[2]
     line = next(line for line in lines if "images_per_s" in line)
     form = r"epoch=1/2 step=1/4 loss=\d+\.\d{4} lr=\d\.\d{6} images_per_s=\d+ left=\d:\d\d:\d\d waiting_for_data=\d+% transfer=\d+% compute=\d+%"
     assert re.fullmatch(form, line), line
-    assert re.fullmatch(r"epoch=2/2 steps=8 accuracy=\d\.\d{4} loss=\d\.\d{4} seconds=\d+\.\d", lines[-2]), lines[-2]
-    assert lines[-1].startswith("done: best accuracy") and "000000000512.pt" in lines[-1] and "curves.png" in lines[-1]
+    news = r"(the best so far|best \d\.\d{4} in epoch 1), accuracy [+-]\d\.\d{4}, loss [+-]\d\.\d{4}, train_loss [+-]\d\.\d{4}"
+    assert re.fullmatch(rf"epoch=2/2 steps=8 accuracy=\d\.\d{{4}} loss=\d\.\d{{4}} seconds=\d+\.\d \({news}\)", lines[-4]), (
+        lines[-4]
+    )
+    assert lines[-3].startswith("done: best accuracy") and lines[-3].endswith("/out/checkpoints/000000000512.pt")
+    out = finished[0] / "out"
+    assert lines[-2] == f"files: report.html, metrics.jsonl, curves.png, report.txt in {out}; TensorBoard in {out}/tensorboard"
+    assert lines[-1] == "next: with more --epochs the same command trains longer"
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):

@@ -53,6 +53,7 @@ from common.devices.work import (
     memory_in_use,
     moved,
     on_stream,
+    peak_memory,
     profiled,
     seed_in_use,
     side_stream,
@@ -66,7 +67,7 @@ __all__ = [
     "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back",
     "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_its_own_fault",
     "is_nvidia", "largest_batch", "layout",
-    "loader_workers", "mark", "memory_in_use", "misfit", "moved", "no_memory", "noun", "of", "on_stream", "profiled",
-    "refuse", "require_one_each", "seed_in_use", "side_stream", "slices", "synchronize", "unknown_architecture", "use",
-    "versions_apart", "widest",
+    "loader_workers", "mark", "memory_in_use", "misfit", "moved", "no_memory", "noun", "of", "on_stream", "peak_memory",
+    "profiled", "refuse", "require_one_each", "seed_in_use", "side_stream", "slices", "synchronize",
+    "unknown_architecture", "use", "versions_apart", "widest",
 ]  # fmt: skip

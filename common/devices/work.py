@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import operator
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -159,6 +160,12 @@ def memory_in_use() -> list[tuple[int, int]]:
         free, total = kinds.module().mem_get_info(number)
         found.append((number, total - free))
     return found
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors have taken on the device so far; on a CPU, what this process has."""
+    most = getattr(kinds.module(), "max_memory_allocated", None) if kinds.is_accelerator(device) else None
+    return most(device) if most else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def give_memory_back(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from common.run import checkpoint, output
 from common.storage import bucket, download, index, once
 from common.world.folders import local_folder
 
-GROWS = re.compile(r"runs\.jsonl|ledger/rank_\d+\.jsonl")
+GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
 
 
 def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = False) -> bool:

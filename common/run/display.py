@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress, metrics.jsonl, TensorBoard, curves.png and report.txt.
+"""What a person sees of a run: progress, metrics.jsonl, TensorBoard, curves.png, report.txt and report.json.
 
 On a terminal a bar; in a platform's log a key=value line every few seconds, which the platform's regular expressions can read.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from common.run import events
 from common.run.spare import Spare
 from common.run.timing import Window
 
+MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that are shown of a larger one
 NEEDED_LATER = ("tensorboard.summary.writer.record_writer", "matplotlib.figure", "sklearn.metrics")
 
 
@@ -54,6 +55,7 @@ class Display:
         self._events: Optional[str] = None  # TensorBoard's file, once there is something to write
         self._spare = Spare(self.say)
         self._window = Window(print_freq)
+        self.scores: Any = None  # of the newest evaluation
 
     def say(self, text: str) -> None:
         if self.active:
@@ -79,11 +81,11 @@ class Display:
             self._bar.update()
         return self._window.due()
 
-    def line(self, place: str, loss: float, lr: float, samples_left: int, total_steps: int) -> float:
+    def line(self, place: str, loss: float, lr: float, seconds_left: float, total_steps: int) -> float:
         """Show the progress; returns the share of the time spent waiting for data since the last line."""
         rate, shares = self._window.close()
         split = " ".join(f"{phase}={share:.0%}" for phase, share in shares.items())
-        left = datetime.timedelta(seconds=int(samples_left / rate))
+        left = datetime.timedelta(seconds=int(seconds_left))
         if self._bar:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
         else:
@@ -126,12 +128,8 @@ class Display:
     def picture(self, name: str, pixels: torch.Tensor, step: int) -> None:
         if not self._writes:
             return
-        from matplotlib.image import imsave
-
         self._add_events(step, events.image(step, name, pixels))
-        encoded = io.BytesIO()
-        imsave(encoded, pixels.permute(1, 2, 0).numpy(), format="png")
-        self._spare.write(os.path.join(self.output_dir, "examples", f"{name}.png"), encoded.getvalue())
+        self._spare.write(os.path.join(self.output_dir, "examples", f"{name}.png"), png(pixels))
 
     def curves(self, history: list[dict]) -> None:
         """curves.png: the loss and the metrics of each epoch, one panel each."""
@@ -151,23 +149,60 @@ class Display:
         figure.savefig(picture, dpi=100)
         self._spare.write(os.path.join(self.output_dir, "curves.png"), picture.getvalue())
 
-    def report(self, confusion: torch.Tensor, classes: list[str]) -> None:
-        """report.txt: precision and recall of every class and the confusion matrix, from counts[true, predicted]."""
-        if not self._writes:
+    def report(self) -> None:
+        """report.txt: precision and recall of every class, and which were taken for which."""
+        if not self._writes or self.scores is None:
             return
         from sklearn.metrics import classification_report
 
-        classes = [one_line(name) for name in classes]  # of folders, which may have any name
+        confusion, classes = self.scores.confusion, [one_line(name) for name in self.scores.classes]  # folders have any name
         true, predicted = np.indices(confusion.shape).reshape(2, -1)
         options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
         table = classification_report(true, predicted, sample_weight=confusion.flatten().numpy(), **options)
-        title = "Confusion matrix: rows are the true class, columns the predicted one."
-        header = " " * 13 + " ".join(f"{name[:5]:>5}" for name in classes)
-        counts = [" ".join(f"{count:5d}" for count in row) for row in confusion.tolist()]
-        rows = [f"{name[:12]:>12} {row}" for name, row in zip(classes, counts)]
-        text = "\n".join([str(table), title, "", header, *rows, ""])
-        self._spare.write(os.path.join(self.output_dir, "report.txt"), text.encode())
+        lines = matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self.scores)
+        self._spare.write(os.path.join(self.output_dir, "report.txt"), "\n".join([str(table), *lines, ""]).encode())
+
+    def written(self) -> None:
+        """report.json, with examples/mistakes.png; then the others may make something of what is there."""
+        if not self._writes:
+            return
+        if self.scores is not None:
+            said, picture = self.scores.said(), self.scores.picture()
+            self._spare.write(os.path.join(self.output_dir, "report.json"), json.dumps(said).encode() + b"\n")
+            if picture is not None:
+                self._spare.write(os.path.join(self.output_dir, "examples", "mistakes.png"), png(picture))
+        write = self._spare.write
+        moments.announce("written", self.output_dir, lambda name, content: write(os.path.join(self.output_dir, name), content))
 
     def close(self) -> None:
         self.end_epoch()
         self._spare.retry()
+
+
+def png(pixels: torch.Tensor) -> bytes:
+    """Of uint8 (3, H, W)."""
+    from matplotlib.image import imsave
+
+    encoded = io.BytesIO()
+    imsave(encoded, pixels.permute(1, 2, 0).numpy(), format="png")
+    return encoded.getvalue()
+
+
+def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
+    """The confusion matrix as text: its columns have numbers, and its rows the numbers and whole names."""
+    widest = max(5, len(str(int(confusion.max()))) + 1)
+    name = max(map(len, classes))
+    title = "Confusion matrix: rows are the true class, columns the predicted one, by its number."
+    header = " " * (name + 5) + "".join(f"{number:>{widest}}" for number in range(len(classes)))
+    counts = ["".join(f"{count:{widest}d}" for count in row) for row in confusion.tolist()]
+    return [
+        title,
+        "",
+        header,
+        *(f"{number:>3} {label:<{name}} {row}" for number, (label, row) in enumerate(zip(classes, counts))),
+    ]
+
+
+def pairs(scores: Any) -> list[str]:
+    rows = [f"{count:6d}  {one_line(true)} -> {one_line(given)}" for true, given, count in scores.confused(MOST_COLUMNS)]
+    return [f"The {len(rows)} most frequent confusions: how often, true class -> predicted class.", "", *rows]

@@ -18,8 +18,8 @@ already all it needed is ahead of the others by that step or evaluation: they ta
 
 import argparse
 import contextlib
+import datetime
 import os
-import platform
 import signal
 import sys
 import time
@@ -27,15 +27,15 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
-import numpy as np
 import torch
 
-from common import arguments, devices, heartbeat, moments, version, world
+from common import arguments, devices, heartbeat, moments, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count
 from common.processes import collectives
-from common.run import checkpoint, output, restore, timing
+from common.run import checkpoint, facts, output, restore, timing
 from common.run.agreement import Agreement
 from common.run.display import Display
+from common.run.journal import Course, Journal
 from common.run.losses import Losses
 from common.run.saver import Saver
 from common.run.scaler import Scaler
@@ -43,6 +43,7 @@ from common.run.scores import Scores
 from common.run.seeds import seed_step
 
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
+REPORT_SECONDS = 180  # and between two of the report; where that takes long, a hundred times as long
 POSITION = ("samples_seen", "total_steps", "epoch", "consumed", "best")  # as a checkpoint names it
 
 
@@ -79,6 +80,9 @@ class Run:
         self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq, later)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
+        self._course, self._journal, self._time_left = Course(), Journal(args.output_dir, self.say), timing.TimeLeft()
+        if self._writes:
+            self._journal.listen()
         self._saver = Saver(args, self.say)
         self._agreement = Agreement(args.max_hours, args.save_seconds)
         self._advised, self._resumed, self._goes_on = None, False, False
@@ -117,7 +121,8 @@ class Run:
             self._form()
         self._goes_on = bool(found) or self.total_steps > 0
         self._epoch_began = self._curves_drawn = time.monotonic()
-        self._steps_before, self._epochs_before = self.total_steps, self.epoch
+        self._report_due = time.monotonic() + REPORT_SECONDS
+        self._steps_before, self._epochs_before, self._samples_before = self.total_steps, self.epoch, self.samples_seen
         self._saved_place = self._place() if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
@@ -128,6 +133,11 @@ class Run:
         if not self.trial:
             for line in restore.first_lines(self, found, self._attempt):
                 self.say(line)
+            if found and (rate := self._journal.rate_before()):
+                left = datetime.timedelta(seconds=int(self._samples_left() / rate))
+                self.say(f"about {left} left at the {rate:.0f} images a second of the last start")
+            if self._writes:
+                self._begin_journal(found[2] if found else None)
             self._display.metrics(self.history)
             self._tell_state()
             for number in STOP_SIGNALS:
@@ -137,6 +147,15 @@ class Run:
     def _new_ledger(self, active):
         keeps = active and self.args.ledger and not self.trial
         return output.Ledger(self.args.output_dir, self.rank, keeps, self._saver.last_good)
+
+    def _begin_journal(self, goes_on_from):
+        self._journal.begin()
+        place = {"epoch": self.epoch, "consumed": self.consumed, "samples": self.samples_seen, "steps": self.total_steps}
+        course = {"epochs": self.args.epochs, "samples_per_epoch": self._samples_per_epoch, "best_by": self._best_by}
+        self._journal.event(
+            "start", run=self._id, goes_on_from=goes_on_from, **place, **course, global_batch=self.sampler.global_batch,
+            ranks=self.world_size, synthetic=self.args.custom_data, **facts.of_this_start(self.args, self.device),
+        )  # fmt: skip
 
     # --- Where the run stands ---
 
@@ -172,7 +191,7 @@ class Run:
         self._require_resumed("run.epochs()")
         if limit := self._limit():
             place = f"{self.epoch} epochs, {self.total_steps} steps"
-            self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}. {self._where()}")
+            self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}")
         while not self._limit():
             self.sampler.start_at(self.epoch, self.consumed)
             self._samples_per_epoch = self.sampler.samples_per_epoch
@@ -199,6 +218,7 @@ class Run:
             self._waited = (self._given - asked - (0 if loader.beside else moved), moved)
             self._busy, due = True, self.total_steps + 1
             self._show("step")
+            self._course.transferred(moved, loader.beside)
             self._attempt.set(self.epoch, self.consumed)
             if self._shares:
                 yield from self._shares.of(batch, self.samples_seen)
@@ -262,32 +282,54 @@ class Run:
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
         """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the checkpoint.
 
-        `scores`: those of the evaluation, for report.txt.
+        `scores`: those of the evaluation, for the report.
         """
         self._busy, self._evaluating = True, False
         self._display.end_epoch()
         self._check_losses()
-        whole = self.consumed >= self._samples_per_epoch
+        self._speed_row(None, None, self.epoch + 1)
+        whole, step = self.consumed >= self._samples_per_epoch, self.consumed // self.sampler.global_batch
         if whole:
             self._close_epoch(metrics)
         shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
-        seconds = time.monotonic() - self._epoch_began
-        self.say(
-            f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}{self._skipped()}{shown} seconds={seconds:.1f}"
-        )
+        seconds, place = time.monotonic() - self._epoch_began, f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}"
+        steps = self._samples_per_epoch // self.sampler.global_batch
+        what = self._news_of_the_epoch() if whole else f" (within epoch {self.epoch + 1}, after {step} of its {steps} steps)"
+        self.say(f"{place}{self._skipped()}{shown} seconds={seconds:.1f}{what}")
         self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
-        if scores is not None and self._limit():  # before the checkpoint, after which a start does not evaluate again
-            self._display.report(scores.confusion, scores.classes)
+        if scores is not None:
+            self._display.scores = scores
+            if self._limit():  # before the checkpoint, after which a start does not evaluate again
+                self._display.report()
         self.save(weights_of_epoch=self.epoch if whole else None)
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self._draw_curves()
+        self._report_if_due()
         self._busy = False
         if self._agreement.signal and self.world_size == 1:
             self._stop_on(self._agreement.signal)
 
-    def picture(self, name: str, pixels: torch.Tensor) -> None:
-        """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard."""
+    def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
+        """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard. `what`: its rows and the names of its columns."""
         self._display.picture(name, pixels, self.total_steps)
+        self._journal.event("picture", name=name, **what)
+
+    def _news_of_the_epoch(self):
+        """What has become better or worse, in words behind the numbers of an epoch."""
+        row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self._best_by
+        if self.best is None:
+            return ""
+        best = self.best["epoch"] == self.epoch
+        words = ["the best so far" if best else f"best {self.best[by]:.4f} in epoch {self.best['epoch']}"]
+        words += [
+            f"{name} {row[name] - before[name]:+.4f}" for name in (by, "loss", "train_loss") if name in row and name in before
+        ]
+        return f" ({', '.join(words)})"
+
+    def _speed_row(self, loss, lr, epoch):
+        place = {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}
+        trained, memory = self.samples_seen - self._samples_before, devices.peak_memory(self.device)
+        self._journal.speed(self._course.read(), memory, trained, loss, lr, **place)
 
     def _close_epoch(self, metrics):
         self.epoch += 1
@@ -299,13 +341,16 @@ class Run:
         if score is not None and (self.best is None or score > self.best[self._best_by]):
             self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, self._best_by: score}
         self.consumed = 0
+        self._time_left.epoch()
 
     def _line(self, loss):
         self._check_losses()
         step, steps = (samples // self.sampler.global_batch for samples in (self.consumed, self._samples_per_epoch))
         place = f"epoch={self.epoch + 1}/{self.args.epochs} step={step}/{steps}{self._skipped()}"
         lr = self._parts["optimizer"].param_groups[0]["lr"] if "optimizer" in self._parts else 0.0
-        waiting = self._display.line(place, loss.item(), lr, self._samples_left(), self.total_steps)
+        waiting = self._display.line(place, loss.item(), lr, self._seconds_left(), self.total_steps)
+        self._speed_row(loss.item(), lr, self.epoch + 1)
+        self._report_if_due()
         if not self._advised and self.total_steps - self._steps_before > timing.WARM_UP:
             self._advised = timing.advice(self.args.input.remedies, waiting)
             if self._advised:
@@ -316,6 +361,11 @@ class Run:
         scaler = self._parts.get("scaler")
         number = scaler.skipped() if isinstance(scaler, Scaler) else 0
         return f" skipped_steps={number}" if number else ""
+
+    def _seconds_left(self):
+        spent, left = self._course.read(), self._samples_left()
+        self._time_left.mark(self.samples_seen - self._samples_before, spent["training"])
+        return self._time_left.seconds(left, -(-(self.consumed + left) // self._samples_per_epoch), spent)
 
     def _samples_left(self):
         left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed
@@ -345,14 +395,13 @@ class Run:
         self._saved_place = self._place()
         self._show("save")
         self._saver.wait()
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-        about = {
+        manifest = {
             **self._about(),
             "job": self.args.world.job_id,
             "classes": list(self.args.class_names),
-            "versions": {"anyrank": version.VERSION, **versions},
+            "versions": facts.versions(),
         }
-        self._saver.save(checkpoint.snapshot(self.state()), about, weights_of_epoch)
+        self._saver.save(checkpoint.snapshot(self.state()), manifest, weights_of_epoch)
 
     def _about(self):
         return {
@@ -476,6 +525,7 @@ class Run:
         if not self._writes:
             self._writes = True
             self._display.take_over()
+            self._journal.listen()
             output.make_folders(self.args)
             try:
                 self._lock = output.lock(self.args.checkpoint_dir)
@@ -485,6 +535,8 @@ class Run:
             self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
             self._display.metrics(self.history)
             self._ledger = self._new_ledger(active=True)
+            if self._resumed:
+                self._begin_journal("the state of the other nodes")
         if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
             epoch, consumed, ids = self._counted
             self._ledger.start(epoch, consumed)
@@ -495,6 +547,9 @@ class Run:
         if self._members.news:
             size, pause = count(self._members.size, "rank"), now - self._last_step
             self.say(f"{self._members.news}: {size} went on with step {self.total_steps} after {pause:.1f} s")
+            self._journal.event(
+                "nodes", text=self._members.news, ranks=self._members.size, pause=round(pause, 1), samples=self.samples_seen
+            )
         self._members.step_counts()
         self._last_step = now
 
@@ -521,8 +576,10 @@ class Run:
     def _show(self, phase):
         first = phase in heartbeat.TRAINING and self.total_steps == self._steps_before
         self._heartbeat.set("compile" if first else phase, self.total_steps)
+        self._course.enter(phase)
 
     def _finish(self):
+        self._journal.event("end", how="limit" if self._cut_short() else "finished", why=self._limit(), **self._ends_at())
         self._close()
         best = f"best {self._best_by} {self.best[self._best_by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
         more = ""
@@ -530,7 +587,10 @@ class Run:
             more = f"{self._limit()} is reached, {self.epoch} of {self.args.epochs} epochs are done: "
             again = "with more of them, or without it, " if self._steps_used_up() else ""
             more += f"the same command {again}goes on. "
-        self.say(f"done: {best}{more}{self._where()}")
+        self.say(f"done: {best}{more}{self._saver.last_good()}")
+        self._tell_what_is_there(
+            "with more --epochs the same command trains longer" if self._is_finished() else self._command()
+        )
 
     def _on_signal(self, number, _frame):
         if self._members and not self._members.told_to_stop():  # of this node alone, whose parent decides what that means
@@ -547,9 +607,11 @@ class Run:
     def _stop(self, why, code):
         self._busy = True
         self.save()
+        self._journal.event("end", how="stopped", why=why, **self._ends_at())
         self._close(in_a_hurry=code != 0)
         saved = f"saved after step {self.total_steps}: start again to go on"
-        self.say(f"{why}; {saved if self.args.checkpoints else 'nothing was saved'}. {self._where()}")
+        self.say(f"{why}; {saved if self.args.checkpoints else 'nothing was saved'}. {self._saver.last_good()}")
+        self._tell_what_is_there(self._command())
         sys.exit(code)
 
     def _close(self, in_a_hurry=False):
@@ -560,23 +622,51 @@ class Run:
         self._saver.wait()
         self._draw_curves()
         self._tell_state()
+        self._report()
         self._display.close()
         self._show("publish")
         self._saver.finish_publishing(in_a_hurry)
         self._attempt.done()
         self._show("done")
 
+    def _ends_at(self):
+        return {"epoch": self.epoch, "steps": self.total_steps, "samples": self.samples_seen}
+
+    def _cut_short(self):
+        return self.epoch < self.args.epochs and (self._steps_used_up() or self._epochs_used_up())
+
+    def _is_finished(self):
+        return bool(self._limit()) and not (self._epochs_used_up() and self.epoch < self.args.epochs)
+
     def _tell_state(self):
-        finished = bool(self._limit()) and not (self._epochs_used_up() and self.epoch < self.args.epochs)
-        self._display.state(finished=finished, epoch=self.epoch, epochs=self.args.epochs)
+        self._display.state(finished=self._is_finished(), epoch=self.epoch, epochs=self.args.epochs)
+
+    def _report_if_due(self):
+        if self._writes and time.monotonic() >= self._report_due:
+            self._report()
+
+    def _report(self):
+        """report.html, from the files that are there."""
+        began = time.monotonic()
+        self._display.written()
+        now = time.monotonic()
+        self._report_due = now + max(REPORT_SECONDS, 100 * (now - began))
 
     def _draw_curves(self):
         self._curves_drawn = time.monotonic()
         self._display.curves(self.history)
 
-    def _where(self):
+    def _command(self):
+        return facts.command(self.args, sys.argv)
+
+    def _tell_what_is_there(self, then):
         folder, url = self.args.output_dir, self.args.output_url
-        names = [name for name in ("metrics.jsonl", "curves.png", "report.txt") if os.path.exists(os.path.join(folder, name))]
-        files = f"; {', '.join(names)} in {url or folder}" if names else ""
+        there = [
+            name
+            for name in ("report.html", "metrics.jsonl", "curves.png", "report.txt")
+            if os.path.exists(os.path.join(folder, name))
+        ]
+        files = f"{', '.join(there)} in {url or folder}; " if there else ""
         events = self.args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else self.args.tensorboard_dir
-        return f"{self._saver.last_good()}{files}; TensorBoard in {events}"
+        self.say(f"files: {files}TensorBoard in {events}")
+        self.say(f"next: {then}")

@@ -19,8 +19,9 @@ LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|state\.json|curves\.png|report\.txt|evaluation\.json|"
-    r"trace\.json\.gz|examples/epoch_\d+\.png|tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
+    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
+    r"curves\.png|report\.(txt|json|html)|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
+    r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 
 

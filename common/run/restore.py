@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices
-from common.errors import UserError
+from common.errors import UserError, count
 from common.processes.barrier import on_every_rank
 from common.processes.collectives import broadcast
 from common.run import bucket_run, checkpoint, output
@@ -63,7 +63,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
     afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
     has_run = bool(checkpoint.numbers(folder)) or in_bucket
-    if in_bucket and args.ledger and not afresh:
+    if in_bucket and not afresh:
         bucket_run.bring_what_grows(args, say)
     if has_run and here.restart_count:  # a restart of the same command: the first start has obeyed --resume and --overwrite
         found = checkpoint.newest(folder, say)
@@ -194,6 +194,18 @@ def _not_gone_on_from(args, found):
         yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
 
 
+def _course(run):
+    """How long, on what, to where."""
+    args, sampler = run.args, run.sampler
+    steps = sampler.samples_per_epoch // sampler.global_batch
+    classes = f" of {count(len(args.class_names), 'class', 'classes')}" if args.class_names else ""
+    source = "made up (--custom_data true)" if args.custom_data else f"from {args.data_url or args.input_dir}"
+    samples = f"{sampler.num_samples} training samples{classes}, {source}"
+    return (
+        f"{count(args.epochs, 'epoch')} of {count(steps, 'step')}, {samples}; results in {args.output_url or args.output_dir}"
+    )
+
+
 def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) -> Iterator[str]:
     """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
@@ -209,9 +221,12 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) 
         within = f"epoch {run.epoch + 1}, after {run.consumed} of its samples"
         place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
         yield f"going on from {path}: {place}, step {run.total_steps}"
+        yield _course(run)
         factor = global_batch / args.batch_size
         if not run.grouped and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+    else:
+        yield f"a new run: {_course(run)}"
     yield from _not_gone_on_from(args, found)
     again = os.environ.get("MA_SCHEDULE_CNT", "")
     if not found and again.isdigit() and int(again) > 1:

@@ -1,13 +1,15 @@
 """What a network got right: the job's `evaluate` adds logits, labels and sample ids; questions are asked afterwards.
 
-scores = Scores(classes, device)
+scores = Scores(classes, device, loader.pixels)             # which makes pictures of mistakes, and may be left out
 for images, labels in loader:
-    scores.add(model(images), labels, loader.ids)
-scores.share()                           # every rank had its own part of the samples
-scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(), scores.worst
+    scores.add(model(images), labels, loader.ids, images)
+scores.share()                                              # every rank had its own part of the samples
+scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(), scores.worst, scores.mistakes
 """
 
+import dataclasses
 import functools
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -15,19 +17,36 @@ from common import devices
 from common.processes import collectives
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
+SHOWN, SIDE = 24, 64  # of the worst mistakes, and of the surest: so many with a picture, this large
+KINDS = ("worst", "surest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A sample whose class was not recognised; classes are numbers."""
+
+    id: int
+    label: int
+    predicted: int
+    loss: float
+    confidence: float  # the share of the softmax that the predicted class has
+    picture: Optional[torch.Tensor]  # uint8 (3, SIDE, SIDE)
 
 
 class Scores:
     """Sums are exact: counts are whole numbers, losses are added in float64. Nothing waits for the device before share()."""
 
-    def __init__(self, classes: list[str], device: torch.device):
-        self.classes = classes
+    def __init__(self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None):
+        """`pixels`: makes uint8 (N, 3, H, W) of the network's input."""
+        self.classes, self._pixels = classes, pixels
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
-        self._batches = []  # (losses, ids, labels, predicted)
-        self.worst = []
+        self._batches = []  # (losses, ids, labels, predicted, confidences)
+        self._highest = [_Highest(pixels) for _ in KINDS]
+        self.worst: list[tuple] = []  # (loss, sample id, label, predicted), the worst first
+        self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in KINDS}
 
-    def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor) -> None:
+    def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, images: Any = None) -> None:
         """A batch; `ids` are those of the loader that gave it."""
         logits = logits.float()
         predicted = logits.argmax(dim=1)
@@ -36,29 +55,51 @@ class Scores:
         total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         self._sums += torch.stack([(predicted == labels).sum(), among_five, total])
         self._counts.scatter_add_(0, labels * len(self.classes) + predicted, torch.ones_like(labels))
-        self._batches.append((losses, ids, labels, predicted))
+        confidences = logits.softmax(dim=1).amax(dim=1)
+        self._batches.append((losses, ids, labels, predicted, confidences))
+        for highest, values in zip(self._highest, (losses, confidences)):
+            highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
     def share(self) -> "Scores":
         """Add up the counts of all ranks; a collective where there are several."""
-        self.worst = self._own_worst()
         group = collectives.present()
         if group.size > 1:
             group.sum(self._counts)
             group.sum(self._sums)
-            mine = torch.full((WORST, 4), -1.0, dtype=torch.float64, device=self._sums.device)
-            if self.worst:
-                mine[: len(self.worst)] = torch.tensor(self.worst, dtype=torch.float64)
-            rows = [row for part in group.gather(mine) for row in part.tolist() if row[1] >= 0]
-            self.worst = [(loss, *map(int, rest)) for loss, *rest in sorted(rows, reverse=True)[:WORST]]
+        columns = [torch.cat([part.cpu() for part in parts]).double() for parts in zip(*self._batches)]
+        rows = torch.stack(columns, dim=1) if columns else torch.zeros(0, 5, dtype=torch.float64)
+        order = rows[:, 0].nan_to_num(torch.inf).argsort(descending=True, stable=True)
+        worst, _ = self._of_all_ranks(group, rows[order[:WORST]], 0, WORST)
+        self.worst = [(loss, *map(int, rest)) for loss, *rest, _ in worst.tolist()]
+        for kind, highest, column in zip(KINDS, self._highest, (0, 4)):
+            found, places = self._of_all_ranks(group, rows[highest.places()], column, SHOWN)
+            pictures = self._pictures(group, highest, places) if self._pixels else [None] * len(found)
+            self.mistakes[kind] = [
+                Mistake(int(number), int(label), int(given), loss, sure, picture)
+                for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
+            ]
         return self
 
-    def _own_worst(self):
-        """[(loss, sample id, label, predicted)], the worst first."""
-        if not self._batches:
-            return []
-        losses, ids, labels, predicted = (torch.cat([part.cpu() for part in parts]) for parts in zip(*self._batches))
-        order = losses.nan_to_num(torch.inf).argsort(descending=True, stable=True)[:WORST]
-        return list(zip(*(values[order].tolist() for values in (losses, ids, labels, predicted))))
+    def _of_all_ranks(self, group, own, column, most):
+        """Of the rows of all ranks those with the highest values, and the place of each: its rank times `most` and its row."""
+        if group.size > 1:
+            padded = torch.full((most, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
+            padded[: len(own)] = own.to(padded)
+            own = torch.cat(group.gather(padded)).cpu()
+        order = own[:, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
+        order = order[own[order, 1] >= 0][:most]
+        return own[order], order.tolist()
+
+    def _pictures(self, group, highest, places):
+        """Those of the samples at these places, each of which one rank has."""
+        own, first = highest.pictures(), group.rank * SHOWN
+        shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
+        for number, place in enumerate(places):
+            if 0 <= place - first < SHOWN:
+                shown[number] = own[place - first]
+        if group.size > 1 and places:
+            group.sum(shown)
+        return shown.to("cpu", torch.uint8)
 
     # --- Answers ---
 
@@ -88,3 +129,75 @@ class Scores:
         """[(class, samples, share of them that was recognised)] in the order of the classes."""
         counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
+
+    def confused(self, most: int) -> list[tuple[str, str, int]]:
+        """[(true class, predicted class, how often)], the most frequent first."""
+        wrong = self.confusion.clone()
+        wrong.fill_diagonal_(0)
+        order = wrong.flatten().argsort(descending=True, stable=True)[:most].tolist()
+        pairs = ((*divmod(place, len(self.classes)), int(wrong.flatten()[place])) for place in order)
+        return [(self.classes[true], self.classes[given], count) for true, given, count in pairs if count]
+
+    def said(self) -> dict[str, Any]:
+        """All of it for report.json. The confusion matrix is [[true class, predicted class, count]] where there is a count."""
+        predicted = self.confusion.sum(dim=0).tolist()
+        rows = [
+            {
+                "class": name, "samples": count, "recall": recall, "precision": recall * count / given if given else 0.0,
+                "f1": 2 * recall * count / (count + given) if count + given else 0.0,
+            }
+            for (name, count, recall), given in zip(self.per_class(), predicted)
+        ]  # fmt: skip
+        places = self.confusion.nonzero().tolist()
+        mistakes = {
+            kind: [
+                {
+                    "id": one.id, "class": self.classes[one.label], "predicted": self.classes[one.predicted],
+                    "loss": one.loss, "confidence": one.confidence,
+                }
+                for one in found
+            ]
+            for kind, found in self.mistakes.items()
+        }  # fmt: skip
+        return {
+            "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": self.loss, "classes": rows,
+            "confusion": [[*place, int(self.confusion[tuple(place)])] for place in places], "mistakes": mistakes,
+        }  # fmt: skip
+
+    def picture(self) -> Optional[torch.Tensor]:
+        """The mistakes of said(), kind after kind: squares of SIDE in rows of SHOWN, one row for each kind."""
+        if not self._pixels or not any(self.mistakes.values()):
+            return None
+        sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
+        for row, found in enumerate(self.mistakes.values()):
+            for column, one in enumerate(found):
+                sheet[:, row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE] = one.picture
+        return sheet
+
+
+class _Highest:
+    """Of the samples seen so far those with the highest values above -1, and small pictures of them. Nothing waits."""
+
+    def __init__(self, pixels: Optional[Callable]):
+        self._pixels, self._seen = pixels, 0
+        self._kept: Any = None  # values, places in the order of add(), pictures
+
+    def add(self, values: torch.Tensor, images: Any) -> None:
+        top = values.topk(min(SHOWN, len(values)))
+        kept = [top.values, top.indices + self._seen]
+        if self._pixels:
+            pictures = self._pixels(images[top.indices]).float()
+            mode = "area" if min(pictures.shape[2:]) > SIDE else "nearest"
+            kept.append(torch.nn.functional.interpolate(pictures, size=(SIDE, SIDE), mode=mode).round().to(torch.uint8))
+        if self._kept:
+            kept = [torch.cat(pair) for pair in zip(self._kept, kept)]
+            order = kept[0].topk(min(SHOWN, len(kept[0]))).indices
+            kept = [part[order] for part in kept]
+        self._kept = kept
+        self._seen += len(values)
+
+    def places(self) -> torch.Tensor:
+        return self._kept[1][self._kept[0] > -1].cpu() if self._kept else torch.zeros(0, dtype=torch.int64)
+
+    def pictures(self) -> Any:
+        return self._kept[2] if self._kept else None

@@ -7,7 +7,7 @@ clock, so there the three may add up to more than 100 %. Saving and logging are 
 import atexit
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -50,6 +50,33 @@ class Window:
         self._begin_anew()
         self._first = False
         return rate, shares
+
+
+class TimeLeft:
+    """How long the rest of a run takes: a step as in the later half of those of this start, an evaluation as on average."""
+
+    def __init__(self):
+        self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) of this start
+        self._epochs = 0
+
+    def mark(self, samples: int, training: float) -> None:
+        if len(self._marks) >= 1000:
+            self._marks = self._marks[::2]
+        self._marks.append((samples, training))
+
+    def epoch(self) -> None:
+        """One has ended, with its evaluation."""
+        self._epochs += 1
+
+    def seconds(self, samples_left: int, evaluations_left: int, spent: Mapping[str, float]) -> float:
+        """`spent`: in each phase, as Course.read() gives it."""
+        samples, training = self._marks[-1]
+        first = next(mark for mark in self._marks if mark[0] >= samples / 2)
+        if first == self._marks[-1]:  # there is only one: from the beginning
+            first = (0, 0.0)
+        rest = samples_left * (training - first[1]) / max(samples - first[0], 1)
+        evaluation = spent["evaluation"] / self._epochs if self._epochs else 0.0
+        return rest * (1 + spent["saving"] / max(training, 1e-9)) + evaluations_left * evaluation
 
 
 class Stopwatch:

@@ -16,6 +16,7 @@ import torch
 
 from common import cores
 from common.errors import one_line
+from common.progress import warn
 from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decoded, give_memory_back, like_the_others, need_dali, resized
 from datasets.photos import decode
 from datasets.photos.labelled import Photos
@@ -57,7 +58,7 @@ class Batches:
                     if not of_a_picture(error):
                         raise
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
-                    print(f"warning: DALI cannot make a batch of epoch {epoch + 1}, so torch makes it: {reason}", flush=True)
+                    warn(f"DALI cannot make a batch of epoch {epoch + 1}, so torch makes it: {reason}")
                     pipeline = None
             images, labels, _ = self._data[epoch, ids]
             yield images, labels, ids

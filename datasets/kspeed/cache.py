@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Optional, Union
 
 from common.errors import UserError, one_line
+from common.progress import warn
 from datasets.kspeed import memcached
 from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Unfit
 
@@ -163,7 +164,7 @@ class SampleCache:
             reported = self._reported[place] & kind
             self._reported[place] |= kind
         if not reported:
-            print(f"warning: cache server {name_of(server)} {what}", flush=True)
+            warn(f"cache server {name_of(server)} {what}")
 
 
 def addresses(iplist: Servers) -> list[Server]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import TrainingFailed, is_of_the_system, one_line
+from common.progress import warn
 from datasets.photos import files, tiles
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Substitutes:
     def _warn(self, number, name, error):
         if number not in self._named:
             self._named.add(number)
-            print(f"warning: {name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place", flush=True)
+            warn(f"{name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place")
 
 
 class Pixels:

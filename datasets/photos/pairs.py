@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError, one_line
+from common.progress import warn
 from datasets import synthetic
 from datasets.crops import uniform
 from datasets.photos import decode, files, tree
@@ -35,7 +36,7 @@ class Pairs:
         for name, *pair in zip(names, *verdicts):
             reason = _why_left_out(pair[0], pair[1], megapixels)
             if reason:
-                print(f"warning: {one_line(os.path.join(folder, '*', name))} is left out: {reason}", flush=True)
+                warn(f"{one_line(os.path.join(folder, '*', name))} is left out: {reason}")
             else:
                 self.names.append(name)
                 rows.append((pair[0][0] or pair[1][0], *pair[0][1:]))

@@ -53,9 +53,9 @@ def main():
 @torch.no_grad()
 def evaluate(model, loader, classes):
     model.eval()
-    scores = Scores(classes, loader.device)
+    scores = Scores(classes, loader.device, loader.pixels)
     for images, labels in loader:
-        scores.add(model(images), labels, loader.ids)
+        scores.add(model(images), labels, loader.ids, images)
     return scores.share()
 
 

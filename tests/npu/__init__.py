@@ -28,7 +28,8 @@ load("torch_npu_device", [sys.argv[1]], build_directory=sys.argv[2], extra_cflag
 
 
 def environment(devices: int = 2) -> dict[str, str]:
-    return {"PYTHONPATH": str(installed()), "STANDIN_NPUS": str(devices)}
+    # The ports of HCCL's default are among those that the system gives to any connection, and doctor says so if it has.
+    return {"PYTHONPATH": str(installed()), "STANDIN_NPUS": str(devices), "HCCL_IF_BASE_PORT": "27200"}
 
 
 def installed() -> Path:

@@ -1,0 +1,82 @@
+"""The figures of a report as SVG that takes the colour of the text around it; what they show is also in a table beside them."""
+
+import io
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+COLOURS = ("#3b82c4", "#d9822b", "#4c9f50", "#b5559e", "#8a6d3b", "#6d6ad1", "#2a9d9d", "#c44e52")  # on white and on black
+MARKS = {"restart": ("#c44e52", "--"), "nodes": ("#8a6d3b", ":"), "best": ("#4c9f50", "-")}
+POINTS = 800  # of a line, at most: a screen shows no more
+UNSEEN = {"Date": None, "Creator": None, "Format": None, "Type": None}  # what a picture says of its making
+
+Series = tuple[Sequence[float], Sequence[Optional[float]], dict]  # x, y, and how matplotlib draws the line
+
+
+def colours() -> Iterator[str]:
+    """One for each run, again from the first where there are more."""
+    return itertools.cycle(COLOURS)
+
+
+def thinned(rows: Sequence, most: int = POINTS) -> list:
+    """Of many rows every n-th, and the last."""
+    step = -(-len(rows) // most) or 1
+    return [*rows[:-1:step], *rows[-1:]]
+
+
+def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
+    """Curves; `marks`: [(kind, x)] as vertical lines."""
+    from matplotlib.ticker import EngFormatter
+
+    figure, axes = _empty()
+    if max((x for xs, _, _ in series for x in xs), default=0) >= 1000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for xs, ys, how in series:
+        points = thinned([(x, y) for x, y in zip(xs, ys) if y is not None])
+        axes.plot([x for x, _ in points], [y for _, y in points], **{"linewidth": 1.5, **how})
+    for kind, x in thinned(marks, 60):
+        colour, style = MARKS[kind]
+        axes.axvline(x, color=colour, linestyle=style, linewidth=1)
+    axes.locator_params(nbins=6)
+    axes.grid(alpha=0.3)
+    return _svg(figure, name)
+
+
+def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
+    """A bar for each label, of the parts on top of each other."""
+    figure, axes = _empty()
+    below = [0.0] * len(labels)
+    for colour, heights in zip(COLOURS, parts):
+        axes.bar(range(len(labels)), heights, bottom=below, color=colour, width=0.8)
+        below = [sum(pair) for pair in zip(below, heights)]
+    shown = range(0, len(labels), max(1, -(-len(labels) // 10)))
+    axes.set_xticks(list(shown), [labels[place] for place in shown])
+    axes.grid(alpha=0.3, axis="y")
+    return _svg(figure, name)
+
+
+def _empty() -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 2.7))
+    figure.patch.set_visible(False)
+    figure.subplots_adjust(left=0.16, right=0.97, bottom=0.12, top=0.96)
+    axes = figure.subplots()
+    axes.patch.set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure, name):
+    """Only the drawing, with names of its own, as several are on one page."""
+    import matplotlib
+
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+        figure.savefig(drawn, format="svg", metadata=UNSEEN)
+    text = drawn.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text).replace("#000000", "currentColor")
+    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 aria-hidden="true"', text)

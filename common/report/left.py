@@ -1,0 +1,114 @@
+"""What a run has left in its folder, read with patience: a file may be missing, cut off, of an older version or of anybody."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from typing import Any, Optional
+
+from common.errors import UserError, one_line
+
+FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
+LARGEST = 1 << 30  # bytes of one of them
+NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
+NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # in the journal
+
+
+@dataclasses.dataclass
+class Left:
+    folder: str
+    name: str  # of the folder, by which a reader knows the run
+    epochs: list[dict]  # metrics.jsonl: numbers alone
+    speed: list[dict]  # speed.jsonl: a row for each line of the log and each epoch, numbers alone
+    journal: list[dict]  # journal.jsonl: what happened
+    scores: dict  # report.json: the newest evaluation
+
+    @classmethod
+    def read(cls, folder: str, name: Optional[str] = None) -> "Left":
+        if not any(os.path.exists(os.path.join(folder, file)) for file in FILES):
+            raise UserError(f"{one_line(name or folder)} holds no run: give the output folder of a job that has trained")
+        epochs, speed, journal, _, scores = (_lines(os.path.join(folder, file)) for file in FILES)
+        epochs, speed = ([{key: row[key] for key in row if _is_number(row[key])} for row in rows] for rows in (epochs, speed))
+        journal = [{key: row[key] for key in row if key not in NUMBERS or _is_number(row[key])} for row in journal]
+        shown = one_line(name or os.path.basename(os.path.abspath(folder)))
+        return cls(folder, shown, epochs, speed, journal, _checked(scores[0]) if scores else {})
+
+    def events(self, kind: str) -> list[dict]:
+        return [row for row in self.journal if row.get("event") == kind]
+
+    @property
+    def start(self) -> dict:
+        """The newest."""
+        return (self.events("start") or [{}])[-1]
+
+    @property
+    def end(self) -> dict:
+        """Of the newest start; empty where none was recorded."""
+        end = (self.events("end") or [{}])[-1]
+        return end if end.get("time", 0) >= self.start.get("time", 0) else {}
+
+    def trained(self) -> list[dict]:
+        """The rows of `speed` whose steps count: a restart takes those behind its checkpoint again."""
+        starts, kept = self.events("start")[1:], []
+        for row in self.speed:
+            while starts and starts[0].get("time", 0) <= row.get("time", 0):
+                samples = starts.pop(0).get("samples", 0)
+                while kept and kept[-1].get("samples", 0) > samples:
+                    kept.pop()
+            kept.append(row)
+        return kept
+
+    def metrics(self) -> list[str]:
+        """Those of an evaluation, in their order."""
+        return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NOT_OF_AN_EVALUATION]
+
+    def best(self) -> tuple[str, dict]:
+        """The metric by which the best epoch is chosen, and that epoch; empty where there is none."""
+        by = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
+        return by, max((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
+
+    def seconds(self) -> float:
+        """From the beginning of each start to the last that is known of it."""
+        begins = [row.get("time", 0) for row in self.events("start")]
+        times = [row.get("time", 0) for row in self.journal + self.speed]
+        last = [max(time for time in times if time < until) for until in [*begins[1:], math.inf]] if begins else []
+        return sum(end - begin for begin, end in zip(begins, last))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _checked(scores: dict) -> dict:
+    """The same with what the page needs, as it was written; or nothing."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+        names = [one_line(str(row["class"])) for row in scores["classes"]]
+        shares = [
+            [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))] for row in scores["classes"]
+        ]
+        cells = [(int(true), int(given), int(count)) for true, given, count in scores["confusion"]]
+        if all(0 <= true < len(names) and 0 <= given < len(names) for true, given, _ in cells):
+            words = ("id", "class", "predicted")
+            mistakes = {
+                kind: [
+                    {**{word: one_line(str(one[word])) for word in words}, "sure": float(one["confidence"])} for one in found
+                ]
+                for kind, found in scores["mistakes"].items()
+            }
+            return {"names": names, "shares": shares, "cells": cells, "mistakes": mistakes}
+    return {}
+
+
+def _lines(path: str) -> list[dict]:
+    """The objects in a file of lines; other lines are none of ours."""
+    if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
+        return []
+    found = []
+    with open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    found.append(row)
+    return found

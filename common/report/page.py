@@ -1,0 +1,277 @@
+"""report.html: the page of one run, from what it has left."""
+
+import base64
+import collections
+import datetime
+import hashlib
+import io
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+from common.errors import one_line
+from common.report import figures, template
+from common.report.left import Left
+from common.version import VERSION
+
+MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and confusions that are shown of a larger one
+MOST_BARS, MOST_ROWS, MOST_OF_A_CURVE, MOST_WARNINGS = 60, 1000, 100, 100
+SIDE, SHOWN = 64, 24  # of the squares in examples/mistakes.png, and how many are in a row (common/run/scores.py)
+WIDEST = 384  # pixels of a picture of examples
+SAMPLES, EPOCH = ("Samples", "样本数"), ("Epoch", "Epoch")
+PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")  # as common/run/journal.py has them
+WORDS = {
+    "waiting_for_data": ("waiting for data", "等待数据"), "transfer": ("transfer", "传输"), "compute": ("compute", "计算"),
+    "evaluation": ("evaluation", "评估"), "saving": ("saving", "保存"), "paused": ("paused", "暂停"),
+    "train_loss": ("training loss", "训练损失"), "loss": ("validation loss", "验证损失"), "lr": ("learning rate", "学习率"),
+    "images_per_s": ("images a second", "每秒图像数"), "accuracy": ("accuracy", "准确率"),
+    "top5": ("top-5 accuracy", "top-5 准确率"),
+}  # fmt: skip
+
+
+def of_one(left: Left) -> str:
+    by, best = left.best()
+    return filled(
+        template.ONE_RUN, left.name, left=left, outcome=outcome(left), marks=figures.MARKS, curves=list(_curves(left, best)),
+        events=list(_events(left, by, best)), speed=list(_speed(left)), confusion=_confusion(left), classes=_classes(left),
+        galleries=list(_galleries(left)), restored=_restored(left), warnings=_warnings(left), options=options_of(left),
+        machine=_machine(left), **_commands(left),
+    )  # fmt: skip
+
+
+def filled(text: str, title: str, **facts: Any) -> str:
+    """The page; jinja2 escapes every fact."""
+    import jinja2
+
+    digest = base64.b64encode(hashlib.sha256(template.SCRIPT.encode()).digest()).decode()
+    page = jinja2.Environment(autoescape=True).from_string(template.PAGE.replace("MAIN", text))
+    parts = {"style": template.STYLE, "script": template.SCRIPT, "script_hash": f"sha256-{digest}"}
+    return page.render(title=title, version=VERSION, now=_time(time.time()), **parts, **facts)
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------------
+
+
+def outcome(left: Left) -> dict[str, Any]:
+    """What the first sentence is made of."""
+    (by, best), machine = left.best(), left.start.get("machine")
+    last = max((row.get("time", 0) for row in left.journal + left.speed), default=0)
+    return {
+        "how": left.end.get("how"), "why": one_line(str(left.end.get("why")))[:300],
+        "last": _time(last) if last else None, "done": len(left.epochs), "epochs": left.start.get("epochs"),
+        "by": by, "best": best, "ranks": left.start.get("ranks", 1),
+        "value": f"{best[by]:.4f}" if best else "", "spent": str(datetime.timedelta(seconds=int(left.seconds()))),
+        "device": machine.get("device") if isinstance(machine, dict) else None,
+    }  # fmt: skip
+
+
+def _events(left, by, best):
+    rows = [(row, _of_a_start(place, row)) for place, row in enumerate(left.events("start"))]
+    rows += [(row, f"{row.get('text')} ({row.get('pause', 0):.1f} s)") for row in left.events("nodes")]
+    rows += [(row, f"{row.get('how')}: {row.get('why')}"[:300]) for row in left.events("end")]
+    for row, what in sorted(rows, key=lambda pair: pair[0].get("time", 0))[-MOST_ROWS:]:
+        yield _time(row.get("time", 0)), f"{row.get('samples', 0):,}", one_line(what)
+    if best:
+        yield "", f"{best.get('samples', 0):,}", f"best {by}: {best[by]:.4f} in epoch {best.get('epoch')}"
+
+
+def _of_a_start(place, row):
+    what = f"restart, going on from {os.path.basename(str(row.get('goes_on_from')))}" if place else "start"
+    return f"{what} ({row.get('ranks', 1)} ranks)"
+
+
+def _warnings(left):
+    texts = (one_line(str(row.get("text")))[:1000] for row in left.events("warning"))
+    return collections.Counter(texts).most_common(MOST_WARNINGS)
+
+
+def _commands(left):
+    """The one to go on, unless the run has finished, and the one to start it again, into another folder."""
+    command, kept = left.start.get("command"), []
+    if not isinstance(command, str):
+        return {}
+    rest = iter(command.split(" "))  # as they are quoted
+    for word in rest:
+        if word in ("--output_dir", "--train_url"):
+            next(rest, None)
+        elif not word.startswith(("--output_dir=", "--train_url=")):
+            kept.append(word)
+    again = [*kept, "--output_dir", shlex.quote(f"output_dir/{left.start.get('job')}_again")]
+    return {"go_on": None if left.end.get("how") == "finished" else command, "again": " ".join(again)}
+
+
+def options_of(left: Left) -> list[tuple[str, str, str]]:
+    """[(name, value, default)]"""
+    options = left.start.get("options")
+    return [
+        (name, str(pair[0]), str(pair[-1])) for name, pair in (options.items() if isinstance(options, dict) else ()) if pair
+    ]
+
+
+def _machine(left):
+    tables = [table for table in (left.start.get("machine"), left.start.get("versions")) if isinstance(table, dict)]
+    tables.append({name: left.start[name] for name in ("platform", "nodes", "ranks", "global_batch") if name in left.start})
+    return [(name.replace("_", " "), str(value)) for table in tables for name, value in table.items()]
+
+
+# --- Curves -----------------------------------------------------------------------------------------------------------------
+
+
+def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Sequence, svg: str) -> dict:
+    """One with its table."""
+    return {
+        "name": name,
+        "title": title,
+        "legend": legend,
+        "heads": heads,
+        "rows": figures.thinned(rows, MOST_ROWS),
+        "svg": svg,
+    }
+
+
+def words(name: str) -> tuple[str, str]:
+    """In English and Chinese."""
+    return WORDS.get(name, (name, name))
+
+
+def _curves(left: Left, best: dict) -> Iterator[dict]:
+    marks = [("restart", row.get("samples", 0)) for row in left.events("start")[1:]]
+    marks += [("nodes", row.get("samples", 0)) for row in left.events("nodes")]
+    marks += [("best", best.get("samples", 0))] if best else []
+    names, lines = left.metrics(), [row for row in left.trained() if "lr" in row]
+    panels = [["train_loss", "loss"], *([name, "top5"] if name == "accuracy" else [name] for name in names)]
+    for panel in panels:
+        shown = [name for name in panel if any(name in row for row in left.epochs)]
+        if not shown or panel in (["loss"], ["top5"]):
+            continue
+        samples, series = [row.get("samples", 0) for row in left.epochs], []
+        if panel[0] == "train_loss":
+            faint = {"color": figures.COLOURS[0], "alpha": 0.35, "linewidth": 1}
+            series = [([row.get("samples", 0) for row in lines], [row.get("loss") for row in lines], faint)]
+        for colour, name in zip(figures.COLOURS, shown):
+            dots = {"color": colour, "marker": "o" if len(samples) <= 60 else "", "markersize": 3}
+            series.append((samples, [row.get(name) for row in left.epochs], dots))
+        legend = [(colour, *words(name)) for colour, name in zip(figures.COLOURS, shown) if len(shown) > 1]
+        rows = [
+            (row.get("epoch"), f"{row.get('samples', 0):,}", *(short(row.get(name)) for name in shown)) for row in left.epochs
+        ]
+        heads, title = [EPOCH, SAMPLES, *map(words, shown)], ("Loss", "损失") if panel[0] == "train_loss" else words(panel[0])
+        yield figure(identifier(panel[0]), title, legend, heads, rows, figures.lines(identifier(panel[0]), series, marks))
+    if lines:
+        samples, rates = [row.get("samples", 0) for row in lines], [row["lr"] for row in lines]
+        rows = figures.thinned([(f"{x:,}", short(y)) for x, y in zip(samples, rates)], MOST_OF_A_CURVE)
+        svg = figures.lines("lr", [(samples, rates, {"color": figures.COLOURS[2]})], marks)
+        yield figure("lr", words("lr"), [], [SAMPLES, words("lr")], rows, svg)
+
+
+def _speed(left: Left) -> Iterator[dict]:
+    """The seconds of each epoch, or of several where there are many; images a second."""
+    spent: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
+    epochs = sorted({int(row.get("epoch", 0)) for row in left.speed})
+    size = -(-len(epochs) // MOST_BARS) or 1
+    groups = [epochs[place : place + size] for place in range(0, len(epochs), size)]
+    name_of = {epoch: f"{group[0]}-{group[-1]}" if size > 1 else f"{epoch}" for group in groups for epoch in group}
+    for row in left.speed:
+        for phase in PHASES:
+            spent[name_of[int(row.get("epoch", 0))]][phase] += max(0.0, row.get(phase, 0.0))
+    if not spent:
+        return
+    phases = [phase for phase in PHASES if any(bar[phase] for bar in spent.values())]
+    legend = [(colour, *words(phase)) for colour, phase in zip(figures.COLOURS, phases)]
+    rows = [(name, *(f"{bar[phase]:.2f}" for phase in phases)) for name, bar in spent.items()]
+    svg = figures.bars("phases", list(spent), [[bar[phase] for bar in spent.values()] for phase in phases])
+    yield figure("phases", ("Seconds of each epoch", "每个 epoch 的秒数"), legend, [EPOCH, *map(words, phases)], rows, svg)
+
+    rated = [row for row in left.speed if "images_per_s" in row]
+    minutes, rates = (
+        [(row.get("time", 0) - left.speed[0].get("time", 0)) / 60 for row in rated],
+        [row["images_per_s"] for row in rated],
+    )
+    rows = [(f"{minute:.1f}", short(rate), row.get("peak_memory_mib")) for minute, rate, row in zip(minutes, rates, rated)]
+    heads = [("Minutes", "分钟"), words("images_per_s"), ("Peak memory, MiB", "内存峰值，MiB")]
+    svg = figures.lines("rate", [(minutes, rates, {"color": figures.COLOURS[0]})])
+    title = ("Images a second, over minutes", "每秒图像数（横轴：分钟）")
+    yield figure("rate", title, [], heads, figures.thinned(rows, MOST_OF_A_CURVE), svg)
+
+
+# --- What it got wrong ------------------------------------------------------------------------------------------------------
+
+
+def _confusion(left: Left) -> Optional[dict]:
+    """The matrix, or of many classes the most frequent confusions."""
+    if not left.scores:
+        return None
+    names, cells = left.scores["names"], left.scores["cells"]
+    totals = collections.Counter()
+    for true, _, count in cells:
+        totals[true] += count
+    if len(names) > MOST_COLUMNS:
+        wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:MOST_COLUMNS]
+        return {"pairs": [(names[true], names[given], count, f"{count / totals[true]:.1%}") for true, given, count in wrong]}
+    rows = [[(0, 0.0)] * len(names) for _ in names]
+    for true, given, count in cells:
+        rows[true][given] = count, round(count / totals[true], 3)
+    return {"names": names, "rows": list(zip(names, rows))}
+
+
+def _classes(left: Left) -> list[tuple]:
+    """The worst first."""
+    rows = sorted(zip(left.scores.get("names", ()), left.scores.get("shares", ())), key=lambda row: row[1][1])
+    return [(name, samples, *(f"{share:.4f}" for share in shares)) for name, (samples, *shares) in rows]
+
+
+def _galleries(left: Left) -> Iterator[tuple]:
+    sheet = _picture(left, "mistakes")
+    for row, kind in enumerate(("worst", "surest")):
+        shots = left.scores.get("mistakes", {}).get(kind, [])[:SHOWN]
+        boxes = [(column * SIDE, row * SIDE, (column + 1) * SIDE, (row + 1) * SIDE) for column in range(len(shots))]
+        yield kind, [{**shot, "image": _encoded(sheet.crop(box)) if sheet else None} for shot, box in zip(shots, boxes)]
+
+
+def _restored(left: Left) -> Optional[dict]:
+    """The newest strip of examples, cut into its pictures."""
+    for event in reversed(left.events("picture")):
+        name, high, columns = os.path.basename(str(event.get("name"))), int(event.get("rows", 0)), event.get("columns")
+        strip = _picture(left, name)
+        if strip and 1 <= high <= 16 and isinstance(columns, list) and len(columns) == 3:
+            width, height = strip.width // 3, strip.height // high
+            boxes = [[(x * width, y * height, (x + 1) * width, (y + 1) * height) for x in range(3)] for y in range(high)]
+            rows = [[_encoded(strip.crop(box)) for box in row] for row in boxes]
+            return {"name": name, "columns": [one_line(str(column)) for column in columns], "rows": rows}
+    return None
+
+
+def _picture(left: Left, name: str) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(os.path.join(left.folder, "examples", f"{name}.png")) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # there is none, or it is damaged
+        return None
+
+
+def _encoded(picture: Any) -> str:
+    """As an address that holds the picture itself."""
+    content = io.BytesIO()
+    picture.thumbnail((WIDEST, WIDEST))
+    picture.save(content, "JPEG", quality=88)
+    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+# --- Forms ------------------------------------------------------------------------------------------------------------------
+
+
+def identifier(name: str) -> str:
+    """A name for HTML of any name."""
+    return "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:40]
+
+
+def short(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,68 @@
+"""What a start says of itself in the journal: its command, the options that are not at their defaults, machine and versions."""
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import cores, devices
+from common.secrets import HIDDEN, is_secret, mask
+from common.version import VERSION
+
+OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that differ between the nodes of one job
+
+
+def versions() -> dict[str, str]:
+    return {"anyrank": VERSION, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Of the rank that writes; no name and no address."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.machine()
+    memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"device": devices.describe(device), "cpu": cpu, "cores": cores.count(), "memory_gib": round(memory / 2**30)}
+
+
+def command(args: argparse.Namespace, words: list[str]) -> str:
+    """What starts this run again, without what the platform adds for each node; `words`: as in sys.argv."""
+    kept, taken = [], iter(words)
+    for word in taken:
+        name, equals, _ = word.partition("=")
+        plain = name.lstrip("-").replace("-", "_")
+        if name.startswith("-") and plain in OF_THE_PLATFORM:
+            None if equals else next(taken, None)
+        elif name.startswith("-") and is_secret(plain):
+            kept.append(f"{name}={HIDDEN}")
+            None if equals else next(taken, None)
+        else:
+            kept.append(mask(word))
+    started = (
+        [f"torchrun --nproc_per_node {args.world.local_world_size}"] if "TORCHELASTIC_RUN_ID" in os.environ else ["python"]
+    )
+    if args.world.num_nodes > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        started.append(f"--nnodes {args.world.num_nodes}")
+    return " ".join([*started, shlex.join(kept)])
+
+
+def of_this_start(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
+    shown = {name: HIDDEN if is_secret(name) else mask(vars(args)[name]) for name in changed}
+    return {
+        "job": args.job,
+        "command": command(args, sys.argv),
+        "options": {name: [shown[name], str(default)] for name, default in changed.items()},
+        "machine": machine(device),
+        "versions": versions(),
+        "platform": args.world.platform,
+        "nodes": args.world.num_nodes,
+    }

@@ -1,0 +1,302 @@
+"""report.html and what it is made of: the numbers are those of the files, nothing in a file is run, and any run has its page."""
+
+import html.parser
+import json
+import re
+
+import pytest
+import torch
+
+from common import job, moments, report
+from common.report import page
+from common.run import journal, scores
+from common.run.display import Display
+from launch.report import main
+from tests.jobs import ROOT, TINY, Popen, command, environment, run_forked, run_job, wait_for
+from tests.runs import TIME, ended, lines, made_up
+from tests.stores import MIB, remote_names, store_environment
+
+HOSTILE = ["<script>alert(1)</script>", "\"' onerror=alert(1) x='", "שלום עולם", "n" * 300, "{{ 7 * 7 }}", "&lt;b&gt;", "a\nb"]
+
+
+class Parsed(html.parser.HTMLParser):
+    """The tags of a page, its text in English or Chinese, and the tables below each id."""
+
+    def __init__(self, text, other="zh"):
+        super().__init__()
+        self.tags, self.words, self.tables, self._places, self._spans, self._other = [], [], {}, [], [], other
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.tags.append((tag, given))
+        if tag == "span":
+            self._spans.append(given.get("lang"))
+        if "id" in given and tag in ("section", "figure"):
+            self._places.append((tag, given["id"]))
+        if tag == "tr" and self._places:
+            self.tables.setdefault(self._places[-1][1], []).append([])
+        if tag in ("td", "th") and self._rows():
+            self._rows()[-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th") and self._rows() and self._rows()[-1]:
+            self._rows()[-1][-1] = self._rows()[-1][-1].strip()
+        if tag == "span":
+            self._spans.pop()
+        if self._places and tag == self._places[-1][0]:
+            self._places.pop()
+
+    def _rows(self):
+        return self.tables.get(self._places[-1][1]) if self._places else None
+
+    def handle_data(self, data):
+        if self._other in self._spans:
+            return
+        self.words.append(data)
+        if self._rows() and self._rows()[-1] and data.strip():
+            self._rows()[-1][-1] += data
+
+    def text(self):
+        return re.sub(r"\s+", " ", "".join(self.words))
+
+
+def shown(folder):
+    return Parsed(report.of_one(report.Left.read(str(folder))))
+
+
+# --- What a job leaves -------------------------------------------------------------------------------------------------
+
+
+def test_a_job_writes_its_report_and_the_numbers_are_those_of_its_files(finished):
+    out = finished[0] / "out"
+    parsed = Parsed((out / "report.html").read_text())
+    epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in parsed.tables["train_loss"] if row[0].isdigit()]
+    assert found == [
+        [str(row["epoch"]), f"{row['samples']:,}", f"{row['train_loss']:.6g}", f"{row['loss']:.6g}"] for row in epochs
+    ]
+    best = max(epochs, key=lambda row: row["accuracy"])
+    assert f"Best accuracy {best['accuracy']:.4f}, in epoch {best['epoch']}" in parsed.text()
+    assert "Finished after 2/2 epochs" in parsed.text() and "the images are synthetic" in parsed.text()
+    said = json.loads((out / "report.json").read_text())
+    cells = {(row["class"], column): 0 for row in said["classes"] for column in range(10)}
+    cells.update({(said["classes"][true]["class"], given): count for true, given, count in said["confusion"]})
+    matrix = {row[0]: row[1:] for row in parsed.tables["confusion"][1:]}
+    assert {
+        (name, place): int(cell.replace("·", "0")) for name, row in matrix.items() for place, cell in enumerate(row)
+    } == cells
+    text = (out / "report.txt").read_text()
+    for row in said["classes"]:
+        assert re.search(
+            rf"{row['class']} +{row['precision']:.4f} +{row['recall']:.4f} +{row['f1']:.4f} +{row['samples']}\.0\n", text
+        )
+    images = [attributes["alt"] for tag, attributes in parsed.tags if tag == "img"]
+    mistakes = [one for kind in ("worst", "surest") for one in said["mistakes"][kind]]
+    assert (
+        images == [f"#{one['id']}: {one['class']} → {one['predicted']}" for one in mistakes] and len(images) == 2 * scores.SHOWN
+    )
+    assert len((out / "report.html").read_bytes()) < 2 * MIB
+
+
+def test_the_rows_of_speed_add_up_to_the_run(finished):
+    rows = [json.loads(line) for line in (finished[0] / "out" / "speed.jsonl").read_text().splitlines()]
+    assert sum(row["images"] for row in rows) == 512 and {row["epoch"] for row in rows} == {1, 2}
+    assert len({tuple(row) for row in rows}) == 1, "every row has the same columns"
+    assert (
+        all(row["evaluation"] > 0 for row in rows if row["loss"] is None)
+        and len([row for row in rows if row["loss"] is None]) == 2
+    )
+    for row in rows:
+        training = row["waiting_for_data"] + row["transfer"] + row["compute"]
+        assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.02) and row["peak_memory_mib"] > 100
+    assert journal.PHASES == page.PHASES and set(journal.OF_THE_HEARTBEAT.values()) < set(journal.PHASES)
+    assert (scores.SHOWN, scores.SIDE) == (page.SHOWN, page.SIDE)
+
+
+def test_the_journal_tells_of_every_start_and_how_it_ended(tmp_path):
+    run_job("train", tmp_path, *TINY, "--max_steps", 5, "--lr", "0.01", env={"HF_TOKEN": "s3cr3t"})
+    run_job("train", tmp_path, *TINY, "--lr", "0.01")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
+    told = [(row["event"], row.get("how"), row.get("samples")) for row in rows if row["event"] != "warning"]
+    assert told == [("start", None, 0), ("end", "limit", 320), ("start", None, 320), ("end", "finished", 512)]
+    first, second = (row for row in rows if row["event"] == "start")
+    assert (
+        first["options"]["max_steps"] == ["5", "None"]
+        and first["options"]["lr"] == ["0.01", "0.1"]
+        and "seed" not in first["options"]
+    )
+    assert "--max_steps" not in second["options"] and second["goes_on_from"].endswith("000000000320.pt")
+    assert (
+        first["command"].startswith(f"python {ROOT}/jobs/train.py --custom_data true")
+        and "--max_steps 5 --lr 0.01" in first["command"]
+    )
+    parsed = shown(tmp_path / "out")
+    assert [row[2] for row in parsed.tables["events"][1:]] == [
+        "start (1 ranks)", "limit: --max_steps 5", "restart, going on from 000000000320.pt (1 ranks)", "finished: --epochs 2",
+        *[row[2] for row in parsed.tables["events"][5:]],
+    ]  # fmt: skip
+
+
+def test_a_run_that_was_killed_has_its_page_too(tmp_path):
+    with Popen(command("train", *TINY, "--epochs", 500, "--output_dir", tmp_path / "out"), env=environment()) as job_:
+        wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), job_, "its first epoch")
+        job_.kill()
+    assert main([str(tmp_path / "out")]) == 0
+    text = Parsed((tmp_path / "out" / "report.html").read_text()).text()
+    assert "no end was recorded: it still runs, or was killed after 20" in text and "To go on:" in text
+
+
+def test_a_page_that_cannot_be_made_ends_no_run(monkeypatch, capsys):
+    monkeypatch.setattr(report, "of_one", lambda left: 1 / 0)
+    monkeypatch.setattr(report.Left, "read", lambda folder: None)
+    job._WriteTheReport().written("nowhere", lambda *file: pytest.fail("nothing was made"))
+    assert "warning: report.html could not be made: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_warning_of_a_loader_process_is_in_the_journal(tmp_path):
+    told = journal.Journal(str(tmp_path), print)
+    told.listen()
+    moments.announce("said", "warning: before the folder is known")
+    assert not list(tmp_path.iterdir()), "it may still be that of another run"
+    told.begin()
+    moments.announce("said", "epoch=1/2")
+    moments.announce("said", "advice: more workers")
+    rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["before the folder is known", "more workers"]
+
+
+def test_a_thousand_classes_have_their_confusions_in_place_of_a_matrix(tmp_path):
+    names = [f"class number {number}" for number in range(1000)]
+    counted = scores.Scores(names, torch.device("cpu"))
+    labels = torch.arange(1000).repeat(3)
+    given = labels.clone()
+    given[:7] = 500
+    counted.add(torch.nn.functional.one_hot(given, 1000).float(), labels, torch.arange(3000))
+    display = Display(str(tmp_path), str(tmp_path), active=True, writes=True)
+    display.scores = counted.share()
+    display.report()
+    display.written()
+    text = (tmp_path / "report.txt").read_text()
+    assert "The 7 most frequent confusions" in text and "     1  class number 3 -> class number 500" in text
+    assert [row[:2] for row in counted.confused(30)] == [(f"class number {number}", "class number 500") for number in range(7)]
+    assert [row[0] for row in shown(tmp_path).tables["confused"][1:]] == [f"class number {number}" for number in range(7)]
+
+
+# --- Any run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event, words",
+    [
+        (ended(), "Finished after 4/4 epochs. Best accuracy 0.6599"),
+        (ended("limit", "--max_steps 7"), "Ended by --max_steps 7 after 4/4 epochs"),
+        (ended("stopped", "stopped by SIGTERM"), "Stopped after 4/4 epochs (stopped by SIGTERM); the same command goes on"),
+        (ended("failed", "TrainingFailed: the loss is nan"), "Failed after 4/4 epochs: TrainingFailed: the loss is nan"),
+        ({"time": TIME + 3, "event": "nodes", "text": "node 1 has gone", "ranks": 3, "pause": 0.7, "samples": 900}, "no end was recorded"),
+    ],
+)  # fmt: skip
+def test_the_first_sentence_says_how_it_ended(tmp_path, event, words):
+    text = shown(made_up(tmp_path / "run", event=[event])).text()
+    assert words in text and "0:03:20 on 2 × cuda:0 (NVIDIA H200)" in text
+    assert ("To go on:" in text) is (event.get("how") != "finished")
+    assert "python jobs/train.py --epochs 4 --output_dir output_dir/train_again" in text
+    chinese = Parsed(report.of_one(report.Left.read(str(tmp_path / "run"))), other="en").text()
+    assert (
+        "最佳 accuracy 为 0.6599（第 4 个 epoch），用时 0:03:20，2 × cuda:0 (NVIDIA H200)。" in chinese
+        and "Best" not in chinese
+    )
+
+
+def test_steps_that_a_restart_took_again_count_once_in_the_curves(tmp_path):
+    again = {"time": TIME + 101, "event": "start", "samples": 500, "ranks": 1, "goes_on_from": "/x/000000000500.pt"}
+    left = report.Left.read(str(made_up(tmp_path / "run", epochs=2, event=[again])))
+    lines(tmp_path / "run" / "speed.jsonl", [*left.speed, {**left.speed[5], "time": TIME + 3610}])
+    lines(tmp_path / "run" / "journal.jsonl", [*left.journal[:2], {**again, "time": TIME + 3600}])
+    left = report.Left.read(left.folder)
+    assert [row["samples"] for row in left.trained()] == [100, 200, 300, 400, 500, 600]
+    assert left.seconds() == 110, "from each start to its last sign, not the hour between them"
+
+
+def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
+    folder = made_up(tmp_path / "run", names=HOSTILE, event=[ended("failed", HOSTILE[0])], options={name: [name, name] for name in HOSTILE},
+                     command=f"python x.py {HOSTILE[0]} {HOSTILE[1]}")  # fmt: skip
+    lines(folder / "metrics.jsonl", [{"epoch": 1, "samples": 5, "train_loss": 1.0, HOSTILE[0]: 0.5, "accuracy": 0.5}])
+    whole = report.of_one(report.Left.read(str(folder), HOSTILE[0]))
+    parsed = Parsed(whole)
+    assert [tag for tag, _ in parsed.tags].count("script") == 1
+    assert not [
+        name
+        for _, given in parsed.tags
+        for name in given
+        if name.startswith("on") or (name == "href" and given[name][0] != "#")
+    ]
+    assert all(given.get("src", "data:image/jpeg;").startswith("data:image/jpeg;") for _, given in parsed.tags)
+    for name in HOSTILE:
+        assert re.sub(r"\s+", " ", name.replace("\n", "\\n")) in parsed.text(), name
+    policy = next(given["content"] for tag, given in parsed.tags if given.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-")
+    assert not re.search(r"(?:https?:)?//(?!www\.w3\.org/)", re.sub(r"base64,[A-Za-z0-9+/=]+", "", whole)), (
+        "it asks for nothing"
+    )
+
+
+@pytest.mark.parametrize("name", report.FILES)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1, 2]\n",
+        b"null",
+        b'{"epoch": [1]',
+        b"\xff\x00\n{}\n",
+        b'{"classes": [{"class": 1}], "event": "start", "options": 3, "machine": 5, "command": 7, "time": "x", "samples": null, "epoch": 1e999}\n',
+    ],
+)
+def test_a_damaged_file_costs_no_page(tmp_path, name, content):
+    folder = made_up(tmp_path / "run", event=[ended()])
+    (folder / name).write_bytes(content)
+    assert "<main>" in report.of_one(report.Left.read(str(folder)))
+    assert "<main>" in report.side_by_side([report.Left.read(str(folder))] * 2)
+
+
+def test_a_long_run_has_a_small_page(tmp_path):
+    folder = made_up(tmp_path / "run", epochs=1000, steps=100, names=[f"class {number}" for number in range(1000)])
+    whole = report.of_one(report.Left.read(str(folder)))
+    assert len(whole.encode()) < 2 * MIB
+    assert [row[0] for row in Parsed(whole).tables["phases"]][1:4] == ["1-17", "18-34", "35-51"]
+    assert len(report.side_by_side([report.Left.read(str(folder))] * 3).encode()) < 5 * MIB
+
+
+def test_several_runs_lie_side_by_side(tmp_path, capsys):
+    made_up(tmp_path / "one", options={"lr": ["0.1", "0.2"], "seed": ["1", "0"]})
+    made_up(tmp_path / "two", epochs=5, options={"seed": ["1", "0"], "width": ["<b>", "64"]}, event=[ended()])
+    assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "both.html")]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path}/both.html: 0.")
+    parsed = Parsed((tmp_path / "both.html").read_text())
+    assert parsed.tables["options"][1:] == [["lr", "0.1", "0.2"], ["width", "64", "<b>"]]
+    final = {row[0]: row[1:] for row in parsed.tables["final"][1:]}
+    assert final["epochs"] == ["4", "5 (+1)"] and final["train_loss, last"] == ["0.5", "0.4 (-0.1)"]
+    assert final["images a second, median"] == ["53", "53 (+0)"] and final["accuracy, best"][0] == "0.6599"
+    assert [row[0] for row in parsed.tables["accuracy"][1:]] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ] and "Finished after 5/5" in parsed.text()
+
+
+def test_of_a_bucket_it_fetches_what_the_page_needs(store, reachable, tmp_path):
+    run_forked(command("train", *TINY, "--train_url", "s3://data/runs/page")[1:], tmp_path, store_environment())
+    there = remote_names(store, "runs/page/")
+    assert {"report.html", "report.json", "speed.jsonl", "journal.jsonl", "examples/mistakes.png"} <= set(there)
+    assert main(["s3://data/runs/page"]) == 0
+    assert "Finished after 2/2 epochs" in Parsed((tmp_path / "report.html").read_text()).text()
+
+
+def test_where_there_is_no_run_a_sentence_says_so(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 2 and main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"error: {tmp_path}/nowhere does not exist: give the output folder of a job, or its address in a bucket"
+    assert said[1] == f"error: {tmp_path.name} holds no run: give the output folder of a job that has trained"
