@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from launch import blocks
 from tests.examples import own_template
@@ -65,12 +66,17 @@ def house(tmp_path_factory):
     script = (EXAMPLES / "own_script.py").read_text()
     (root / "jobs" / "own_script.py").write_text(script)
     (root / "jobs" / "everywhere.py").write_text(changed(script, "On every GPU of every node"))
+    folders = changed(base, "Pictures in folders, or in a table")
+    (root / "jobs" / "my_folder.py").write_text(folders)
+    (root / "jobs" / "my_csv.py").write_text(folders.replace("own_folder", "own_csv"))
+    (root / "jobs" / "my_torchvision.py").write_text(changed(base, "A network of torchvision or timm"))
+    (root / "jobs" / "my_loss.py").write_text(changed(base, "Another loss"))
     digits = changed(base, "MNIST, FashionMNIST and the network of the Template")
     (root / "jobs" / "my_digits.py").write_text(digits)
     (root / "jobs" / "ray_digits.py").write_text(changed(digits, "Its batches from a Ray cluster"))
-    for name in ("own_network", "own_template"):
+    for name in ("own_network", "own_template", "own_loss"):
         shutil.copy(EXAMPLES / f"{name}.py", root / "common" / "models")
-    for name in ("own_data", "own_digits"):
+    for name in ("own_data", "own_digits", "own_folder", "own_csv"):
         shutil.copy(EXAMPLES / f"{name}.py", root / "datasets")
     rules = root / "common" / "world" / "rules.py"
     text = rules.read_text().replace("def plain(given", f"{own_rule()}\n\ndef plain(given")
@@ -115,6 +121,34 @@ def test_a_data_set_of_your_own(house, tmp_path):
     run(house, tmp_path, words)
     found = manifest(tmp_path)
     assert found["identity"]["data set"] == "real, 640 samples" and found["total_steps"] == 20
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Red and blue ones, in folders by class and named in tables."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for split, count in (("train", 32), ("test", 10)):
+        rows = ["file,label"]
+        for number in range(count):
+            name = ("blue", "red")[number % 2]
+            path = folder / split / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (50, 40), (200, number, 30) if number % 2 else (30, number, 200)).save(path)
+            rows.append(f"{path.relative_to(folder)},{name}")
+        (folder / f"{split}.csv").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.mark.parametrize("job", ["my_folder", "my_csv", "my_torchvision", "my_loss"])
+def test_other_data_networks_and_losses_end_in_the_same_report(house, tmp_path, pictures, job):
+    ((_, words),) = commands(job)
+    done = run(house, tmp_path, [pictures if word == "pictures" else word for word in words])
+    assert "done: " in done.stdout and ("of 2 classes" in done.stdout) is (job in ("my_folder", "my_csv"))
+    said = json.loads((tmp_path / "out" / "report.json").read_text())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Finished after 2/2 epochs" in page and all(f"<bdi>{row['class']}</bdi>" in page for row in said["classes"])
+    if job in ("my_folder", "my_csv"):
+        assert [row["class"] for row in said["classes"]] == ["blue", "red"] and said["samples"] == 10
 
 
 @pytest.fixture(scope="module")

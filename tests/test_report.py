@@ -133,7 +133,7 @@ def test_the_journal_tells_of_every_start_and_how_it_ended(tmp_path):
     )
     parsed = shown(tmp_path / "out")
     assert [row[2] for row in parsed.tables["events"][1:]] == [
-        "start (1 ranks)", "limit: --max_steps 5", "restart, going on from 000000000320.pt (1 ranks)", "finished: --epochs 2",
+        "start (1 rank)", "limit: --max_steps 5", "restart, going on from 000000000320.pt (1 rank)", "finished: --epochs 2",
         *[row[2] for row in parsed.tables["events"][5:]],
     ]  # fmt: skip
 

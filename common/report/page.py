@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-from common.errors import one_line
+from common.errors import count, one_line
 from common.report import figures, template
 from common.report.left import Left
 from common.version import VERSION
@@ -79,7 +79,7 @@ def _events(left, by, best):
 
 def _of_a_start(place, row):
     what = f"restart, going on from {os.path.basename(str(row.get('goes_on_from')))}" if place else "start"
-    return f"{what} ({row.get('ranks', 1)} ranks)"
+    return f"{what} ({count(row.get('ranks', 1), 'rank')})"
 
 
 def _warnings(left):
@@ -205,14 +205,14 @@ def _confusion(left: Left) -> Optional[dict]:
         return None
     names, cells = left.scores["names"], left.scores["cells"]
     totals = collections.Counter()
-    for true, _, count in cells:
-        totals[true] += count
+    for true, _, times in cells:
+        totals[true] += times
     if len(names) > MOST_COLUMNS:
         wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:MOST_COLUMNS]
-        return {"pairs": [(names[true], names[given], count, f"{count / totals[true]:.1%}") for true, given, count in wrong]}
+        return {"pairs": [(names[true], names[given], times, f"{times / totals[true]:.1%}") for true, given, times in wrong]}
     rows = [[(0, 0.0)] * len(names) for _ in names]
-    for true, given, count in cells:
-        rows[true][given] = count, round(count / totals[true], 3)
+    for true, given, times in cells:
+        rows[true][given] = times, round(times / totals[true], 3)
     return {"names": names, "rows": list(zip(names, rows))}
 
 

@@ -30,7 +30,7 @@ table { border-collapse: collapse; font-size: .9rem; } th, td { padding: .15rem 
 .heat td { text-align: right; min-width: 2.2rem; } .heat thead th { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left;
   vertical-align: bottom; max-height: 14rem; }
 .shots { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr)); font-size: .8rem; }
-.shots figure { padding: .4rem; } #events td, #how td { text-align: left; white-space: normal; }
+.shots figure { padding: .4rem; } #events td, #events th, #how td, #how th { text-align: left; white-space: normal; }
 .shots img { width: 100%; height: auto; image-rendering: pixelated; border-radius: .25rem; }
 .pair { --at: 50%; display: grid; gap: .25rem; grid-template-columns: 1fr 1fr; } .pair .frame { position: relative; }
 .pair img { width: 100%; display: block; } .pair .over { position: absolute; inset: 0; clip-path: inset(0 calc(100% - var(--at)) 0 0); }
