@@ -119,7 +119,8 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "run_epochs": None,
     }
     parser.set_defaults(**absent, needs=())  # only some jobs have options for these, or need what not every device has
-    parser.set_defaults(class_names=())  # of the data set, once it is loaded: for who reads the checkpoints
+    # Of the data set, once it is loaded: for who reads the checkpoints, and to guess how long an evaluation takes.
+    parser.set_defaults(class_names=(), test_samples=0)
     rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument

@@ -97,8 +97,9 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
         folder = on_every_rank("data", lambda: _find(args))
         train, test = _read(folder, TRAIN_FILES), _read(folder, TEST_FILES)
         classes = CLASSES
-    args.class_names = classes
-    return ImageArrays(*train, classes, args.max_samples), ImageArrays(*test, classes, args.max_samples)
+    train_set, test_set = (ImageArrays(*split, classes, args.max_samples) for split in (train, test))
+    args.class_names, args.test_samples = classes, len(test_set)
+    return train_set, test_set
 
 
 def _find(args):

@@ -96,7 +96,7 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         counts = {split: min(count, limit or count) for split, count in counts.items()}
         train, val = (ColouredNoise(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
-        args.class_names = train.classes
+        args.class_names, args.test_samples = train.classes, len(val)
         return train, val
     if not args.data_url:
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
@@ -117,8 +117,8 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for files in splits:
             progress.say(files.describe())
-    args.class_names = splits[0].classes
     train, val = (spread(files, limit) for files in splits)
+    args.class_names, args.test_samples = splits[0].classes, len(val)
     if args.data_backend.endswith("kspeed"):
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
     how = {

@@ -4,8 +4,8 @@
     python jobs/train_restore.py --data_url /data/deblur --resize 0      crops of the pictures as they are
     torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu
 
-Every GPU of every node works, in half precision. After each epoch: PSNR and SSIM over the test pairs, and a strip of examples
-(input, output, target) in the output folder and in TensorBoard. Started again, it goes on where it stopped.
+Every GPU of every node works, in half precision. After each epoch: PSNR, SSIM, loss over the test pairs; examples (input,
+output, target) in the output folder and in TensorBoard. Started again, it goes on where it stopped.
 """
 
 import os
@@ -119,19 +119,20 @@ def options():
 
 @torch.no_grad()
 def evaluate(model, loader, number):
-    """PSNR and SSIM over the `number` test pairs of all ranks, each counted once, and the first examples side by side."""
+    """PSNR, SSIM and loss over the `number` test pairs of all ranks, each counted once, and the first examples side by side."""
     model.eval()
-    sums = torch.zeros(2, dtype=devices.widest(loader.device), device=loader.device)
+    sums = torch.zeros(3, dtype=devices.widest(loader.device), device=loader.device)
     rows = []
     for blurry, sharp in loader:
         restored = model(blurry).clamp(-1, 1)
+        loss = (restored - sharp).abs().mean(dim=(1, 2, 3))
         blurry, restored, sharp = ((images + 1) / 2 for images in (blurry, restored, sharp))
-        sums += torch.stack([psnr(restored, sharp), ssim(restored, sharp)]).sum(1)
+        sums += torch.stack([psnr(restored, sharp), ssim(restored, sharp), loss]).sum(1)
         if len(rows) < EXAMPLES:
             strips = torch.cat([blurry, restored, sharp], dim=3)
             rows += list((strips * 255).round().to("cpu", torch.uint8))
     distributed.all_reduce(sums)
-    metrics = dict(zip(("psnr", "ssim"), (sums / number).tolist()))
+    metrics = dict(zip(("psnr", "ssim", "loss"), (sums / number).tolist()))
     return metrics, rows[:EXAMPLES]
 
 

@@ -36,10 +36,10 @@ def run_full_once(path, folder, **how):
     return run_forked(script, folder, **how)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png", "report.txt"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png", "report.txt", "report.html", "report.json"])
 def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finished, tmp_path, name):
     done = run_full_once(tmp_path / "out" / name, tmp_path)
-    said = [line for line in done.stdout.splitlines() if name in line and not line.startswith("done")]
+    said = [line for line in done.stdout.splitlines() if name in line and not line.startswith("files: ")]
     path = tmp_path / "out" / name
     warning = f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again"
     assert said == [warning, f"{path} is written again"] and not done.stderr

@@ -13,6 +13,7 @@ from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run_job, wait_for
 from tests.objectstore import free_port
 from tests.ranks import children, workers_of
+from tests.test_report import shown
 
 SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "4"]
 SHARES = ["--shares", "4"]
@@ -138,6 +139,8 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
     assert_same_bits(run.state(), undisturbed)
     run.assert_every_sample_once()
     assert "the run is under way, led from 127.0.0.1: this node joins it" in run.log(0)
+    told = [row[2] for node in range(3) for row in shown(run.folder / f"node{node}" / "out").tables["events"]]
+    assert any(re.match(r"node 0 \(rank 0\) is gone; node 0 \(rank 0\) has joined \([\d.]+ s\)", text) for text in told), told
 
 
 @pytest.mark.rehearsal

@@ -134,6 +134,8 @@ def test_no_process_outlives_its_loader(circles, broken):
         assert multiprocessing.active_children()
     del loader
     gc.collect()
+    for process in multiprocessing.active_children():  # one that was killed needs a moment
+        process.join(PATIENCE)
     assert not multiprocessing.active_children()
 
 

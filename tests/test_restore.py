@@ -257,7 +257,7 @@ def test_a_run_leaves_examples_and_says_where_the_time_went(finished):
     )
     assert "done: best psnr" in log
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[1].keys() == {"epoch", "steps", "samples", "train_loss", "psnr", "ssim"}
+    assert rows[1].keys() == {"epoch", "steps", "samples", "train_loss", "psnr", "ssim", "loss"}
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bits(finished, tmp_path):

@@ -15,9 +15,6 @@ def side_by_side(runs: Sequence[Left]) -> str:
     return filled(template.SEVERAL, " · ".join(run.name for run in runs)[:200], runs=shown, **facts)
 
 
-# --- Several runs -----------------------------------------------------------------------------------------------------------
-
-
 def _numbers_of_all(runs: Sequence[Left]) -> list[str]:
     return list(dict.fromkeys(["train_loss", *(name for run in runs for name in run.metrics())]))
 

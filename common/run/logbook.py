@@ -80,7 +80,8 @@ class Run:
         self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq, later)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
-        self._course, self._journal, self._time_left = Course(), Journal(args.output_dir, self.say), timing.TimeLeft()
+        self._course, self._journal = Course(), Journal(args.output_dir, self.say)
+        self._time_left = timing.TimeLeft(args.test_samples)
         if self._writes:
             self._journal.listen()
         self._saver = Saver(args, self.say)
@@ -247,6 +248,7 @@ class Run:
         self.samples_seen += self.sampler.global_batch
         self.total_steps += 1
         self._losses.add(loss, self.total_steps, ids)
+        self._time_left.mark(self.samples_seen - self._samples_before, self._course.read()["training"])
         if self._members:
             self._tell_news()
         self._attempt.set(-1, -1)
@@ -363,9 +365,8 @@ class Run:
         return f" skipped_steps={number}" if number else ""
 
     def _seconds_left(self):
-        spent, left = self._course.read(), self._samples_left()
-        self._time_left.mark(self.samples_seen - self._samples_before, spent["training"])
-        return self._time_left.seconds(left, -(-(self.consumed + left) // self._samples_per_epoch), spent)
+        left = self._samples_left()
+        return self._time_left.seconds(left, -(-(self.consumed + left) // self._samples_per_epoch), self._course.read())
 
     def _samples_left(self):
         left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed
@@ -588,9 +589,8 @@ class Run:
             again = "with more of them, or without it, " if self._steps_used_up() else ""
             more += f"the same command {again}goes on. "
         self.say(f"done: {best}{more}{self._saver.last_good()}")
-        self._tell_what_is_there(
-            "with more --epochs the same command trains longer" if self._is_finished() else self._command()
-        )
+        longer = "with more --epochs the same command trains longer"
+        self._tell_what_is_there(self._command() if self._cut_short() else longer)
 
     def _on_signal(self, number, _frame):
         if self._members and not self._members.told_to_stop():  # of this node alone, whose parent decides what that means

@@ -78,6 +78,7 @@ class Scores:
                 Mistake(int(number), int(label), int(given), loss, sure, picture)
                 for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
             ]
+        self._batches, self._highest = [], []  # the memory of the device
         return self
 
     def _of_all_ranks(self, group, own, column, most):

@@ -53,13 +53,17 @@ class Window:
 
 
 class TimeLeft:
-    """How long the rest of a run takes: a step as in the later half of those of this start, an evaluation as on average."""
+    """How long the rest of a run takes: a step as in the later half of those of this start, an evaluation as on average.
 
-    def __init__(self):
+    Before the first evaluation that is a guess: a sample takes a third of what it takes in training, which also goes backward.
+    """
+
+    def __init__(self, test_samples: int):
         self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) of this start
-        self._epochs = 0
+        self._epochs, self._test_samples = 0, test_samples
 
     def mark(self, samples: int, training: float) -> None:
+        """After each step."""
         if len(self._marks) >= 1000:
             self._marks = self._marks[::2]
         self._marks.append((samples, training))
@@ -72,11 +76,12 @@ class TimeLeft:
         """`spent`: in each phase, as Course.read() gives it."""
         samples, training = self._marks[-1]
         first = next(mark for mark in self._marks if mark[0] >= samples / 2)
-        if first == self._marks[-1]:  # there is only one: from the beginning
+        if first == self._marks[-1]:  # there is only one
             first = (0, 0.0)
-        rest = samples_left * (training - first[1]) / max(samples - first[0], 1)
-        evaluation = spent["evaluation"] / self._epochs if self._epochs else 0.0
-        return rest * (1 + spent["saving"] / max(training, 1e-9)) + evaluations_left * evaluation
+        of_a_sample = (training - first[1]) / max(samples - first[0], 1)
+        evaluation = spent["evaluation"] / self._epochs if self._epochs else self._test_samples * of_a_sample / 3
+        rest = samples_left * of_a_sample * (1 + spent["saving"] / max(training, 1e-9))
+        return rest + evaluations_left * evaluation
 
 
 class Stopwatch:
