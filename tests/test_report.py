@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import job, moments, report
-from common.report import page
+from common.report import left, page
 from common.run import journal, scores
 from common.run.display import Display
 from launch.report import main
@@ -210,12 +210,12 @@ def test_the_first_sentence_says_how_it_ended(tmp_path, event, words):
 
 def test_steps_that_a_restart_took_again_count_once_in_the_curves(tmp_path):
     again = {"time": TIME + 101, "event": "start", "samples": 500, "ranks": 1, "goes_on_from": "/x/000000000500.pt"}
-    left = report.Left.read(str(made_up(tmp_path / "run", epochs=2, event=[again])))
-    lines(tmp_path / "run" / "speed.jsonl", [*left.speed, {**left.speed[5], "time": TIME + 3610}])
-    lines(tmp_path / "run" / "journal.jsonl", [*left.journal[:2], {**again, "time": TIME + 3600}])
-    left = report.Left.read(left.folder)
-    assert [row["samples"] for row in left.trained()] == [100, 200, 300, 400, 500, 600]
-    assert left.seconds() == 110, "from each start to its last sign, not the hour between them"
+    found = report.Left.read(str(made_up(tmp_path / "run", epochs=2, event=[again])))
+    lines(tmp_path / "run" / "speed.jsonl", [*found.speed, {**found.speed[5], "time": TIME + 3610}])
+    lines(tmp_path / "run" / "journal.jsonl", [*found.journal[:2], {**again, "time": TIME + 3600}])
+    found = report.Left.read(found.folder)
+    assert [row["samples"] for row in found.trained()] == [100, 200, 300, 400, 500, 600]
+    assert found.seconds() == 110, "from each start to its last sign, not the hour between them"
 
 
 def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
@@ -266,6 +266,18 @@ def test_a_long_run_has_a_small_page(tmp_path):
     assert len(whole.encode()) < 2 * MIB
     assert [row[0] for row in Parsed(whole).tables["phases"]][1:4] == ["1-17", "18-34", "35-51"]
     assert len(report.side_by_side([report.Left.read(str(folder))] * 3).encode()) < 5 * MIB
+
+
+def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, monkeypatch):
+    folder = made_up(tmp_path / "run", epochs=3, steps=50)
+    whole = report.Left.read(str(folder))
+    monkeypatch.setattr(left, "GROUPED", (folder / "speed.jsonl").stat().st_size // 9)
+    few = report.Left.read(str(folder))
+    assert (len(whole.speed), len(few.speed)) == (150, 15)
+    for name in left.ADDED:
+        assert sum(row[name] for row in few.speed) == pytest.approx(sum(row[name] for row in whole.speed)), name
+    assert Parsed(report.of_one(few)).tables["phases"] == Parsed(report.of_one(whole)).tables["phases"]
+    assert set(left.ADDED) == {"images", *journal.PHASES}
 
 
 def test_several_runs_lie_side_by_side(tmp_path, capsys):

@@ -5,12 +5,14 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, Optional
 
 from common.errors import UserError, one_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
-LARGEST = 1 << 30  # bytes of one of them
+LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes of one of them; of speed.jsonl, for each row that is put together with another
+ADDED = ("images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")
 NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
 NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # in the journal
 
@@ -29,10 +31,12 @@ class Left:
         if not any(os.path.exists(os.path.join(folder, file)) for file in FILES):
             raise UserError(f"{one_line(name or folder)} holds no run: give the output folder of a job that has trained")
         epochs, speed, journal, _, scores = (_lines(os.path.join(folder, file)) for file in FILES)
-        epochs, speed = ([{key: row[key] for key in row if _is_number(row[key])} for row in rows] for rows in (epochs, speed))
+        epochs = [{key: row[key] for key in row if _is_number(row[key])} for row in epochs]
+        speed = _few(({key: row[key] for key in row if _is_number(row[key])} for row in speed), os.path.join(folder, FILES[1]))
         journal = [{key: row[key] for key in row if key not in NUMBERS or _is_number(row[key])} for row in journal]
+        scores = next(scores, None)
         shown = one_line(name or os.path.basename(os.path.abspath(folder)))
-        return cls(folder, shown, epochs, speed, journal, _checked(scores[0]) if scores else {})
+        return cls(folder, shown, epochs, speed, journal, _checked(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
         return [row for row in self.journal if row.get("event") == kind]
@@ -100,15 +104,28 @@ def _checked(scores: dict) -> dict:
     return {}
 
 
-def _lines(path: str) -> list[dict]:
+def _lines(path: str) -> Iterator[dict]:
     """The objects in a file of lines; other lines are none of ours."""
     if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
-        return []
-    found = []
+        return
     with open(path, "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
-                    found.append(row)
+                    yield row
+
+
+def _few(rows: Iterator[dict], path: str) -> list[dict]:
+    """Of a large file several rows of an epoch as one, for less memory: counts add up, of the rest the last one stays."""
+    most = os.path.getsize(path) // GROUPED if os.path.exists(path) else 0
+    found, size = [], 0
+    for row in rows:
+        if found and size < most and found[-1].get("epoch") == row.get("epoch"):
+            size += 1
+            sums = {name: found[-1].get(name, 0) + row[name] for name in ADDED if name in row}
+            found[-1] = {**found[-1], **row, **sums}
+        else:
+            found.append(row)
+            size = 0
     return found

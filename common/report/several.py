@@ -44,7 +44,7 @@ def _differ(runs: Sequence[Left]) -> list[tuple]:
     tables = [{name: (value, default) for name, value, default in options_of(run)} for run in runs]
     defaults = {name: default for table in tables for name, (_, default) in table.items()}
     rows = [(name, *(table.get(name, (default,))[0] for table in tables)) for name, default in defaults.items()]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    return [row for row in rows if len(set(row[1:])) > 1 and row[0] != "output_dir"]
 
 
 def _curves_of_all(runs: Sequence[Left]) -> Iterator[dict]:
