@@ -346,9 +346,9 @@ def evaluate(model, loader, classes, autocast):
         began = time.perf_counter()
         with autocast:
             output = model(images)
-        scores.add(output, labels, loader.ids, images)
         devices.synchronize(loader.device)
         seconds.append(time.perf_counter() - began)
+        scores.add(output, labels, loader.ids, images)
 
     scores.share()
     shares = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)

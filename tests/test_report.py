@@ -3,14 +3,17 @@
 import html.parser
 import json
 import re
+import threading
 
 import pytest
 import torch
 
-from common import job, moments, report
+from common import job, moments, progress, report
 from common.report import left, page
 from common.run import journal, scores
 from common.run.display import Display
+from datasets.loader import torch_batches
+from datasets.sampler import InOrder
 from launch.report import main
 from tests.jobs import ROOT, TINY, Popen, command, environment, run_forked, run_job, wait_for
 from tests.runs import TIME, ended, lines, made_up
@@ -103,11 +106,9 @@ def test_the_rows_of_speed_add_up_to_the_run(finished):
     rows = [json.loads(line) for line in (finished[0] / "out" / "speed.jsonl").read_text().splitlines()]
     assert sum(row["images"] for row in rows) == 512 and {row["epoch"] for row in rows} == {1, 2}
     assert len({tuple(row) for row in rows}) == 1, "every row has the same columns"
-    assert (
-        all(row["evaluation"] > 0 for row in rows if row["loss"] is None)
-        and len([row for row in rows if row["loss"] is None]) == 2
-    )
-    for row in rows:
+    ends = [row for row in rows if row["loss"] is None]  # of both epochs, and of the last save
+    assert [row["evaluation"] > 0 for row in ends] == [True, True, False] and [row["epoch"] for row in ends] == [1, 2, 2]
+    for row in [row for row in rows if row["images"]]:
         training = row["waiting_for_data"] + row["transfer"] + row["compute"]
         assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.02) and row["peak_memory_mib"] > 100
     assert journal.PHASES == page.PHASES and set(journal.OF_THE_HEARTBEAT.values()) < set(journal.PHASES)
@@ -154,7 +155,56 @@ def test_a_page_that_cannot_be_made_ends_no_run(monkeypatch, capsys):
     assert "warning: report.html could not be made: ZeroDivisionError" in capsys.readouterr().out
 
 
+class Warns(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, epoch_and_ids):
+        progress.warn(f"sample {epoch_and_ids[1][0]}")
+        return torch.zeros(1), torch.zeros(1), torch.zeros(1)
+
+
 def test_a_warning_of_a_loader_process_is_in_the_journal(tmp_path):
+    told = journal.Journal(str(tmp_path), print)
+    told.listen()
+    told.begin()
+    assert len(list(torch_batches(Warns(), InOrder(2, 1), workers=1))) == 2
+    rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["sample 0", "sample 1"]
+
+
+def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp_path, capsys):
+    """The warning of a file that cannot be written is a line of the journal, which cannot be written."""
+    told = journal.Journal(str(tmp_path), progress.say)
+    told.listen()
+    told.begin()
+    for name in ("journal.jsonl", "speed.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    seconds = {**dict.fromkeys(journal.PHASES, 1.0), "training": 3.0}
+    told.speed(seconds, 0, 10, None, None, epoch=1)
+    said = capsys.readouterr().out
+    assert said.count("speed.jsonl cannot be written") == said.count("journal.jsonl cannot be written") == 1
+    for name in ("journal.jsonl", "speed.jsonl"):
+        (tmp_path / name).unlink()
+    threads = [threading.Thread(target=lambda: [progress.say("warning: again") for _ in range(200)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        told.speed(seconds, 0, 10, None, None, epoch=1)
+    for thread in threads:
+        thread.join()
+    rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows].count("again") == 800
+    assert len((tmp_path / "speed.jsonl").read_text().splitlines()) == 201
+
+
+def test_a_failure_is_on_the_page(tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--lr", "1e30", "--schedule", "constant", check=1)
+    text = Parsed((tmp_path / "out" / "report.html").read_text()).text()
+    assert "Failed after 0/2 epochs: TrainingFailed: " in text and "no end was recorded" not in text, done.stderr
+
+
+def test_warnings_before_the_folder_is_known_are_kept(tmp_path):
     told = journal.Journal(str(tmp_path), print)
     told.listen()
     moments.announce("said", "warning: before the folder is known")
@@ -248,6 +298,7 @@ def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
         b"",
         b"[1, 2]\n",
         b"null",
+        b'{"time": 1' + b"0" * 400 + b', "event": "start", "samples": 1e300}\n',
         b'{"epoch": [1]',
         b"\xff\x00\n{}\n",
         b'{"classes": [{"class": 1}], "event": "start", "options": 3, "machine": 5, "command": 7, "time": "x", "samples": null, "epoch": 1e999}\n',
@@ -278,6 +329,27 @@ def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, 
         assert sum(row[name] for row in few.speed) == pytest.approx(sum(row[name] for row in whole.speed)), name
     assert Parsed(report.of_one(few)).tables["phases"] == Parsed(report.of_one(whole)).tables["phases"]
     assert set(left.ADDED) == {"images", *journal.PHASES}
+
+
+def test_a_clock_that_goes_back_and_a_start_from_the_beginning(tmp_path):
+    again = {"time": TIME - 60, "event": "start", "samples": 0, "ranks": 1, "goes_on_from": None}
+    parsed = shown(made_up(tmp_path / "run", event=[again, ended(after=300)]))
+    assert "start, from the beginning (1 rank)" in [row[2] for row in parsed.tables["events"]]
+
+
+def test_the_command_to_start_again_keeps_its_quotes_and_leaves_out_what_is_of_this_run(tmp_path):
+    words = "torchrun --nproc_per_node 2 jobs/x.py --output_dir '/data/my runs' --note 'a b' --resume /x/1.pt --overwrite=true"
+    text = shown(made_up(tmp_path / "run", command=words)).text()
+    assert "torchrun --nproc_per_node 2 jobs/x.py --note 'a b' --output_dir output_dir/train_again" in text
+
+
+def test_classes_that_no_image_has_are_left_out(tmp_path):
+    folder = made_up(tmp_path / "run")
+    said = json.loads((folder / "report.json").read_text())
+    nobody = [{"class": f"output {number}", "samples": 0, "recall": 0, "precision": 0, "f1": 0} for number in range(100)]
+    (folder / "report.json").write_text(json.dumps({**said, "classes": said["classes"] + nobody}))
+    parsed = shown(folder)
+    assert len(parsed.tables["confusion"]) == 4 and len(parsed.tables["classes"]) == 4
 
 
 def test_several_runs_lie_side_by_side(tmp_path, capsys):

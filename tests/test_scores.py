@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.run import Scores
+from common.run import scores as module
 from tests.jobs import forked
 from tests.ranks import free_port
 
@@ -99,3 +100,41 @@ def test_two_ranks_that_saw_half_each_know_what_one_knows_that_saw_all(tmp_path)
     assert confusion == alone.confusion.tolist() and (accuracy, top5) == (alone.accuracy, alone.top5)
     assert loss == pytest.approx(alone.loss, rel=1e-6)
     assert [row[1:] for row in worst] == [list(row[1:]) for row in alone.worst]
+
+
+def pictured(images):
+    return (images * 40 + 100).to(torch.uint8)
+
+
+def with_pictures(logits, labels, images, ids, batch):
+    scores = Scores(CLASSES, torch.device("cpu"), pictured)
+    for part in torch.arange(len(ids)).split(batch):
+        scores.add(logits[part], labels[part], ids[part], images[part])
+    return scores.share()
+
+
+@pytest.mark.parametrize("batch", [100, 33, 5])
+def test_the_mistakes_are_those_with_the_largest_losses_and_those_that_were_surest_with_their_pictures(batch):
+    logits, labels = made(100)
+    ids, images = torch.randperm(1000)[:100], torch.randn(100, 3, 32, 32)
+    scores = with_pictures(logits, labels, images, ids, batch)
+    losses, sure = torch.nn.functional.cross_entropy(logits, labels, reduction="none"), logits.softmax(1).amax(1)
+    for kind, values in (("worst", losses), ("surest", sure)):
+        order = torch.where(logits.argmax(1) != labels, values, -1).argsort(descending=True)[: module.SHOWN].tolist()
+        found = scores.mistakes[kind]
+        assert [one.id for one in found] == ids[order].tolist() and len(found) == module.SHOWN
+        for one, place in zip(found, order):
+            assert (one.label, one.predicted) == (labels[place], logits[place].argmax()) and one.label != one.predicted
+            assert (one.loss, one.confidence) == (pytest.approx(losses[place].item()), pytest.approx(sure[place].item()))
+            assert torch.equal(one.picture, pictured(images[place]).repeat_interleave(2, 1).repeat_interleave(2, 2))
+    sheet = scores.picture()
+    assert sheet.shape == (3, 2 * module.SIDE, module.SHOWN * module.SIDE)
+    assert torch.equal(sheet[:, module.SIDE :, : module.SIDE], scores.mistakes["surest"][0].picture)
+
+
+def test_large_pictures_are_made_small_and_where_all_is_right_there_is_none():
+    logits, labels = torch.eye(7), torch.arange(7)
+    images = torch.zeros(7, 3, 224, 160)
+    assert with_pictures(logits, labels, images, labels, 7).picture() is None
+    (one, *_) = with_pictures(logits, labels.flip(0), images, labels, 7).mistakes["worst"]
+    assert one.picture.shape == (3, module.SIDE, module.SIDE) and one.picture.unique().tolist() == [100]

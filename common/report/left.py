@@ -14,6 +14,7 @@ FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.
 LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes of one of them; of speed.jsonl, for each row that is put together with another
 ADDED = ("images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")
 NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
+LARGEST_NUMBER = 1e11  # as a time in seconds it is in the year 5138
 NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # in the journal
 
 
@@ -39,7 +40,9 @@ class Left:
         return cls(folder, shown, epochs, speed, journal, _checked(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
-        return [row for row in self.journal if row.get("event") == kind]
+        """Those of the nodes once: in a folder that they share each that has led has written them."""
+        rows = [row for row in self.journal if row.get("event") == kind]
+        return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values()) if kind == "nodes" else rows
 
     @property
     def start(self) -> dict:
@@ -76,12 +79,12 @@ class Left:
         """From the beginning of each start to the last that is known of it."""
         begins = [row.get("time", 0) for row in self.events("start")]
         times = [row.get("time", 0) for row in self.journal + self.speed]
-        last = [max(time for time in times if time < until) for until in [*begins[1:], math.inf]] if begins else []
-        return sum(end - begin for begin, end in zip(begins, last))
+        ends = (max((time for time in times if time < until), default=0) for until in [*begins[1:], math.inf])
+        return sum(max(0, end - begin) for begin, end in zip(begins, ends))
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 
 def _checked(scores: dict) -> dict:
@@ -92,7 +95,7 @@ def _checked(scores: dict) -> dict:
             [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))] for row in scores["classes"]
         ]
         cells = [(int(true), int(given), int(count)) for true, given, count in scores["confusion"]]
-        if all(0 <= true < len(names) and 0 <= given < len(names) for true, given, _ in cells):
+        if all(0 <= true < len(names) and 0 <= given < len(names) and 0 < times < 1e15 for true, given, times in cells):
             words = ("id", "class", "predicted")
             mistakes = {
                 kind: [

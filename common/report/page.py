@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import contextlib
 import datetime
 import hashlib
 import io
@@ -19,6 +20,7 @@ from common.version import VERSION
 MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and confusions that are shown of a larger one
 MOST_BARS, MOST_ROWS, MOST_OF_A_CURVE, MOST_WARNINGS = 60, 1000, 100, 100
 SIDE, SHOWN = 64, 24  # of the squares in examples/mistakes.png, and how many are in a row (common/run/scores.py)
+OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # options that another run does not take over
 WIDEST = 384  # pixels of a picture of examples
 SAMPLES, EPOCH = ("Samples", "样本数"), ("Epoch", "Epoch")
 PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")  # as common/run/journal.py has them
@@ -78,7 +80,10 @@ def _events(left, by, best):
 
 
 def _of_a_start(place, row):
-    what = f"restart, going on from {os.path.basename(str(row.get('goes_on_from')))}" if place else "start"
+    from_ = row.get("goes_on_from")
+    what = (
+        f"restart, going on from {os.path.basename(str(from_))}" if from_ else "start, from the beginning" if place else "start"
+    )
     return f"{what} ({count(row.get('ranks', 1), 'rank')})"
 
 
@@ -92,14 +97,16 @@ def _commands(left):
     command, kept = left.start.get("command"), []
     if not isinstance(command, str):
         return {}
-    rest = iter(command.split(" "))  # as they are quoted
-    for word in rest:
-        if word in ("--output_dir", "--train_url"):
-            next(rest, None)
-        elif not word.startswith(("--output_dir=", "--train_url=")):
-            kept.append(word)
-    again = [*kept, "--output_dir", shlex.quote(f"output_dir/{left.start.get('job')}_again")]
-    return {"go_on": None if left.end.get("how") == "finished" else command, "again": " ".join(again)}
+    with contextlib.suppress(ValueError):  # of a quote that is not closed
+        rest = iter(shlex.split(command))
+        for word in rest:
+            name, equals, _ = word.partition("=")
+            if name not in OF_THIS_RUN:
+                kept.append(word)
+            elif not equals:
+                next(rest, None)
+    again = shlex.join([*kept, "--output_dir", f"output_dir/{left.start.get('job')}_again"])
+    return {"go_on": None if left.end.get("how") == "finished" else command, "again": again if kept else None}
 
 
 def options_of(left: Left) -> list[tuple[str, str, str]]:
@@ -207,18 +214,23 @@ def _confusion(left: Left) -> Optional[dict]:
     totals = collections.Counter()
     for true, _, times in cells:
         totals[true] += times
-    if len(names) > MOST_COLUMNS:
+    used = sorted({place for true, given, _ in cells for place in (true, given)})
+    if len(used) > MOST_COLUMNS:
         wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:MOST_COLUMNS]
         return {"pairs": [(names[true], names[given], times, f"{times / totals[true]:.1%}") for true, given, times in wrong]}
-    rows = [[(0, 0.0)] * len(names) for _ in names]
+    rows = {true: dict.fromkeys(used, (0, 0.0)) for true in used}
     for true, given, times in cells:
         rows[true][given] = times, round(times / totals[true], 3)
-    return {"names": names, "rows": list(zip(names, rows))}
+    return {
+        "names": [names[place] for place in used],
+        "rows": [(names[true], list(row.values())) for true, row in rows.items()],
+    }
 
 
 def _classes(left: Left) -> list[tuple]:
-    """The worst first."""
-    rows = sorted(zip(left.scores.get("names", ()), left.scores.get("shares", ())), key=lambda row: row[1][1])
+    """The worst first, and none of which there was no image."""
+    rows = [row for row in zip(left.scores.get("names", ()), left.scores.get("shares", ())) if row[1][0]]
+    rows.sort(key=lambda row: row[1][1])
     return [(name, samples, *(f"{share:.4f}" for share in shares)) for name, (samples, *shares) in rows]
 
 

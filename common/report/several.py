@@ -6,6 +6,8 @@ from common.report import figures, template
 from common.report.left import Left
 from common.report.page import EPOCH, figure, filled, identifier, options_of, outcome, short, words
 
+HIGHER = ("accuracy", "top5", "psnr", "ssim")  # of which more is better
+
 
 def side_by_side(runs: Sequence[Left]) -> str:
     """The first is the one that the others are compared with."""
@@ -22,9 +24,9 @@ def _numbers_of_all(runs: Sequence[Left]) -> list[str]:
 def _final(runs: Sequence[Left]) -> Iterator[tuple]:
     for name in _numbers_of_all(runs):
         columns = [[row[name] for row in run.epochs if name in row] for run in runs]
-        best = min if "loss" in name else max
         yield f"{name}, last", *_with_differences([column[-1] if column else None for column in columns])
-        yield f"{name}, best", *_with_differences([best(column, default=None) for column in columns])
+        if best := min if "loss" in name else max if name in HIGHER else None:
+            yield f"{name}, best", *_with_differences([best(column, default=None) for column in columns])
     yield "epochs", *_with_differences([len(run.epochs) for run in runs])
     yield "seconds", *_with_differences([round(run.seconds(), 1) for run in runs])
     rates = [sorted(row["images_per_s"] for row in run.speed if "images_per_s" in row) for run in runs]

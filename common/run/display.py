@@ -10,9 +10,9 @@ import json
 import os
 import shutil
 import sys
+import time
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -156,9 +156,10 @@ class Display:
         from sklearn.metrics import classification_report
 
         confusion, classes = self.scores.confusion, [one_line(name) for name in self.scores.classes]  # folders have any name
-        true, predicted = np.indices(confusion.shape).reshape(2, -1)
+        places = confusion.nonzero()  # of ten thousand classes all pairs would take gigabytes
+        true, predicted = places.T.numpy()
         options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
-        table = classification_report(true, predicted, sample_weight=confusion.flatten().numpy(), **options)
+        table = classification_report(true, predicted, sample_weight=confusion[tuple(places.T)].numpy(), **options)
         lines = matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self.scores)
         self._spare.write(os.path.join(self.output_dir, "report.txt"), "\n".join([str(table), *lines, ""]).encode())
 
@@ -171,8 +172,9 @@ class Display:
             self._spare.write(os.path.join(self.output_dir, "report.json"), json.dumps(said).encode() + b"\n")
             if picture is not None:
                 self._spare.write(os.path.join(self.output_dir, "examples", "mistakes.png"), png(picture))
-        write = self._spare.write
+        write, began = self._spare.write, time.monotonic()
         moments.announce("written", self.output_dir, lambda name, content: write(os.path.join(self.output_dir, name), content))
+        self._window.leave_out(time.monotonic() - began)
 
     def close(self) -> None:
         self.end_epoch()

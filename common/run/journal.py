@@ -62,8 +62,10 @@ class Course:
 class Journal:
     """Writes nothing before begin(), as the folder may still be another run's; what is told until then is kept."""
 
-    def __init__(self, folder: str, say: Callable[[str], None]):
+    def __init__(self, folder: str, say: Callable[[str], None], at_failure: Callable[[], None] = lambda: None):
+        """`at_failure`: called after the job's failure has been noted."""
         self._folder, self._spare, self._active = folder, Spare(say), False
+        self._at_failure, self._process = at_failure, os.getpid()
         self._early: list[dict] = []
         self._last: tuple[dict[str, float], int] = ({}, 0)  # of the row before: the seconds of each phase, the samples
 
@@ -111,6 +113,8 @@ class Journal:
             self._append("speed.jsonl", row)
 
     def _append(self, name, row):
+        if os.getpid() != self._process:  # a loader process, forked from ours in the midst of anything
+            self._process, self._spare = os.getpid(), Spare(print)
         self._spare.append(os.path.join(self._folder, name), json.dumps(row).encode() + b"\n")
 
     # --- What it hears ---
@@ -122,3 +126,5 @@ class Journal:
     def failure(self, error: BaseException) -> None:
         if self._active:
             self.event("end", how="failed", why=one_line(f"{type(error).__name__}: {error}")[:500])
+            with contextlib.suppress(Exception):  # the error itself is what the user has to see
+                self._at_failure()

@@ -32,7 +32,7 @@ import torch
 from common import arguments, devices, heartbeat, moments, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count
 from common.processes import collectives
-from common.run import checkpoint, facts, output, restore, timing
+from common.run import bucket_run, checkpoint, facts, output, restore, timing
 from common.run.agreement import Agreement
 from common.run.display import Display
 from common.run.journal import Course, Journal
@@ -80,7 +80,7 @@ class Run:
         self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq, later)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
-        self._course, self._journal = Course(), Journal(args.output_dir, self.say)
+        self._course, self._journal = Course(), Journal(args.output_dir, self.say, self._display.written)
         self._time_left = timing.TimeLeft(args.test_samples)
         if self._writes:
             self._journal.listen()
@@ -122,7 +122,7 @@ class Run:
             self._form()
         self._goes_on = bool(found) or self.total_steps > 0
         self._epoch_began = self._curves_drawn = time.monotonic()
-        self._report_due = time.monotonic() + REPORT_SECONDS
+        self._report_due, self._row_of = time.monotonic() + REPORT_SECONDS, self.epoch + 1
         self._steps_before, self._epochs_before, self._samples_before = self.total_steps, self.epoch, self.samples_seen
         self._saved_place = self._place() if found else None
         self.sampler.start_at(self.epoch, self.consumed)
@@ -155,7 +155,7 @@ class Run:
         course = {"epochs": self.args.epochs, "samples_per_epoch": self._samples_per_epoch, "best_by": self._best_by}
         self._journal.event(
             "start", run=self._id, goes_on_from=goes_on_from, **place, **course, global_batch=self.sampler.global_batch,
-            ranks=self.world_size, synthetic=self.args.custom_data, **facts.of_this_start(self.args, self.device),
+            ranks=self.world_size, synthetic=self.args.input.synthetic, **facts.of_this_start(self.args, self.device),
         )  # fmt: skip
 
     # --- Where the run stands ---
@@ -289,7 +289,7 @@ class Run:
         self._busy, self._evaluating = True, False
         self._display.end_epoch()
         self._check_losses()
-        self._speed_row(None, None, self.epoch + 1)
+        number = self.epoch + 1
         whole, step = self.consumed >= self._samples_per_epoch, self.consumed // self.sampler.global_batch
         if whole:
             self._close_epoch(metrics)
@@ -306,6 +306,7 @@ class Run:
         self.save(weights_of_epoch=self.epoch if whole else None)
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self._draw_curves()
+        self._speed_row(None, None, number)
         self._report_if_due()
         self._busy = False
         if self._agreement.signal and self.world_size == 1:
@@ -329,6 +330,7 @@ class Run:
         return f" ({', '.join(words)})"
 
     def _speed_row(self, loss, lr, epoch):
+        self._row_of = epoch
         place = {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}
         trained, memory = self.samples_seen - self._samples_before, devices.peak_memory(self.device)
         self._journal.speed(self._course.read(), memory, trained, loss, lr, **place)
@@ -532,6 +534,7 @@ class Run:
                 self._lock = output.lock(self.args.checkpoint_dir)
             except UserError as error:  # by the one that had to do it, on a machine that is frozen
                 self.say(f"warning: {error}")
+            self._bring_what_grows()
             self._saver.start_publishing()
             self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
             self._display.metrics(self.history)
@@ -542,6 +545,14 @@ class Run:
             epoch, consumed, ids = self._counted
             self._ledger.start(epoch, consumed)
             self._ledger.step(epoch, consumed, ids)
+
+    def _bring_what_grows(self):
+        """From the bucket, where the one that has gone has published its lines."""
+        if self.args.output_url:
+            try:
+                bucket_run.bring_what_grows(self.args, self.say)
+            except (UserError, TrainingFailed) as error:
+                self.say(f"warning: {error}")
 
     def _tell_news(self):
         now = time.monotonic()
@@ -621,6 +632,7 @@ class Run:
         self._show("save")
         self._saver.wait()
         self._draw_curves()
+        self._speed_row(None, None, self._row_of)
         self._tell_state()
         self._report()
         self._display.close()
@@ -647,6 +659,7 @@ class Run:
 
     def _report(self):
         """report.html, from the files that are there."""
+        self._show("save")
         began = time.monotonic()
         self._display.written()
         now = time.monotonic()

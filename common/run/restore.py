@@ -199,7 +199,11 @@ def _course(run):
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
     classes = f" of {count(len(args.class_names), 'class', 'classes')}" if args.class_names else ""
-    source = "made up (--custom_data true)" if args.custom_data else f"from {args.data_url or args.input_dir}"
+    source = (
+        "made up" + (" (--custom_data true)" if args.custom_data else "")
+        if args.input.synthetic
+        else f"from {args.data_url or args.input_dir}"
+    )
     samples = f"{sampler.num_samples} training samples{classes}, {source}"
     return (
         f"{count(args.epochs, 'epoch')} of {count(steps, 'step')}, {samples}; results in {args.output_url or args.output_dir}"
@@ -239,7 +243,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) 
     gpus = devices.count() if devices.is_accelerator(run.device) else 0
     if run.world_size == 1 and gpus > 1 and not run.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
-    if args.custom_data:
+    if args.input.synthetic:
         yield "warning: the images are synthetic: the accuracy means nothing"
     left = run.sampler.num_samples % global_batch
     if left:

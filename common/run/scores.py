@@ -57,7 +57,7 @@ class Scores:
         self._counts.scatter_add_(0, labels * len(self.classes) + predicted, torch.ones_like(labels))
         confidences = logits.softmax(dim=1).amax(dim=1)
         self._batches.append((losses, ids, labels, predicted, confidences))
-        for highest, values in zip(self._highest, (losses, confidences)):
+        for highest, values in zip(self._highest, (losses, confidences) if self._pixels else ()):
             highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
     def share(self) -> "Scores":
@@ -71,9 +71,11 @@ class Scores:
         order = rows[:, 0].nan_to_num(torch.inf).argsort(descending=True, stable=True)
         worst, _ = self._of_all_ranks(group, rows[order[:WORST]], 0, WORST)
         self.worst = [(loss, *map(int, rest)) for loss, *rest, _ in worst.tolist()]
+        wrong = (rows[:, 2] != rows[:, 3]).nonzero().flatten()
         for kind, highest, column in zip(KINDS, self._highest, (0, 4)):
-            found, places = self._of_all_ranks(group, rows[highest.places()], column, SHOWN)
-            pictures = self._pictures(group, highest, places) if self._pixels else [None] * len(found)
+            own = wrong[rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:SHOWN]
+            found, places = self._of_all_ranks(group, rows[own], column, SHOWN)
+            pictures = self._pictures(group, highest, own.tolist(), places) if self._pixels else [None] * len(found)
             self.mistakes[kind] = [
                 Mistake(int(number), int(label), int(given), loss, sure, picture)
                 for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
@@ -91,13 +93,13 @@ class Scores:
         order = order[own[order, 1] >= 0][:most]
         return own[order], order.tolist()
 
-    def _pictures(self, group, highest, places):
-        """Those of the samples at these places, each of which one rank has."""
-        own, first = highest.pictures(), group.rank * SHOWN
+    def _pictures(self, group, highest, own, places):
+        """Those of the samples at these places, each of which one rank has; `own`: this rank's, in the order of add()."""
+        kept, first = highest.pictures(), group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for number, place in enumerate(places):
-            if 0 <= place - first < SHOWN:
-                shown[number] = own[place - first]
+            if 0 <= place - first < len(own) and own[place - first] in kept:
+                shown[number] = kept[own[place - first]]
         if group.size > 1 and places:
             group.sum(shown)
         return shown.to("cpu", torch.uint8)
@@ -133,11 +135,14 @@ class Scores:
 
     def confused(self, most: int) -> list[tuple[str, str, int]]:
         """[(true class, predicted class, how often)], the most frequent first."""
-        wrong = self.confusion.clone()
-        wrong.fill_diagonal_(0)
-        order = wrong.flatten().argsort(descending=True, stable=True)[:most].tolist()
-        pairs = ((*divmod(place, len(self.classes)), int(wrong.flatten()[place])) for place in order)
-        return [(self.classes[true], self.classes[given], count) for true, given, count in pairs if count]
+        wrong = [cell for cell in self._cells() if cell[0] != cell[1]]
+        wrong = sorted(wrong, key=lambda cell: -cell[2])[:most]
+        return [(self.classes[true], self.classes[given], count) for true, given, count in wrong]
+
+    def _cells(self):
+        """[[true class, predicted class, count]] where there is a count."""
+        places = self.confusion.nonzero()
+        return torch.cat([places, self.confusion[tuple(places.T)][:, None]], dim=1).tolist()
 
     def said(self) -> dict[str, Any]:
         """All of it for report.json. The confusion matrix is [[true class, predicted class, count]] where there is a count."""
@@ -149,7 +154,6 @@ class Scores:
             }
             for (name, count, recall), given in zip(self.per_class(), predicted)
         ]  # fmt: skip
-        places = self.confusion.nonzero().tolist()
         mistakes = {
             kind: [
                 {
@@ -162,7 +166,7 @@ class Scores:
         }  # fmt: skip
         return {
             "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": self.loss, "classes": rows,
-            "confusion": [[*place, int(self.confusion[tuple(place)])] for place in places], "mistakes": mistakes,
+            "confusion": self._cells(), "mistakes": mistakes,
         }  # fmt: skip
 
     def picture(self) -> Optional[torch.Tensor]:
@@ -177,19 +181,19 @@ class Scores:
 
 
 class _Highest:
-    """Of the samples seen so far those with the highest values above -1, and small pictures of them. Nothing waits."""
+    """Small pictures of the samples with the highest values so far. Nothing waits for the device."""
 
-    def __init__(self, pixels: Optional[Callable]):
+    def __init__(self, pixels: Any):
         self._pixels, self._seen = pixels, 0
         self._kept: Any = None  # values, places in the order of add(), pictures
 
     def add(self, values: torch.Tensor, images: Any) -> None:
         top = values.topk(min(SHOWN, len(values)))
         kept = [top.values, top.indices + self._seen]
-        if self._pixels:
-            pictures = self._pixels(images[top.indices]).float()
-            mode = "area" if min(pictures.shape[2:]) > SIDE else "nearest"
-            kept.append(torch.nn.functional.interpolate(pictures, size=(SIDE, SIDE), mode=mode).round().to(torch.uint8))
+        small = images[top.indices].float()
+        if (smaller := min(small.shape[2:]) // SIDE) > 1:
+            small = torch.nn.functional.avg_pool2d(small, smaller)
+        kept.append(torch.nn.functional.interpolate(small, size=(SIDE, SIDE), mode="nearest"))
         if self._kept:
             kept = [torch.cat(pair) for pair in zip(self._kept, kept)]
             order = kept[0].topk(min(SHOWN, len(kept[0]))).indices
@@ -197,8 +201,6 @@ class _Highest:
         self._kept = kept
         self._seen += len(values)
 
-    def places(self) -> torch.Tensor:
-        return self._kept[1][self._kept[0] > -1].cpu() if self._kept else torch.zeros(0, dtype=torch.int64)
-
-    def pictures(self) -> Any:
-        return self._kept[2] if self._kept else None
+    def pictures(self) -> dict[int, torch.Tensor]:
+        """{place in the order of add(): picture}"""
+        return dict(zip(self._kept[1].tolist(), self._pixels(self._kept[2]))) if self._kept else {}

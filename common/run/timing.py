@@ -38,6 +38,10 @@ class Window:
         self._steps += 1
         self._seconds = [sum(pair) for pair in zip(self._seconds, seconds)]
 
+    def leave_out(self, seconds: float) -> None:
+        """They went into something else."""
+        self._began += seconds
+
     def due(self) -> bool:
         if self._every:
             return self._first or self._steps >= self._every
