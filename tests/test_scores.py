@@ -138,3 +138,12 @@ def test_large_pictures_are_made_small_and_where_all_is_right_there_is_none():
     assert with_pictures(logits, labels, images, labels, 7).picture() is None
     (one, *_) = with_pictures(logits, labels.flip(0), images, labels, 7).mistakes["worst"]
     assert one.picture.shape == (3, module.SIDE, module.SIDE) and one.picture.unique().tolist() == [100]
+
+
+def test_losses_that_are_no_numbers_and_outputs_without_a_name_are_no_mistakes_of_json():
+    logits = torch.tensor([[torch.nan] * 7, [0.0, 9, 0, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 9]])
+    scores = Scores(CLASSES, torch.device("cpu"))
+    scores.add(logits, torch.tensor([3, 2, 6]), torch.arange(3))
+    scores.share().classes = CLASSES
+    said = json.loads(json.dumps(scores.said(), allow_nan=False))
+    assert said["loss"] is None and said["mistakes"]["worst"][0]["loss"] is None and len(said["mistakes"]["worst"]) == 2

@@ -99,7 +99,8 @@ def _checked(scores: dict) -> dict:
             words = ("id", "class", "predicted")
             mistakes = {
                 kind: [
-                    {**{word: one_line(str(one[word])) for word in words}, "sure": float(one["confidence"])} for one in found
+                    {**{word: one_line(str(one[word])) for word in words}, "sure": float(one["confidence"] or 0)}
+                    for one in found
                 ]
                 for kind, found in scores["mistakes"].items()
             }

@@ -9,6 +9,7 @@ scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(),
 
 import dataclasses
 import functools
+import math
 from typing import Any, Callable, Optional
 
 import torch
@@ -90,7 +91,8 @@ class Scores:
             padded[: len(own)] = own.to(padded)
             own = torch.cat(group.gather(padded)).cpu()
         order = own[:, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
-        order = order[own[order, 1] >= 0][:most]
+        named = ((own[:, 2:4] >= 0) & (own[:, 2:4] < len(self.classes))).all(dim=1)  # there may be more outputs
+        order = order[(own[order, 1] >= 0) & named[order]][:most]
         return own[order], order.tolist()
 
     def _pictures(self, group, highest, own, places):
@@ -158,14 +160,14 @@ class Scores:
             kind: [
                 {
                     "id": one.id, "class": self.classes[one.label], "predicted": self.classes[one.predicted],
-                    "loss": one.loss, "confidence": one.confidence,
+                    "loss": _finite(one.loss), "confidence": _finite(one.confidence),
                 }
                 for one in found
             ]
             for kind, found in self.mistakes.items()
         }  # fmt: skip
         return {
-            "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": self.loss, "classes": rows,
+            "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": _finite(self.loss), "classes": rows,
             "confusion": self._cells(), "mistakes": mistakes,
         }  # fmt: skip
 
@@ -178,6 +180,11 @@ class Scores:
             for column, one in enumerate(found):
                 sheet[:, row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE] = one.picture
         return sheet
+
+
+def _finite(value):
+    """JSON knows no others."""
+    return value if math.isfinite(value) else None
 
 
 class _Highest:

@@ -178,7 +178,7 @@ class Published(Job):
             for path in (folder / name).rglob("*"):
                 if path.suffix == ".pt":
                     read_verified(str(path))
-                if path.suffix in (".pth", ".sha256", ".jsonl"):
+                if path.suffix in (".pth", ".sha256") or path.name == "metrics.jsonl":  # others hold times
                     found[str(path.relative_to(folder))] = digest(path.read_bytes())
         uploads = self._client.list_multipart_uploads(Bucket="data", Prefix=f"{folder.name}/").get("Uploads", [])
         return {**found, "unfinished uploads": len(uploads)}
