@@ -74,7 +74,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with server.lock:
             query = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
-            request = Request(len(server.log), self.command, parts.path, query, dict(self.headers))
+            request = Request(
+                len(server.log), self.command, parts.path, query, {name.title(): value for name, value in self.headers.items()}
+            )
             server.log.append(request)
         request.fault = server.plan(request)
         if request.fault in ERRORS:

@@ -1,5 +1,6 @@
 """Data from a bucket: fetched whole and verified or not at all, whatever the store does."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -84,10 +86,13 @@ def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
     assert Path("got/one").read_bytes() == BIG and names_in("got") == ["one"]
 
 
-@pytest.mark.parametrize("prefix", ["set", "big"])
+@pytest.mark.parametrize("prefix", ["set", "big", "big without obstore"])
 @pytest.mark.parametrize("fault", [*BODY_FAULTS, "503", "500", "429"])
 def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     """The first answers for every object are broken; a stall is noticed within 15 s."""
+    prefix, _, without = prefix.partition(" ")
+    if without:
+        monkeypatch.setattr(obstore, "reader", lambda bucket: None)
     monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.2)
     monkeypatch.setattr(bucket, "READ_SECONDS", 1)
     monkeypatch.setattr(obstore, "READ_SECONDS", 1)
@@ -175,6 +180,47 @@ def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatc
         hasher = etag_module.Hasher(etag, len(content), part_size)
         for begin in range(0, len(content), 8 * MIB):
             hasher.update(content[begin : begin + 8 * MIB])
+        assert hasher.right() is right
+
+
+def base64_of(name, content):
+    """A checksum as a store writes it; CRC64NVME and CRC32C are those of "123456789" in the catalogues."""
+    known = {"ChecksumCRC64NVME": "ae8b14860a799888", "ChecksumCRC32C": "e3069283"}
+    if name in known:
+        assert content == b"123456789"
+        return base64.b64encode(bytes.fromhex(known[name])).decode()
+    kinds = {"ChecksumSHA1": hashlib.sha1, "ChecksumSHA256": hashlib.sha256}
+    digest = kinds[name](content).digest() if name in kinds else zlib.crc32(content).to_bytes(4, "big")
+    return base64.b64encode(digest).decode()
+
+
+@pytest.mark.parametrize("name", ["ChecksumCRC64NVME", "ChecksumCRC32C", "ChecksumCRC32", "ChecksumSHA1", "ChecksumSHA256"])
+def test_each_checksum_of_a_store_is_compared(name):
+    for content, right in ((b"123456789", True), (b"123456788", False)):
+        digest, make = etag_module.checksum(
+            {"ETag": '"0x8DCA-2"', name: base64_of(name, b"123456789"), "ChecksumType": "FULL_OBJECT"}
+        )
+        hasher = etag_module.Hasher(digest, 9, 9, make)
+        hasher.update(memoryview(content)[:4])
+        hasher.update(content[4:])
+        assert hasher.right() is right
+
+
+def test_the_fastest_checksum_is_taken_and_that_of_one_part_is_not_taken_for_the_whole():
+    whole = {
+        "ETag": '"a"',
+        "ChecksumSHA256": base64_of("ChecksumSHA256", b"x"),
+        "ChecksumCRC32": base64_of("ChecksumCRC32", b"x"),
+    }
+    assert etag_module.checksum(whole)[0] == zlib.crc32(b"x").to_bytes(4, "big").hex()
+    assert etag_module.checksum({"ETag": '"a-2"', "ChecksumCRC32": whole["ChecksumCRC32"]}) is None
+    assert etag_module.checksum({"ETag": '"a"', "ChecksumCRC32": "no checksum!"}) is None and etag_module.checksum({}) is None
+    parts = [b"first", b"2nd"]
+    of_parts = base64_of("ChecksumSHA256", b"".join(hashlib.sha256(part).digest() for part in parts)) + "-2"
+    digest, make = etag_module.checksum({"ETag": '"a-2"', "ChecksumSHA256": of_parts, "ChecksumType": "COMPOSITE"})
+    for content, right in ((b"first2nd", True), (b"first3rd", False)):
+        hasher = etag_module.Hasher(digest, 8, 5, make)
+        hasher.update(content)
         assert hasher.right() is right
 
 

