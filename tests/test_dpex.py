@@ -178,7 +178,7 @@ def assert_same_batches(one, other):
         assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize("name", ["bridge", "pool", "cluster", "own_cluster", "wire"])
+@pytest.mark.parametrize("name", ["bridge", "pool", "cluster", "own_cluster", "near", "wire"])
 def test_what_talks_to_ray_imports_neither_torch_nor_ray_at_its_start(name):
     script = f"import datasets.dpex.{name}, sys; print(*{{'torch', 'ray'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, env=environment(), text=True) == "\n"
@@ -286,6 +286,17 @@ def test_a_batch_is_the_readers_own_to_write_into(warm):
     first["array"].mul_(2)
     again = next(iter(made))
     assert torch.equal(first["image"], again["image"] + 1) and torch.equal(first["array"], 2 * again["array"])
+
+
+def test_on_one_machine_a_batch_stays_where_torch_has_put_it_together(warm):
+    """It has not gone through Ray's object store."""
+    batch = next(iter(loader(warm, Large(), batch_size=2)))
+    with open("/proc/self/maps") as file:
+        areas = [line.split(None, 5) for line in file]
+    (name,) = (
+        words[5] for words in areas if int(words[0].split("-")[0], 16) <= batch.data_ptr() < int(words[0].split("-")[1], 16)
+    )
+    assert name.startswith("/dev/shm/torch_"), name
 
 
 def test_out_of_order_where_that_was_asked(warm):

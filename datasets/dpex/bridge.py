@@ -13,6 +13,7 @@ import time
 from multiprocessing.connection import Listener
 
 from datasets.dpex.cluster import Cluster, connect, raylet, reachable
+from datasets.dpex.near import Near
 from datasets.dpex.pool import Pool
 
 PROBE_SECONDS, PROBES = 1.0, 3  # the head is lost when that many probes in a row failed
@@ -30,7 +31,7 @@ def main(head_address: str, leader: str) -> None:
         print("error", error, file=answer, flush=True)
         os._exit(2)
     with tempfile.TemporaryDirectory(prefix="anyrank-bridge-") as folder, Listener(os.path.join(folder, "socket")) as listener:
-        threading.Thread(target=_serve, args=(listener, cluster), daemon=True).start()
+        threading.Thread(target=_serve, args=(listener, cluster, folder), daemon=True).start()
         threading.Thread(target=_watch, args=(cluster,), daemon=True).start()
         print("ready", listener.address, cluster.address, file=answer, flush=True)
         answer.close()
@@ -48,18 +49,17 @@ def _wait_for_the_end(joined, left):
     left.set()
 
 
-def _serve(listener, cluster):
+def _serve(listener, cluster, folder):
     while True:
         connection = listener.accept()
-        threading.Thread(target=Pool(connection, cluster).serve, daemon=True).start()
+        threading.Thread(target=Pool(connection, cluster, Near(folder)).serve, daemon=True).start()
 
 
 def _watch(cluster: Cluster) -> None:
     """End this process soon after the head or this machine's node is lost; Ray would do it a minute later."""
     import ray
 
-    own = ray.get_runtime_context().get_node_id()
-    addresses = [cluster.address, *(raylet(node) for node in ray.nodes() if node["NodeID"] == own)]
+    addresses = [cluster.address, *(raylet(node) for node in ray.nodes() if node["NodeID"] == cluster.node)]
     failed = 0
     while failed < PROBES:
         time.sleep(PROBE_SECONDS)

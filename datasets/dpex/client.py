@@ -16,7 +16,7 @@ from typing import Any, Optional
 from common.errors import UserError, one_line
 from datasets.dpex import bridge as bridge_process
 from datasets.dpex.child import START_SECONDS, repository, start_python
-from datasets.dpex.wire import pack, receive_buffers, send_buffers, source_packages, unpack
+from datasets.dpex.wire import lay_out, map_buffers, pack, receive_descriptors, send_descriptors, source_packages, unpack
 
 STOP_SECONDS = 20
 
@@ -125,18 +125,19 @@ class Workers:
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int, replay: bool, wait: bool) -> None:
         """An epoch with a new copy of the data set, which is sent only where it has changed since the last one."""
-        header, buffers, modules = pack(task)
-        digest = hashlib.blake2b(header)
-        for buffer in buffers:
+        packed = pack(task)
+        digest = hashlib.blake2b(packed.header)
+        for buffer in packed.buffers:
             digest.update(buffer)
         if digest.digest() != self._digest:
             self._digest = digest.digest()
-            self._send("task", header, [len(buffer) for buffer in buffers])
+            descriptors, places = lay_out(packed.buffers)
+            self._send("task", packed.header, places, len(descriptors))
             with self._watched():
-                send_buffers(self._connection, buffers)
+                send_descriptors(self._connection, descriptors)
         self._epoch += 1
         ours = (os.path.join(repository(), name) for name in ("common", "datasets"))  # other machines may not have them
-        self._send("begin", self._epoch, count, base_seed, replay, {*ours, *source_packages(modules)})
+        self._send("begin", self._epoch, count, base_seed, replay, {*ours, *source_packages(packed.modules)})
         if wait:
             self._send("wait", self._epoch)
             self.receive()
@@ -147,8 +148,8 @@ class Workers:
         self._send("resume", self._epoch)
 
     def fetch(self, number: int, worker: int, index: object) -> None:
-        header, buffers, _ = pack(index)
-        self._send("fetch", number, worker, [header, *map(bytearray, buffers)])
+        packed = pack(index)
+        self._send("fetch", number, worker, [packed.header, *map(bytearray, packed.buffers)])
 
     def receive(self, timeout: float = 0) -> Optional[tuple]:
         """The next ("batch", number, batch, bytes), ("lost", worker, why) or ("failed", why) of this epoch. None: there was
@@ -159,13 +160,15 @@ class Workers:
                 if deadline and not self._connection.poll(max(0, deadline - time.monotonic())):
                     return None
                 verb, epoch, *words = self._connection.recv()
-                buffers = receive_buffers(self._connection, words[2]) if verb == "batch" else []
+                descriptors = receive_descriptors(self._connection, words[3]) if verb == "batch" else []
             if epoch == self._epoch:
                 break
+            for descriptor in descriptors:
+                os.close(descriptor)
         if verb != "batch":
             return (verb, *words)
-        number, header, sizes = words
-        return verb, number, unpack(header, buffers), sum(sizes)
+        number, header, places, _ = words
+        return verb, number, unpack(header, map_buffers(descriptors, places)), sum(length for _, _, length in places)
 
     def _send(self, *message):
         with self._watched():

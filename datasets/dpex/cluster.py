@@ -98,7 +98,10 @@ class Cluster:
     """A cluster that this process has joined, until it ends. `lock`: see own_cluster.join."""
 
     def __init__(self, address: str, own: bool, lock: Optional[IO] = None):
+        import ray
+
         self.address, self.own, self._lock = address, own, lock
+        self.node = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, taken: Iterable[str], count: int, avoid: Optional[str] = None) -> list[str]:
         """The nodes of `count` more workers, besides those on the `taken` nodes: in proportion to the CPUs of each."""
@@ -141,7 +144,7 @@ class Actor:
 
         self._worker = Worker()
 
-    def begin(self, task: list, *how: int) -> None:
+    def begin(self, task: list, *how: Any) -> None:
         """`task`: a reference, in a list so that Ray does not resolve it, to the pickled task and its buffers."""
         import ray
 
@@ -151,5 +154,5 @@ class Actor:
     def resume(self) -> None:
         self._worker.resume()
 
-    def fetch(self, index: list) -> list:
-        return self._worker.fetch(index)
+    def fetch(self, index: list, key: int) -> Optional[list]:
+        return self._worker.fetch(index, key)

@@ -10,7 +10,8 @@ from typing import Any, Optional
 from common.errors import one_line
 from datasets.dpex.child import START_SECONDS
 from datasets.dpex.cluster import Cluster
-from datasets.dpex.wire import map_with_mmap, receive_buffers, send_buffers
+from datasets.dpex.near import Batch, Missing, Near
+from datasets.dpex.wire import Place, lay_out, map_buffers, map_with_mmap, receive_descriptors, send_descriptors
 
 WAIT_SECONDS = 0.2  # until requests that came in meanwhile are waited for, too
 LOSSES = 5  # of one worker in a row, without a batch between them
@@ -28,10 +29,10 @@ class RemoteWorker:
 
 
 class Request:
-    """A batch that was requested. `actor` and `ref`: of the last attempt."""
+    """A batch that was requested. `actor`, `ref` and `key`: of the last attempt."""
 
     def __init__(self, worker: RemoteWorker, index: list):
-        self.worker, self.index = worker, index
+        self.worker, self.index, self.key = worker, index, 0
         self.actor: Any = None
         self.ref: Any = None
 
@@ -39,11 +40,11 @@ class Request:
 class Pool:
     """Receives messages of the training process in one thread, and sends it the batches from another."""
 
-    def __init__(self, connection: Connection, cluster: Cluster):
-        self._connection, self._cluster = connection, cluster
+    def __init__(self, connection: Connection, cluster: Cluster, near: Near):
+        self._connection, self._cluster, self._near = connection, cluster, near
         self._workers: list[RemoteWorker] = []
         self._requests: dict[int, Request] = {}  # by the number of the batch
-        self._epoch, self._replacements = 0, itertools.count(1)
+        self._epoch, self._replacements, self._keys = 0, itertools.count(1), itertools.count(1)
         self._changed, self._closed = threading.Condition(threading.RLock()), False
         self._sending, self._task = threading.Lock(), None
         self._handlers = {"begin": self._begin, "wait": self._wait, "resume": self._resume, "fetch": self._fetch}
@@ -89,6 +90,7 @@ class Pool:
             self._workers, self._requests = [], {}
             self._changed.notify_all()
             self._connection.close()
+            self._near.close()
 
     def _send(self, *message):
         with self._sending:
@@ -96,12 +98,12 @@ class Pool:
 
     # --- What the training process asks for ------------------------------------------------------------------------------
 
-    def _receive_task(self, header: bytes, sizes: list[int]):
+    def _receive_task(self, header: bytes, places: list[Place], count: int):
         """Data set and collate_fn go into the object store once; from there Ray copies them to each node once."""
         import numpy
         import ray
 
-        buffers = receive_buffers(self._connection, sizes, map_with_mmap)
+        buffers = map_buffers(receive_descriptors(self._connection, count), places, map_with_mmap)
         self._task = ray.put([header, *(numpy.frombuffer(buffer, numpy.uint8) for buffer in buffers)])
 
     def _begin(self, epoch: int, count: int, base_seed: int, replay: bool, packages: Iterable[str]):
@@ -124,7 +126,8 @@ class Pool:
         self._workers = workers
 
     def _start(self, worker, seed, passes=0, skip=0):
-        worker.begun = worker.actor.begin.remote([self._task], worker.number, seed, passes, skip)
+        near = self._near.path if worker.node == self._cluster.node else None
+        worker.begun = worker.actor.begin.remote([self._task], worker.number, near, seed, passes, skip)
 
     def _resume(self, epoch: int):
         self._forget(epoch)
@@ -145,11 +148,13 @@ class Pool:
         self._submit(request)
 
     def _submit(self, request):
-        request.actor = request.worker.actor
-        request.ref = request.actor.fetch.remote(request.index)
+        request.actor, request.key = request.worker.actor, next(self._keys)
+        self._near.expect(request.key)
+        request.ref = request.actor.fetch.remote(request.index, request.key)
 
     def _forget(self, epoch):
         self._requests, self._epoch = {}, epoch  # not cancelled: an actor may hang after a cancelled task
+        self._near.forget()
 
     # --- Batches ---------------------------------------------------------------------------------------------------------
 
@@ -163,9 +168,9 @@ class Pool:
                     self._changed.wait_for(lambda: self._requests or self._closed)
                     if self._closed:
                         return
-                    numbers = {request.ref: number for number, request in sorted(self._requests.items())}
-                for ref in ray.wait(list(numbers), num_returns=1, timeout=WAIT_SECONDS)[0]:
-                    self._pass_on(numbers[ref], ref)
+                    made = {request.ref: (number, request.key) for number, request in sorted(self._requests.items())}
+                for ref in ray.wait(list(made), num_returns=1, timeout=WAIT_SECONDS)[0]:
+                    self._pass_on(ref, *made[ref])
         except (OSError, EOFError):  # the training process has closed the connection
             self._close()
         except Exception as error:
@@ -173,27 +178,32 @@ class Pool:
                 self._fail(error)
             self._close()
 
-    def _pass_on(self, number, ref):
+    def _pass_on(self, ref, number, key):
         import ray
         from ray.exceptions import RayError
 
         try:
-            answer = ray.get(ref)
-        except RayError as error:
+            answer = ray.get(ref) or self._near.take(key)
+        except (RayError, Missing) as error:
             answer = error
         with self._changed:
             request = self._requests.get(number)
             if request is None or request.ref != ref:  # of a former epoch, or submitted again meanwhile
+                if isinstance(answer, Batch):
+                    answer.close()
                 return
             if isinstance(answer, Exception):
                 self._recover(request, answer)
                 return
             del self._requests[number]
             request.worker.delivered, request.worker.losses, epoch = request.worker.delivered + 1, 0, self._epoch
-        header, *buffers = answer
+        if not isinstance(answer, Batch):
+            header, *buffers = answer
+            descriptors, places = lay_out(buffers)
+            answer = Batch(header, places, descriptors)
         with self._sending:  # without the other lock: messages have to be received while this one waits to be read
-            self._connection.send(("batch", epoch, number, header, [len(buffer) for buffer in buffers]))
-            send_buffers(self._connection, buffers)
+            self._connection.send(("batch", epoch, number, answer.header, answer.places, len(answer.descriptors)))
+            send_descriptors(self._connection, answer.descriptors)
 
     # --- Losses ----------------------------------------------------------------------------------------------------------
 
@@ -202,7 +212,13 @@ class Pool:
         import ray.exceptions as known
 
         worker, cause = request.worker, getattr(error, "cause", None)
-        gone = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
+        gone = (
+            known.ObjectLostError,
+            known.ObjectStoreFullError,
+            known.OutOfDiskError,
+            known.ObjectFetchTimedOutError,
+            Missing,
+        )
         reason = f"{type(error).__name__}: {one_line((str(error).strip().splitlines() or [''])[0])[:200]}"
         worker.losses += 1
         hopeless = isinstance(error, (known.RayTaskError, known.RuntimeEnvSetupError)) and not isinstance(cause, gone)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+from typing import Optional
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 
+from datasets.dpex.near import Sender
 from datasets.dpex.wire import pack, unpack
 
 
@@ -24,10 +26,12 @@ class Worker:
     def __init__(self):
         torch.set_num_threads(1)
 
-    def begin(self, header: bytes, buffers: list, worker_id: int, seed: int, passes: int, skip: int) -> None:
+    def begin(
+        self, header: bytes, buffers: list, worker_id: int, near: Optional[str], seed: int, passes: int, skip: int
+    ) -> None:
         """A new copy of the data set. It replaces a lost worker, which had made `passes` over an IterableDataset and
-        delivered `skip` batches of the next."""
-        self._id, self._failed = worker_id, None
+        delivered `skip` batches of the next. `near`: where to send batches on the training process's own machine."""
+        self._id, self._failed, self._near = worker_id, None, Sender(near)
         try:
             # A copy of its own, because a data set may be written to: all workers of the node share the object store's.
             self._task = unpack(header, [bytearray(buffer) for buffer in buffers])
@@ -54,14 +58,16 @@ class Worker:
             task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
         )
 
-    def fetch(self, index: list) -> list:
-        """A batch, the error that it ended in, or End; packed."""
+    def fetch(self, index: list, key: int) -> Optional[list]:
+        """A batch, the error that it ended in, or End; packed. None where it went the near way, under this key."""
         batch = self._failed or self._fetch(unpack(index[0], [bytearray(buffer) for buffer in index[1:]]))
         try:
-            header, buffers, _ = pack(batch)
+            packed = pack(batch)
         except Exception:
-            header, buffers, _ = pack(self._wrapped())
-        return [header, *(np.frombuffer(buffer, np.uint8) for buffer in buffers)]
+            packed = pack(self._wrapped())
+        if self._near.send(key, packed):
+            return None
+        return [packed.header, *(np.frombuffer(buffer, np.uint8) for buffer in packed.buffers)]
 
     def _fetch(self, index):
         try:
