@@ -3,12 +3,14 @@
     python -m tests.benchmarks [--data FOLDER] [--only base ddp ...] [--rows FILE] [--rounds N]
 
 FOLDER has cifar-10-batches-py and imagenet/{train,val}/CLASS/*.JPEG; without it what needs them is left out. The rows are kept in FILE:
-started again with the same one it measures what is missing. Ends with the table, FILE.md, and the picture, FILE.png.
+started again with the same one it measures what is missing. Ends with the table, FILE.md, and the picture, FILE.png, and names the
+rows that are below 0.9 of what RESULTS.md has of them: another machine may have other ratios, the same one should not.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +22,10 @@ from tests.jobs import ROOT, environment
 # In the order of the table; what each needs of the data.
 BENCHMARKS = {
     "base": "cifar, if given", "images": "imagenet", "pairs": "", "ray": "", "storage": "", "memcached": "",
-    "publishing": "", "ddp": "", "speedrun": "cifar",
+    "publishing": "", "ddp": "", "speedrun": "cifar", "growth": "",
 }  # fmt: skip
+RESULTS = Path(__file__).with_name("RESULTS.md")
+FALLEN = 0.9  # of the recorded median
 
 
 def measure(name, options):
@@ -52,6 +56,26 @@ def table(rows):
         ratio = row.get("missing") or f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
         lines.append(f"| {row['what']} | {row['peer']} | {ratio} | {row['date']} | `{row['command']}` |")
     return "\n".join(lines)
+
+
+def recorded(text):
+    """{(what, peer): the newest median} of the table of make bench, as RESULTS.md has it."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        medians = [match[1] for cell in cells[2:] if (match := re.fullmatch(r"([\d.]+) \([\d.]+ to [\d.]+\)", cell))]
+        if medians and cells[-1].startswith("`python -m tests.benchmarks."):
+            found[cells[0], cells[1]] = float(medians[-1])
+    return found
+
+
+def fallen(rows, known):
+    """A line for each row that is clearly slower than it was."""
+    return [
+        f"{row['what']}, beside {row['peer']}: {row['ratio']:.2f}, recorded {known[row['what'], row['peer']]:.2f}"
+        for row in rows
+        if "ratio" in row and row["ratio"] < FALLEN * known.get((row["what"], row["peer"]), 0)
+    ]
 
 
 def draw(rows, path, caption):
@@ -106,6 +130,8 @@ def main():
     if rows:
         draw(rows, options.rows.with_suffix(".png"), f"how many times faster; {machine()}")
     print("\n" + text)
+    if slower := fallen(rows, recorded(RESULTS.read_text())):
+        print("\n".join(["slower than recorded (tests/benchmarks/RESULTS.md):", *slower]))
     if failed:
         print(f"error: {', '.join(failed)}: see above", file=sys.stderr)
     return 1 if failed else 0

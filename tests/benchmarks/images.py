@@ -6,14 +6,17 @@
 The forms take turns; each is a forked process with one thread that warms up and then passes over every photograph COPIES times;
 its own CPU time and the time on the clock are taken from that. They end in uint8 batches in memory, where nothing else is said. The
 caches run on the other cores; the object store is rclone's, on the same machine, and each photograph is one request. FFCV is
-measured where it is installed.
+measured where it is installed; TurboLoader and SPDL are fetched, SPDL needs FFmpeg. Two processes at once, for some forms, show
+whether they get in each other's way.
 """
 
 import argparse
 import contextlib
 import functools
 import os
+import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,11 +39,14 @@ from tests.benchmarks.forked import measure, table
 from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
 from tests.jobs import ROOT, environment
 from tests.memcached import Memcached
+from tests.packages import program, python_package
 
 PACKED = ("tiled", "320", "256", "raw")
 FFCV = "FFCV, raw, its own order"
+TURBO, SPDL = "TurboLoader, float32, its own order", "SPDL"
 FAR, FIRST_BYTE = "object store, 10 ms to the first byte", 0.01  # which is little for a bucket; on this machine there is none
 CPU, SIZE, BATCH, COPIES = torch.device("cpu"), 224, 40, 5
+TWICE = ("pytorch", "dali-cpu", "packed", "packed, tiled", "packed, raw")  # also measured in two processes at once
 SETTINGS = {}  # filled by main, before the forks
 
 
@@ -127,6 +133,29 @@ def ffcv():
     return Loader(path, BATCH, num_workers=1, os_cache=True, order=OrderOption.RANDOM, drop_last=True, pipelines=pipelines)
 
 
+def turboloader(antialias=False):
+    """As its README has it, out of a tar: its own order, its own random crops and flips. It gives normalised float32."""
+    import turboloader
+
+    (tar,) = (SETTINGS["folder"] / "pack_original").glob("train-000000.tar")
+    how = {"image_size": SIZE, "train_aug": True, "shuffle": True, "drop_last": True, "output_format": "pytorch"}
+    for images, _ in turboloader.DataLoader(str(tar), batch_size=BATCH, num_workers=1, antialias=antialias, **how):
+        yield torch.as_tensor(images)
+
+
+def spdl_(algorithm="bilinear"):
+    """A random crop is a filter of FFmpeg's, made for each picture."""
+    import spdl.io
+
+    tree_, (data, sampler) = files(), sampled(files())
+    for ids in sampler:
+        frames = []
+        for number, (top, left, height, width), flip in zip(ids, *data.windows(ids, sampler.epoch)):
+            words = f"crop={width}:{height}:{left}:{top},scale={SIZE}:{SIZE}:flags={algorithm},{'hflip,' * int(flip)}format=pix_fmts=rgb24"
+            frames.append(spdl.io.decode_packets(spdl.io.demux_image(tree_.path(number)), filter_desc=words))
+        yield spdl.io.to_torch(spdl.io.convert_frames(frames))
+
+
 WRITE_FFCV = """
 import os, sys
 from ffcv.fields import IntField, RGBImageField
@@ -193,6 +222,8 @@ FORMS = {
     "packed": from_pack,
     **{f"packed, {form}": functools.partial(from_pack, form) for form in PACKED},
     FFCV: ffcv,
+    **{f"{TURBO}{', antialias' * smooth}": functools.partial(turboloader, smooth) for smooth in (False, True)},
+    **{f"{SPDL}, {algorithm}": functools.partial(spdl_, algorithm) for algorithm in ("bilinear", "fast_bilinear")},
     "kspeed, warm": through_cache,
     "kspeed, one of three servers stopped": one_stopped,
     "object store, a request each": cold_store,
@@ -209,6 +240,8 @@ CLAIMS = [
     ("packed", PLAIN, "CPU"),
     *((f"packed, {form}", PLAIN, "CPU") for form in PACKED),
     ("packed, raw", FFCV, "CPU"),
+    *(("packed", f"{TURBO}{kind}", "CPU") for kind in ("", ", antialias")),
+    *(("pytorch", f"{SPDL}, {kind}", "CPU") for kind in ("bilinear", "fast_bilinear")),
     ("kspeed, warm", "pytorch", "CPU"),
     ("kspeed, one of three servers stopped", "pytorch", "CPU"),
     ("kspeed, warm", "object store, a request each", "clock"),
@@ -239,9 +272,18 @@ def prepare(chosen, stack):
     folder = SETTINGS["folder"]
     SETTINGS["servers"] = []
     for form in ("original", *PACKED):
-        if {"original": "packed"}.get(form, f"packed, {form}") in chosen:
+        turbo = form == "original" and any(peer.startswith(TURBO) for peer in chosen)
+        if turbo or {"original": "packed"}.get(form, f"packed, {form}") in chosen:
             words = [sys.executable, "-m", "launch", "pack", SETTINGS["data"], folder / f"pack_{form}", "--form", form]
             subprocess.run(list(map(str, words)), cwd=ROOT, env=environment(), check=True)
+    if any(form.startswith(TURBO) for form in chosen):
+        sys.path.append(str(python_package("turboloader==2.39.0")))
+    if any(form.startswith(SPDL) for form in chosen):
+        program("ffmpeg")
+        sys.path.append(str(python_package("spdl-core==0.8.0")))
+        import spdl
+
+        spdl.__path__.append(str(python_package("spdl-io==0.8.0") / "spdl"))  # two packages that expect to be in one folder
     if any(form.startswith("kspeed") for form in chosen):
         SETTINGS["servers"] = [stack.enter_context(Memcached("-m", 256)) for _ in range(3)]
     if any(form.startswith("object store") for form in chosen):
@@ -270,12 +312,19 @@ def main():
         prepare(chosen, stack)
         lacking = write_ffcv() if FFCV in chosen else None
         chosen = [form for form in chosen if not (lacking and form.startswith("FFCV"))]
-        found = {form: [] for form in chosen}
+        found, twice = {form: [] for form in chosen}, {}
         for _ in range(options.rounds):
             for form in chosen:
                 found[form].append(measure(FORMS[form]))
                 for server in SETTINGS["servers"][:1]:
                     server.go_on()
+                if form in TWICE:
+                    twice.setdefault(form, []).append(found[form][-1][1] / measure(FORMS[form], 2)[1])
+        for form, ratios in twice.items():
+            rows.keep(
+                f"photographs: {form}, two processes", "one process", ratios, f"--data FOLDER --forms {shlex.quote(form)}"
+            )
+            print(f"{form}: two processes at once give {statistics.median(ratios):.2f} times the photographs of one")
         shown = table(found, "photographs", CLAIMS, "--data FOLDER ", {form: size_on_disk(form) for form in chosen})
     print(f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{shown}")
     if lacking:

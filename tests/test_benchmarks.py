@@ -1,0 +1,27 @@
+"""What make bench does with its rows; the benchmarks themselves judge speed, so no test runs them."""
+
+from tests.benchmarks.__main__ import RESULTS, fallen, recorded
+
+TABLE = """
+| what | beside | first take | second take | measured by |
+|---|---|---|---|---|
+| photographs: packed | torchvision | 2.12 (1.99 to 2.24) | 2.50 (1.99 to 2.60) | `python -m tests.benchmarks.images` |
+| a step | plain | 1.00 (0.9 to 1.1) | | `python -m tests.benchmarks.base` |
+| objects/s of another table | 7.00 (6.00 to 8.00) |
+"""
+
+
+def test_the_newest_median_of_each_row_is_read():
+    assert recorded(TABLE) == {("photographs: packed", "torchvision"): 2.5, ("a step", "plain"): 1.0}
+    assert len(recorded(RESULTS.read_text())) > 40, "the table of RESULTS.md has another form"
+
+
+def test_a_row_that_fell_is_named_and_no_other():
+    def row(what, peer, **ratio):
+        return {"what": what, "peer": peer, **ratio}
+
+    rows = [
+        row("photographs: packed", "torchvision", ratio=2.24), row("a step", "plain", ratio=0.95),
+        row("something new", "plain", ratio=0.1), row("a step", "another", missing="not installed"),
+    ]  # fmt: skip
+    assert fallen(rows, recorded(TABLE)) == ["photographs: packed, beside torchvision: 2.24, recorded 2.50"]
