@@ -80,6 +80,36 @@ def test_every_window_has_the_pixels_of_the_whole_picture(kind):
     assert torch.equal(decode.decode(decode.Tiled(made), False, None), whole)
 
 
+@pytest.mark.parametrize("left", [0, 255])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_the_middle_for_evaluation_does_not_depend_on_what_is_not_decoded(monkeypatch, mode, left):
+    """The rest of the picture is left as the memory was."""
+    draw, decoded, real = random.Random(2), [], decode.decode
+
+    def counted(content, special, box):
+        decoded.append(box)
+        return real(content, special, box)
+
+    def filled(shape, dtype):
+        return torch.full(shape, left, dtype=dtype)
+
+    for _ in range(40):
+        content = jpeg(draw.randint(8, 300), draw.randint(8, 300))
+        size = draw.randint(4, 120)
+        short = size + draw.randint(0, 30)
+        whole = real(content, False, None)
+        expected = decode.test_cut(whole, size, short, mode=mode)
+        larger = tuple(3 * length for length in whole.shape[1:])  # of a pack of smaller pictures
+        of_larger = decode.test_cut(whole, size, short, larger, mode)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", filled)
+            patch.setattr(decode, "decode", counted)
+            for form in (content, decode.Tiled(tiles.tiled(content))):
+                assert torch.equal(decode.test_picture(form, False, size, short, mode=mode), expected)
+                assert torch.equal(decode.test_picture(form, False, size, short, larger, mode), of_larger)
+    assert sum(box is not None for box in decoded) > 80, "mostly a part is enough"
+
+
 def test_of_a_small_window_little_is_decoded():
     made = tiles.tiled(KINDS["4:2:0"])
     small, box = tiles.part(made, (70, 140, 130, 200))

@@ -22,6 +22,7 @@ from datasets.photos import files, tiles
 if TYPE_CHECKING:
     from PIL import Image
 
+FILTERS = {"bilinear": 1, "bicubic": 2}  # how many pixels of the larger of two sizes a resized one depends on, to each side
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
@@ -87,13 +88,13 @@ class Tiled:
     """A picture in tiles (tiles.py): only those that the box touches are checked and decoded."""
 
     def __init__(self, content: bytes) -> None:
-        self._content = content
+        self.content = content
 
     def cut(self, box: Optional[Box]) -> torch.Tensor:
         if box is None:
-            layout = tiles.layout(self._content)
+            layout = tiles.layout(self.content)
             box = (0, 0, layout.height, layout.width)
-        small, (top, left, bottom, right) = tiles.part(self._content, box)
+        small, (top, left, bottom, right) = tiles.part(self.content, box)
         return decode(small, False, None)[:, top:bottom, left:right]
 
 
@@ -122,7 +123,39 @@ def test_picture(
 
     `whole`: (height, width) of the original, where the picture is a smaller one.
     """
-    return test_cut(decode(content, special, None), size, short, whole, mode)
+    stored = None if special else _size_of_jpeg(content)
+    box = stored and _needed(stored, size, short, whole or stored, mode)
+    if not stored or not box or box == (0, 0, *stored):
+        return test_cut(decode(content, special, None), size, short, whole, mode)
+    _refuse_bomb(*stored)
+    picture = torch.empty((*stored, 3), dtype=torch.uint8).permute(2, 0, 1)
+    top, left, bottom, right = box
+    picture[:, top:bottom, left:right] = decode(content, special, box)
+    return test_cut(picture, size, short, whole, mode)
+
+
+def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
+    """(height, width); None of a picture of another kind."""
+    if isinstance(content, Pixels):
+        return None
+    try:
+        found = tiles.layout(content.content if isinstance(content, Tiled) else content)
+    except tiles.NotTiled:
+        return None
+    return found.height, found.width
+
+
+def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
+    """The part of a picture on which the pixels that test_cut cuts out of it depend, and a little more."""
+    out = resized(*whole, short)
+    spans = []
+    for length, to, first in zip(stored, out, middle(*out, size)):
+        scale = length / to
+        reach = FILTERS[mode] * max(scale, 1)
+        begin, end = (first + 0.5) * scale - reach - 2, (first + size - 0.5) * scale + reach + 2
+        spans.append((max(0, int(begin)), min(length, int(end) + 1)))
+    (top, bottom), (left, right) = spans
+    return top, left, bottom, right
 
 
 def test_cut(

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.images --data FOLDER [--rounds 5]       a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG
     python -m tests.benchmarks.images --data FOLDER --forms pytorch packed "packed, 256"        these and the first
+    python -m tests.benchmarks.images --data FOLDER --validation              resized to 256 and cut in the middle, in order
 
 The forms take turns; each is a forked process with one thread that warms up and then passes over every photograph COPIES times;
 its own CPU time and the time on the clock are taken from that. They end in uint8 batches in memory, where nothing else is said. The
@@ -32,7 +33,7 @@ from datasets.kspeed import samples
 from datasets.kspeed.cache import SampleCache
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed, tree
-from datasets.sampler import EpochSampler
+from datasets.sampler import EpochSampler, InOrder
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.benchmarks.forked import measure, table
@@ -51,8 +52,8 @@ SETTINGS = {}  # filled by main, before the forks
 
 
 def sampled(files):
-    data = imagenet.Photos(files, SIZE, True, seed=0)
-    return data, EpochSampler(len(data), BATCH, seed=0)
+    data = imagenet.Photos(files, SIZE, SETTINGS["train"], seed=0)
+    return data, EpochSampler(len(data), BATCH, seed=0) if data.train else InOrder(len(data), BATCH)
 
 
 def files():
@@ -65,9 +66,11 @@ def files():
 def torchvision_(last):
     from torchvision import datasets, transforms
 
-    steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip(), *last]
-    data = datasets.ImageFolder(str(SETTINGS["data"] / "train"), transforms.Compose(steps))
-    return torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True)
+    train = SETTINGS["train"]
+    steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+    steps = steps if train else [transforms.Resize(decode.short_side(SIZE)), transforms.CenterCrop(SIZE)]
+    data = datasets.ImageFolder(str(SETTINGS["data"] / "train"), transforms.Compose([*steps, *last]))
+    return torch.utils.data.DataLoader(data, BATCH, shuffle=train, drop_last=train)
 
 
 def torchvision_float():
@@ -232,6 +235,7 @@ FORMS = {
 
 
 PLAIN = "torchvision ImageFolder + DataLoader, float32"
+BACKENDS = ["pytorch", "dali-cpu", "packed", *(f"packed, {form}" for form in PACKED)]
 CLAIMS = [
     ("pytorch", PLAIN, "CPU"),
     ("pytorch without antialias", PLAIN, "CPU"),
@@ -301,7 +305,12 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", nargs="*", choices=[[], *FORMS], default=[], help="only these, and the first")
+    parser.add_argument("--validation", action="store_true", help="as for evaluation: our backends beside torchvision")
     options = parser.parse_args()
+    SETTINGS["train"] = not options.validation
+    if options.validation:
+        options.forms = [form for form in options.forms or BACKENDS if form in BACKENDS]
+    what, claims = ("photographs", CLAIMS) if SETTINGS["train"] else ("validation", [(form, PLAIN, "CPU") for form in BACKENDS])
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=shared) as folder, contextlib.ExitStack() as stack:
         folder = Path(folder)
@@ -318,14 +327,15 @@ def main():
                 found[form].append(measure(FORMS[form]))
                 for server in SETTINGS["servers"][:1]:
                     server.go_on()
-                if form in TWICE:
+                if form in TWICE and SETTINGS["train"]:
                     twice.setdefault(form, []).append(found[form][-1][1] / measure(FORMS[form], 2)[1])
         for form, ratios in twice.items():
             rows.keep(
                 f"photographs: {form}, two processes", "one process", ratios, f"--data FOLDER --forms {shlex.quote(form)}"
             )
             print(f"{form}: two processes at once give {statistics.median(ratios):.2f} times the photographs of one")
-        shown = table(found, "photographs", CLAIMS, "--data FOLDER ", {form: size_on_disk(form) for form in chosen})
+        data = "--data FOLDER " + "--validation " * options.validation
+        shown = table(found, what, claims, data, {form: size_on_disk(form) for form in chosen})
     print(f"\n{machine()}, torchvision {torchvision.__version__}; {options.rounds} rounds, median (range)\n\n{shown}")
     if lacking:
         print(f"| FFCV | not measured: {lacking} |")
