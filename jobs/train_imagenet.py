@@ -107,7 +107,7 @@ def main():
     optimizer = build_optimizer(args, network)
 
     classes = [*val_set.classes, *(f"output {number}" for number in range(len(val_set.classes), args.num_classes or 0))]
-    args.class_names = classes
+    args.class_names, args.test_samples = classes, 0 if args.training_only else len(val_set)
     if args.evaluate:
         return evaluate_alone(args, network, val_loader, classes, autocast)
     if args.find_max_batch:

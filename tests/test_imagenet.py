@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,20 @@ from common.run import restore
 from datasets.kspeed.cache import SampleCache
 from launch.pack import command as pack
 from tests.check_ledger import complaints, steps_that_count
-from tests.jobs import PATIENCE, ROOT, assert_same_bits, final_state, module_of, run_forked, run_job, saved, start, wait_for
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    module_of,
+    run_forked,
+    run_job,
+    saved,
+    start,
+    wait_for,
+)
 from tests.memcached import Memcached
 
 SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--epochs", 2, "--warmup", 0, "--lr", 0.8]
@@ -167,6 +182,26 @@ def test_float16_survives_that_its_first_steps_overflow(tmp_path):
     assert 2**19 / 2**8 < state["scaler"]["scale"] < 2**19, "no step overflowed, or all"
     buffers = [entry["momentum_buffer"] for entry in state["optimizer"]["state"].values()]
     assert all(buffer.abs().max() < 1e4 for buffer in buffers)
+
+
+ASKED = """
+import runpy, sys
+from common.run import timing
+
+def asked(test_samples):
+    print("test samples:", test_samples)
+    sys.exit(0)
+
+timing.TimeLeft = asked
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("options, count", [([], 64), (["--training_only", "true"], 0)])
+def test_the_time_that_is_left_counts_evaluations_only_where_there_are_any(tmp_path, options, count):
+    words = [sys.executable, "-c", ASKED, *command("train_imagenet", *SYNTHETIC, *options)[1:]]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+    assert f"test samples: {count}\n" in done.stdout, done.stdout + done.stderr
 
 
 def test_it_gives_up_when_nothing_gets_better(tmp_path):
