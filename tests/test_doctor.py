@@ -356,6 +356,21 @@ def test_a_batch_script_of_slurm_that_forgot_srun():
     assert found.severity == DOUBTFUL and "start the job with srun" in found.do
 
 
+def test_another_node_may_remove_the_folders_that_it_made_from_under_this_one(tmp_path, monkeypatch):
+    folder, others, real = str(tmp_path / "shared" / "disk"), 5, os.mkdir
+
+    def mkdir(path, *how):
+        nonlocal others
+        if path == folder and others:
+            others -= 1
+            os.rmdir(os.path.dirname(path))
+        real(path, *how)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert stores.check_output([folder]).severity == GOOD and not others
+    assert os.listdir(tmp_path) == []
+
+
 def test_shared_memory_for_nccl(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     assert (

@@ -20,6 +20,7 @@ from common.storage.listing import SPARE
 from common.world import folders
 
 ANSWER_SECONDS = 5  # for a store or a server
+TRIES = 1000  # more than there are nodes, each of which removes its folders once
 LISTING_SECONDS = 3  # of a bucket's objects; those not listed by then are not counted
 
 
@@ -54,10 +55,10 @@ def check_output(folders: list[str]) -> Finding:
 
 
 def _try_rename(folder):
-    """In a new folder, as the nodes may share this one; up to three times, as another node may remove the folders it made."""
-    for last in (False, False, True):
-        os.makedirs(folder, exist_ok=True)
+    """In a new folder, as the nodes may share this one; again where another node has just removed the folders that it made."""
+    for number in range(TRIES):
         try:
+            os.makedirs(folder, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as own:
                 path = Path(own, "file")
                 for content in (b"old", b"new"):
@@ -66,7 +67,7 @@ def _try_rename(folder):
                     raise OSError(0, "a renamed file does not replace the one of that name")
             return
         except FileNotFoundError:
-            if last:
+            if number == TRIES - 1:
                 raise
 
 
