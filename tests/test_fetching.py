@@ -86,8 +86,10 @@ def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
     assert Path("got/one").read_bytes() == BIG and names_in("got") == ["one"]
 
 
-@pytest.mark.parametrize("prefix", ["set", "big", "big without obstore"])
-@pytest.mark.parametrize("fault", [*BODY_FAULTS, "503", "500", "429"])
+DAMAGES = [(fault, prefix) for fault in (*BODY_FAULTS, "503", "500", "429") for prefix in ("set", "big")]
+
+
+@pytest.mark.parametrize("fault, prefix", [*DAMAGES, ("flip", "big without obstore"), ("stall", "big without obstore")])
 def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     """The first answers for every object are broken; a stall is noticed within 15 s."""
     prefix, _, without = prefix.partition(" ")

@@ -311,6 +311,7 @@ def test_a_damaged_file_costs_no_page(tmp_path, name, content):
     assert "<main>" in report.side_by_side([report.Left.read(str(folder))] * 2)
 
 
+@pytest.mark.rehearsal
 def test_a_long_run_has_a_small_page(tmp_path):
     folder = made_up(tmp_path / "run", epochs=1000, steps=100, names=[f"class {number}" for number in range(1000)])
     whole = report.of_one(report.Left.read(str(folder)))
