@@ -4,6 +4,7 @@ A worker sends where they are in memory over a socket of the bridge process, and
 """
 
 import contextlib
+import itertools
 import os
 import threading
 from multiprocessing.connection import Client, Listener
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Optional
 
 from datasets.dpex.wire import Packed, Place, lay_out, receive_descriptors, send_descriptors
 
+NUMBERS = itertools.count()  # of the sockets of this process
 SECONDS = 60  # in which a batch is here after Ray has said that it is made
 
 
@@ -32,7 +34,7 @@ class Near:
     """In the bridge process: what the workers of one iterator send. A batch goes by the key of its request."""
 
     def __init__(self, folder: str) -> None:
-        self.path = os.path.join(folder, f"near-{id(self)}")
+        self.path = os.path.join(folder, f"near-{next(NUMBERS)}")
         self._listener = Listener(self.path, "AF_UNIX")
         self._changed, self._closed = threading.Condition(), False
         self._awaited: set[int] = set()

@@ -124,8 +124,8 @@ def test_picture(
     `whole`: (height, width) of the original, where the picture is a smaller one.
     """
     stored = None if special else _size_of_jpeg(content)
-    box = stored and _needed(stored, size, short, whole or stored, mode)
-    if not stored or not box or box == (0, 0, *stored):
+    box = _needed(stored, size, short, whole or stored, mode) if stored else None
+    if stored is None or box is None or box == (0, 0, *stored):
         return test_cut(decode(content, special, None), size, short, whole, mode)
     _refuse_bomb(*stored)
     picture = torch.empty((*stored, 3), dtype=torch.uint8).permute(2, 0, 1)
