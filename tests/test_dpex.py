@@ -382,7 +382,7 @@ def test_of_20_loaders_nothing_is_left():
     folder = tempfile.mkdtemp(prefix="dpex")  # a short name: Ray's sockets are in it
     script = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=folder), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")  # also of the bridge processes: a traceback at their end would stand there
     eventually(lambda: not [words for words in commands().values() if folder in words])
     eventually(lambda: not [name for name in os.listdir(folder) if name.startswith("anyrank")])
 

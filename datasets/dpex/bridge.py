@@ -40,6 +40,8 @@ def main(head_address: str, leader: str) -> None:
     import ray
 
     ray.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # iterators may still listen, at sockets that were removed with the folder
 
 
 def _wait_for_the_end(joined, left):

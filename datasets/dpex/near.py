@@ -66,7 +66,8 @@ class Near:
         self.forget()
         with contextlib.suppress(OSError):
             Client(self.path, "AF_UNIX").close()  # ends the wait for the next one
-        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):  # a bridge that ends removes the folder
+            self._listener.close()
 
     def _accept(self):
         with contextlib.suppress(OSError):
