@@ -21,14 +21,12 @@ from common import arguments, devices, job, packages, storage
 from common.doctor import checks, examination
 from common.errors import TrainingFailed, UserError
 from common.processes import network
-from common.run import display
-from common.run.display import Display
 from common.world import World, folders
 from datasets import cifar10, loader
 from launch import bundle
 from launch.submit import command as submit
 from launch.submit import modelarts, request
-from tests.jobs import PATIENCE, ROOT, TINY, command, environment, run_forked, saved, start, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, command, environment, run_forked, run_job, saved, start, wait_for
 from tests.ranks import changed_loader, children
 from tests.test_data import write_folder
 from tests.test_submit import ask
@@ -85,17 +83,18 @@ runpy.run_path({str(job)!r}, run_name="__main__")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_package_that_is_broken_is_noticed_before_the_training(tmp_path, monkeypatch):
-    (tmp_path / "broken_package.py").write_text("raise ValueError('numpy.dtype size changed')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(display, "NEEDED_LATER", ("broken_package",))
-    with pytest.raises(
-        UserError, match=r"broken_package cannot be imported \(ValueError: numpy.dtype size changed\): on a platform"
-    ):
-        Display(str(tmp_path), str(tmp_path), active=True, writes=True)
-    with pytest.raises(UserError, match="broken_package"):
-        Display(str(tmp_path), str(tmp_path), active=False, writes=False, may_take_over=True)
-    Display(str(tmp_path), str(tmp_path), active=True, writes=False)  # which writes nothing
+@pytest.mark.parametrize("epochs, steps", [(2, ["1"]), pytest.param(1, [], marks=pytest.mark.rehearsal)])
+def test_a_package_that_is_broken_is_noticed_right_after_the_first_step(tmp_path, epochs, steps):
+    """And where nothing is left to train at once: not in the last moment of a run, when its last file is due."""
+    broken = tmp_path / "broken" / "sklearn"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ValueError('numpy.dtype size changed')")
+    run_job("train", tmp_path, *TINY, "--epochs", 1)
+    path = {"PYTHONPATH": str(broken.parent)}
+    done = run_job("train", tmp_path, *TINY, "--epochs", epochs, env=path, check=2, launcher=[sys.executable])
+    assert re.findall(r"^epoch=2/2 step=(\d+)/", done.stdout, re.MULTILINE) == steps
+    assert done.stderr.startswith("error: sklearn cannot be imported (ValueError: numpy.dtype size changed): on a platform")
+    assert done.stderr.count("\n") == 1
 
 
 def test_uploads_and_bundles_have_the_packages_under_both_names(tmp_path, capsys):

@@ -324,7 +324,7 @@ def test_the_metrics_of_sagemaker_are_in_the_lines_that_a_job_prints(tmp_path, c
     shown = display.Display(str(tmp_path), str(tmp_path), active=True, writes=True)
     shown.start_epoch(0, 2, 10, 0)
     shown.step(128, (0.1, 0.1, 0.8))
-    shown.line("epoch=1/2 step=5/10", loss=1.25, lr=0.05, seconds_left=64.0, total_steps=5)
+    shown.line("epoch=1/2 step=5/10", loss=1.25, lr=0.05, seconds_left=64.0)
     shown.say("epoch=1/2 steps=10 accuracy=0.8125 seconds=3.0")
     shown.close()
     printed = capsys.readouterr().out

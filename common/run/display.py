@@ -27,8 +27,8 @@ MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that a
 NEEDED_LATER = ("tensorboard.summary.writer.record_writer", "matplotlib.figure", "sklearn.metrics")
 
 
-def _try_imports():
-    """Before the training, because a run that needs one of them for its last file would otherwise end with an error."""
+def import_packages() -> None:
+    """Early, because a run that needs one of them for its last file would otherwise end there with an error."""
     for name in NEEDED_LATER:
         try:
             importlib.import_module(name)
@@ -42,15 +42,11 @@ class Display:
 
     def __init__(
         self, output_dir: str, tensorboard_dir: str, active: bool, writes: bool, print_freq: Optional[int] = None,
-        may_take_over: bool = False,
     ):  # fmt: skip
-        """`print_freq`: a line for so many steps; None: one every few seconds. `may_take_over`: this rank may have to write
-        later, and then without waiting for imports."""
+        """`print_freq`: a line for so many steps; None: one every few seconds."""
         self._print_freq = print_freq
         self.output_dir, self._tensorboard_dir, self.active = output_dir, tensorboard_dir, active
         self._writes = writes  # files; a trial leaves none
-        if writes or may_take_over:
-            _try_imports()
         self._bar = None
         self._events: Optional[str] = None  # TensorBoard's file, once there is something to write
         self._spare = Spare(self.say)
@@ -81,8 +77,8 @@ class Display:
             self._bar.update()
         return self._window.due()
 
-    def line(self, place: str, loss: float, lr: float, seconds_left: float, total_steps: int) -> float:
-        """Show the progress; returns the share of the time spent waiting for data since the last line."""
+    def line(self, place: str, loss: float, lr: float, seconds_left: float) -> dict[str, float]:
+        """Show the progress; returns, since the last line, the images a second and the share of each phase of the time."""
         rate, shares = self._window.close()
         split = " ".join(f"{phase}={share:.0%}" for phase, share in shares.items())
         left = datetime.timedelta(seconds=int(seconds_left))
@@ -90,9 +86,7 @@ class Display:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
         else:
             self.say(f"{place} loss={loss:.4f} lr={lr:.6f} images_per_s={rate:.0f} left={left} {split}")
-        speeds = {f"speed/{name}": value for name, value in {"images_per_s": rate, **shares}.items()}
-        self.scalars(total_steps, {"train/loss": loss, "train/lr": lr, **speeds})
-        return shares["waiting_for_data"]
+        return {"images_per_s": rate, **shares}
 
     def end_epoch(self) -> None:
         if self._bar:
@@ -174,6 +168,10 @@ class Display:
                 self._spare.write(os.path.join(self.output_dir, "examples", "mistakes.png"), png(picture))
         write, began = self._spare.write, time.monotonic()
         moments.announce("written", self.output_dir, lambda name, content: write(os.path.join(self.output_dir, name), content))
+        self.leave_out(began)
+
+    def leave_out(self, began: float) -> None:
+        """Of the speed, the time since then."""
         self._window.leave_out(time.monotonic() - began)
 
     def close(self) -> None:

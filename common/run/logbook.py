@@ -34,7 +34,7 @@ from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count
 from common.processes import collectives
 from common.run import bucket_run, checkpoint, facts, output, restore, timing
 from common.run.agreement import Agreement
-from common.run.display import Display
+from common.run.display import Display, import_packages
 from common.run.journal import Course, Journal
 from common.run.losses import Losses
 from common.run.saver import Saver
@@ -76,8 +76,7 @@ class Run:
             world.require_one_device(args)
         self.trial = bool(args.trial or prof)
         self._writes = shows and not self.trial
-        later = bool(self._members) and not self.trial
-        self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq, later)
+        self._display = Display(args.output_dir, args.tensorboard_dir, shows, self._writes, args.print_freq)
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
         self._course, self._journal = Course(), Journal(args.output_dir, self.say, self._display.written)
@@ -127,6 +126,8 @@ class Run:
         self._saved_place = self._place() if found else None
         self.sampler.start_at(self.epoch, self.consumed)
         self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
+        if self._limit() or self.consumed >= self._samples_per_epoch:
+            self._import_packages()
         self._ledger = self._new_ledger(active=self._writes or not self._members)
         self._ledger.start(self.epoch, self.consumed)
         if self._writes and not self._attempt.active:
@@ -352,13 +353,25 @@ class Run:
         step, steps = (samples // self.sampler.global_batch for samples in (self.consumed, self._samples_per_epoch))
         place = f"epoch={self.epoch + 1}/{self.args.epochs} step={step}/{steps}{self._skipped()}"
         lr = self._parts["optimizer"].param_groups[0]["lr"] if "optimizer" in self._parts else 0.0
-        waiting = self._display.line(place, loss.item(), lr, self._seconds_left(), self.total_steps)
+        speeds = self._display.line(place, loss.item(), lr, self._seconds_left())
+        if self.total_steps == self._steps_before + 1:
+            self._import_packages()
+        shown = {"train/loss": loss.item(), "train/lr": lr, **{f"speed/{name}": value for name, value in speeds.items()}}
+        self._display.scalars(self.total_steps, shown)
         self._speed_row(loss.item(), lr, self.epoch + 1)
         self._report_if_due()
         if not self._advised and self.total_steps - self._steps_before > timing.WARM_UP:
-            self._advised = timing.advice(self.args.input.remedies, waiting)
+            self._advised = timing.advice(self.args.input.remedies, speeds["waiting_for_data"])
             if self._advised:
                 self.say(self._advised)
+
+    def _import_packages(self):
+        """What the files need: after the first step, so that this does not wait, or where none comes before the first file."""
+        if self._writes or (self._members and not self.trial):  # then this rank may have to write later, without delay
+            began = time.monotonic()
+            self._show("start")  # no phase of the training
+            import_packages()
+            self._display.leave_out(began)
 
     def _skipped(self):
         """Of the steps, those whose gradients overflowed."""

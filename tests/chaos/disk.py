@@ -10,15 +10,20 @@ and the files of the undisturbed run. Each point is a line of the results file, 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+from datasets.dpex.own_cluster import LOOPBACK
 from tests.chaos import disk_cases, disk_point
 from tests.chaos.disk_cases import CASES
 from tests.jobs import ROOT, environment
@@ -39,6 +44,28 @@ def compiled(work):
     subprocess.run(words, check=True)
     os.replace(f"{library}.new", library)
     return library
+
+
+@contextlib.contextmanager
+def ray_cluster(work):
+    """The variables that lead a job to a Ray cluster for all points: starting and ending one for each took most of the time."""
+    folder = tempfile.mkdtemp(prefix="disk-ray-")  # a short name: the paths of Ray's sockets have at most 107 letters
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **LOOPBACK}
+    words = ["ray", "start", "--head", "--block", "--num-cpus", 64, "--include-dashboard", "false", "--temp-dir", folder]
+    words += ["--node-ip-address", "127.0.0.1", "--port", address.split(":")[1]]
+    with open(work / "ray.log", "w") as log:
+        head = subprocess.Popen(list(map(str, words)), env=environment(**variables), stdout=log, stderr=log)
+    try:
+        while "Ray runtime started" not in (work / "ray.log").read_text():
+            assert head.poll() is None, (work / "ray.log").read_text()
+            time.sleep(0.1)
+        yield {**variables, "RAY_ADDRESS": address}
+    finally:
+        head.terminate()
+        head.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def points_of(job, recorded, options):
@@ -133,7 +160,9 @@ def main(argv=None):
             return 1
         words = [sys.executable, "-m", "tests.chaos.disk", *(sys.argv[1:] if argv is None else argv)]
         os.execve(sys.executable, words, environment(LD_PRELOAD=str(library), PYTHONPATH=str(ROOT)))
-    return fill(options, work)
+    with ray_cluster(work) if any(CASES[job].ray for job in options.job or CASES) else contextlib.nullcontext({}) as cluster:
+        disk_point.CLUSTER.update(cluster)
+        return fill(options, work)
 
 
 def fill(options, work):

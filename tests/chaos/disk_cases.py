@@ -26,8 +26,8 @@ def state(folder):
 class Case:
     """A program and its options. `before`: options of a run that is there when the program starts, or None for an empty folder;
     `fault`: what ended that run, as an order of disk.c. `same(folder)`: what must not depend on faults. `only`: the paths whose
-    operations fail, where other rows have the rest. `reason`: why it cannot be run in this form. `own_tmp`: whether its
-    temporary files are in its folder, and watched."""
+    operations fail, where other rows have the rest. `reason`: why it cannot be run in this form. `ray`: it joins the Ray cluster
+    of all points, and its temporary files are not watched, as the paths of its sockets would be too long."""
 
     program: str
     options: list
@@ -36,7 +36,7 @@ class Case:
     fault: tuple = ()
     only: str = ""
     reason: str = ""
-    own_tmp: bool = True
+    ray: bool = False
     seconds: int = 300
 
     def words(self, folder, work, options=None):
@@ -76,7 +76,7 @@ CASES = {
     "train_dp": Case("jobs/train_dp.py", CIFAR),
     "train_amp": Case("jobs/train_amp.py", CIFAR),
     "train_dali": Case("jobs/train_dali.py", CIFAR),
-    "train_dpex": Case("jobs/train_dpex.py", CIFAR, own_tmp=False, seconds=600),
+    "train_dpex": Case("jobs/train_dpex.py", CIFAR, ray=True),
     "train_ddp_amp": Case("jobs/train_ddp_amp.py", CIFAR),
     "train_imagenet": Case("jobs/train_imagenet.py", PHOTOS),
     "train_imagenet --evaluate": Case("jobs/train_imagenet.py", [*PHOTOS, "--evaluate", "true"], evaluation, before=PHOTOS),

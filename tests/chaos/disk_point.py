@@ -17,6 +17,7 @@ WENT_ON = re.compile(r"(?:going on from| of) \S*?(\d{12})\.pt")
 # What a fault may leave beside the rest: the last save's step of removing what is no longer kept may not have been taken.
 MAY_STAY = re.compile(r"out/checkpoints/\d{12}\.(pt|json)|out/epoch_\d+\.pth(\.sha256)?")
 NO_FAULT = ("-", "*", 1, "EIO")
+CLUSTER = {}  # the variables that lead to the Ray cluster of all points
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,8 @@ def run(case, folder, work, order, library, options=None):
     (control / "order").write_text("\n".join(map(str, (folder, *order, ""))))
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
     own = {"LD_PRELOAD": str(library), "ANYRANK_DISK": str(control), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
-    if not case.own_tmp:  # the names of Ray's sockets may have 107 bytes
-        own["TMPDIR"] = tempfile.gettempdir()
+    if case.ray:
+        own.update(CLUSTER, TMPDIR=tempfile.gettempdir())
     process = os.fork()
     if process == 0:
         os.setsid()
