@@ -259,6 +259,38 @@ def test_a_server_that_lies_does_no_harm(folder, server, capsys, lie):
     assert capsys.readouterr().out.count(f"warning: cache server {liar.address}") == 1
 
 
+class InPieces:
+    """A connection on which an answer comes in these pieces."""
+
+    def __init__(self, *pieces):
+        self.left = b"".join(pieces)
+        self.ends = [len(b"".join(pieces[number:])) for number in range(1, len(pieces) + 1)]  # counted from the end
+
+    def sendall(self, _):
+        pass
+
+    def recv(self, count):
+        length = min(count, len(self.left) - next(end for end in self.ends if end < len(self.left)))
+        piece, self.left = self.left[:length], self.left[length:]
+        return piece
+
+
+def test_a_sample_is_whole_wherever_the_network_cuts_an_answer(server):
+    cache = SampleCache(server.address, deadline=PATIENT)
+    samples, answer = {"empty": b"", "one": b"\n", "ends": b"\r\nVALUE\r\n", "long": random.Random(1).randbytes(60)}, b""
+    for key, content in samples.items():
+        name, seal = cache._hashed(key)
+        answer += b"VALUE %s 0 %d\r\n%s%s\r\n" % (name.encode(), memcached.HEADER.size + len(content), cache.header(seal, content), content)
+    answer += b"END\r\n"
+    (connection,) = cache._fleet().clients.values()
+    for cut in range(1, len(answer)):
+        for pieces in ((answer[:cut], answer[cut:]), (answer[:cut], answer[cut : cut + 1], answer[cut + 1 :])):
+            connection.sock = InPieces(*filter(None, pieces))
+            assert cache.get_many(samples) == samples, pieces
+    connection.sock = InPieces(*(answer[number : number + 1] for number in range(len(answer))))
+    assert cache.get_many(samples) == samples
+
+
 def test_an_operation_ends_with_its_deadline(server):
     """On the whole: a byte now and then does not prolong it, nor does a server that takes nothing."""
     content = bytes(200_000)  # which drips for 1,000 s

@@ -9,12 +9,12 @@ import hmac
 import mmap
 import os
 import threading
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional, Union
 
 from common.errors import UserError, one_line
 from common.progress import warn
+from datasets.crc import crc32
 from datasets.kspeed import memcached
 from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Unfit
 
@@ -115,7 +115,7 @@ class SampleCache:
         if self._secret:
             checksum = hmac.digest(seal, content, "sha256")[:16]
         else:
-            checksum = zlib.crc32(content, int.from_bytes(seal[:4], "big")).to_bytes(16, "big")
+            checksum = crc32(content, int.from_bytes(seal[:4], "big")).to_bytes(16, "big")
         return HEADER.pack(MAGIC, len(content), checksum)
 
     # --- Servers ---

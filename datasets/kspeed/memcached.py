@@ -27,7 +27,7 @@ import time
 from typing import Any
 
 LEFT_ALONE = 30  # seconds until a server that was no help is asked again
-PIECE = 128 << 10  # bytes received at once, whatever pymemcache asks for; it takes any number
+END = b"\r\n"  # of a line, and of a value
 LARGEST = 64 << 20  # bytes of a sample; more would not come within the deadline over a fast network
 STORED, TOO_LARGE, NOT_STORED = "stored", "too large", "not stored"
 
@@ -99,8 +99,8 @@ class _Socket(socket.socket):
     def sendall(self, content):
         self._in_time(super().sendall, content)
 
-    def recv(self, _count):
-        found = self._in_time(super().recv, PIECE)
+    def recv(self, count):
+        found = self._in_time(super().recv, count)
         if not found:
             raise ConnectionError("the connection was closed")
         return found
@@ -134,12 +134,13 @@ def _fleet_class():
     class Connection(Client):
         """One server. An OSError makes HashClient leave it alone for a while; whatever else it does is a miss."""
 
+        sock: Any
+
         def get_many(self, keys, seals):
             """{key: sample} of those that are there. `seals`: the secret of each key's checksum."""
             self.socket_module.begin()
             found = {}
-            for key, value in (self._asked(super().get_many, keys) or {}).items():
-                header, content = value[: HEADER.size], value[HEADER.size :]
+            for key, (header, content) in (self._asked(super().get_many, keys) or {}).items():
                 if hmac.compare_digest(header, self.cache.header(seals[key], content)):
                     found[key] = content
                 else:
@@ -184,17 +185,28 @@ def _fleet_class():
             return answer
 
         def _extract_value(self, expect_cas, line, buf, remapped_keys, prefixed_keys):
-            """pymemcache takes any length for right, and waits for it. Of several values each has the whole deadline."""
+            """(key, (header, content), what follows). pymemcache takes any length for right, and waits for it; and it copies a
+            value in pieces of 4 KB. Of several values each has the whole deadline."""
             _, name, _, size = line.split()
             if not HEADER.size <= int(size) <= HEADER.size + LARGEST:
                 raise ValueError(f"{int(size)} bytes are no sample")
-            key, value, buf = super()._extract_value(expect_cas, line, buf, remapped_keys, prefixed_keys)
-            if buf[:1] not in (b"", b"V", b"E"):  # of another VALUE, or of END: nothing else may follow
+            while len(buf) < HEADER.size + len(END):
+                buf += self.sock.recv(HEADER.size + len(END) - len(buf))
+            whole = int(size) + len(END)
+            parts, rest, missing = [buf[HEADER.size : whole]], buf[whole:], whole - len(buf)
+            while missing > 0:
+                parts.append(self.sock.recv(missing))
+                missing -= len(parts[-1])
+            last = parts.pop()
+            if len(last) < len(END):  # its two bytes came apart
+                last = parts.pop() + last
+            if not last.endswith(END) or rest[:1] not in (b"", b"V", b"E"):  # of another VALUE, or of END
                 raise ValueError("a value has no end")
-            del remapped_keys[name]  # whoever gives a value twice cannot prolong the operation
+            content = b"".join((*parts, memoryview(last)[: -len(END)]))
+            key = remapped_keys.pop(name)  # whoever gives a value twice cannot prolong the operation
             if remapped_keys:
                 self.socket_module.begin()
-            return key, value, buf
+            return key, (buf[: HEADER.size], content), rest
 
         def _set(self, key, value):
             limit = self.cache.too_large.get(self.server)

@@ -58,16 +58,20 @@ def _last_two_names(root):
     return os.sep.join(os.path.abspath(root).split(os.sep)[-2:])
 
 
-def read_through(cache: SampleCache, root: str, path: str, prefetched: Optional[dict[str, Optional[bytes]]] = None) -> bytes:
-    """The bytes of a file below root: from `prefetched`, else from the cache, else from the file, and then they are cached."""
+def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) -> bytes:
+    """The bytes of a file below root: from the cache, else from the file, then they are cached. `asked`: it is not there."""
     info = os.stat(path)
     key = sample_key(root, path, info)
-    content = prefetched.pop(key) if prefetched and key in prefetched else cache.get(key)
-    if content is None or len(content) != info.st_size:
+    content = None if asked else _whole(cache.get(key), info)
+    if content is None:
         content = files.read(path)
         if _is_unchanged(path, info, content):
             cache.set(key, content)
     return content
+
+
+def _whole(content, info):
+    return content if content is not None and len(content) == info.st_size else None
 
 
 def _is_unchanged(path, info, content):
@@ -89,18 +93,23 @@ class CachedTree(tree.Tree):
     in_files = False
 
     cache: SampleCache
-    prefetched: dict[str, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
+    prefetched: dict[int, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
 
     def expect(self, numbers: Iterable[int]) -> None:
         """One request for many samples costs the servers and the caller less than one for each."""
-        paths, keys = [self.path(number) for number in numbers], []
-        for path in paths:
+        wanted = {}
+        for number in numbers:
             with contextlib.suppress(OSError):  # read() will raise it
-                keys.append(sample_key(self.folder, path, os.stat(path)))
-        self.prefetched = self.cache.get_many(keys)
+                path = self.path(number)
+                info = os.stat(path)
+                wanted[number] = sample_key(self.folder, path, info), info
+        found = self.cache.get_many(key for key, _ in wanted.values())
+        self.prefetched = {number: _whole(found[key], info) for number, (key, info) in wanted.items()}
 
     def read(self, number: int) -> bytes:
-        return read_through(self.cache, self.folder, self.path(number), self.prefetched)
+        asked = number in self.prefetched
+        content = self.prefetched.pop(number, None)
+        return read_through(self.cache, self.folder, self.path(number), asked) if content is None else content
 
 
 @dataclasses.dataclass

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import zipfile
-import zlib
 from typing import Any, ClassVar, Optional
 
 import numpy as np
@@ -27,6 +26,7 @@ from common.files import write_atomically
 from common.storage import bucket
 from common.storage.download import DAMAGED
 from common.world.folders import INPUT_DIR, local_folder
+from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
 
 # Of the index. A reader that knows format 1 only must refuse 2: it would cut the original's windows from smaller pictures.
@@ -72,7 +72,7 @@ class Packed(tree.Tree):
         read = _from_store if remote else _from_file
         for _ in range(DAMAGED if remote else 1):  # damage on the way may not happen again
             content = read(self.place(number), int(self.offset[number]), int(self.length[number]))
-            if zlib.crc32(content) == self.checksum[number]:
+            if crc32(content) == self.checksum[number]:
                 return content
         raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
 

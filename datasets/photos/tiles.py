@@ -9,12 +9,12 @@ the beginning. It has a checksum of the header and one of each row of tiles, so 
 import shutil
 import struct
 import subprocess
-import zlib
 from typing import NamedTuple
 
 import numpy as np
 
 from common.errors import UserError
+from datasets.crc import crc32
 
 TILE_COLUMNS = 4  # of blocks that are coded together (MCUs): wide enough for a small file, narrow enough for a window
 NAME = b"anyrank tiles\0"
@@ -99,11 +99,11 @@ def _table(made, there, columns):
     if len(lengths) != rows * across:
         raise NotTiled("it has another number of tiles than its size says")
     ends = np.cumsum(lengths + 2).reshape(rows, across)[:, -1].tolist()
-    checksums = [zlib.crc32(view[begin:end]) for begin, end in zip([0, *ends], ends)]
+    checksums = [crc32(view[begin:end]) for begin, end in zip([0, *ends], ends)]
     shift = 4 + size  # the segment goes before all that follows the first two bytes
     places = (there.sof + shift, there.data + shift, rows, across, there.block_height, columns * there.block_width)
     rest = np.array(checksums, "<u4").tobytes() + lengths.astype("<u2").tobytes()
-    checksum = zlib.crc32(made[2 : there.data], zlib.crc32(PLACES.pack(0, *places) + rest))
+    checksum = crc32(made[2 : there.data], crc32(PLACES.pack(0, *places) + rest))
     return NAME + PLACES.pack(checksum, *places) + rest
 
 
@@ -150,7 +150,7 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
     after = BEGIN + PLACES.size
     end = after + 4 * rows + 2 * rows * columns
     table = PLACES.pack(0, sof, data, rows, columns, tile_height, tile_width) + content[after:end]
-    if zlib.crc32(content[end:data], zlib.crc32(table)) != checksum:
+    if crc32(content[end:data], crc32(table)) != checksum:
         raise ValueError("its header is damaged")
     height, width = struct.unpack_from(">HH", content, sof + 5)
     checksums = np.frombuffer(content, "<u4", rows, after)
@@ -165,7 +165,7 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
     row_ends = ends[first:last, -1].tolist()
     row_begins = [data if first == 0 else int(ends[first - 1, -1]), *row_ends[:-1]]
     for begin, stop, wanted in zip(row_begins, row_ends, checksums[first:last].tolist()):
-        if zlib.crc32(view[begin:stop]) != wanted:
+        if crc32(view[begin:stop]) != wanted:
             raise ValueError("a row of its tiles is damaged")
 
     north, edge = first * tile_height, west * tile_width

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tarfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
 
@@ -19,6 +18,7 @@ import numpy as np
 from common.errors import UserError, one_line
 from common.files import MIB, TEMPORARY, create, write_atomically
 from common.progress import say
+from datasets.crc import crc32
 from datasets.photos import packed, tree
 from launch.pack import forms
 
@@ -139,7 +139,7 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
             if not min(size):
                 name = one_line(plan.files.path(sample))
                 say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
-            for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), zlib.crc32(stored), *size)):
+            for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
                 made[name].append(value)
             key = f"{sample:08d}"  # unique, and without the dot that ends a key
             member(f"{key}.{_kind(stored)}", stored)
