@@ -280,7 +280,12 @@ def test_a_sample_is_whole_wherever_the_network_cuts_an_answer(server):
     samples, answer = {"empty": b"", "one": b"\n", "ends": b"\r\nVALUE\r\n", "long": random.Random(1).randbytes(60)}, b""
     for key, content in samples.items():
         name, seal = cache._hashed(key)
-        answer += b"VALUE %s 0 %d\r\n%s%s\r\n" % (name.encode(), memcached.HEADER.size + len(content), cache.header(seal, content), content)
+        answer += b"VALUE %s 0 %d\r\n%s%s\r\n" % (
+            name.encode(),
+            memcached.HEADER.size + len(content),
+            cache.header(seal, content),
+            content,
+        )
     answer += b"END\r\n"
     (connection,) = cache._fleet().clients.values()
     for cut in range(1, len(answer)):

@@ -167,18 +167,20 @@ from common.run.display import Display
 from common.run.saver import Saver
 save = Saver.save
 Saver.save = lambda self, *given: (save(self, *given), self.wait())
-Display.report = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
-sys.argv = sys.argv[1:]
+setattr(Display, sys.argv[1], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_run_that_is_killed_while_it_writes_its_report_writes_it_at_the_next_start(finished, tmp_path):
+@pytest.mark.parametrize("moment", ["report", "curves"])  # before the last checkpoint; after it
+def test_what_a_run_writes_at_its_end_is_there_after_a_kill_and_another_start(finished, tmp_path, moment):
     (tmp_path / "killed.py").write_text(KILLED)
-    words = [tmp_path / "killed.py", *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
+    words = [tmp_path / "killed.py", moment, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
     run_forked(words, tmp_path, {"PYTHONPATH": str(ROOT)}, check=-9)
     run_job("train", tmp_path, *TINY)
-    assert (tmp_path / "out" / "report.txt").read_text() == (finished[0] / "out" / "report.txt").read_text()
+    for name in ("report.txt", "report.json", "examples/mistakes.png"):
+        assert (tmp_path / "out" / name).read_bytes() == (finished[0] / "out" / name).read_bytes()
 
 
 def test_half_a_line_that_a_kill_has_left_of_a_speedrun_is_dropped(tmp_path):

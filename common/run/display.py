@@ -52,6 +52,7 @@ class Display:
         self._spare = Spare(self.say)
         self._window = Window(print_freq)
         self.scores: Any = None  # of the newest evaluation
+        self._scores_written: Any = None
 
     def say(self, text: str) -> None:
         if self.active:
@@ -144,9 +145,10 @@ class Display:
         self._spare.write(os.path.join(self.output_dir, "curves.png"), picture.getvalue())
 
     def report(self) -> None:
-        """report.txt: precision and recall of every class, and which were taken for which."""
+        """report.txt: precision and recall of every class, and which were taken for which; and what is new in the others."""
         if not self._writes or self.scores is None:
             return
+        self._write_scores()
         from sklearn.metrics import classification_report
 
         confusion, classes = self.scores.confusion, [one_line(name) for name in self.scores.classes]  # folders have any name
@@ -158,17 +160,23 @@ class Display:
         self._spare.write(os.path.join(self.output_dir, "report.txt"), "\n".join([str(table), *lines, ""]).encode())
 
     def written(self) -> None:
-        """report.json, with examples/mistakes.png; then the others may make something of what is there."""
+        """What the newest scores say; then the others may make something of what is there."""
         if not self._writes:
             return
-        if self.scores is not None:
-            said, picture = self.scores.said(), self.scores.picture()
-            self._spare.write(os.path.join(self.output_dir, "report.json"), json.dumps(said).encode() + b"\n")
-            if picture is not None:
-                self._spare.write(os.path.join(self.output_dir, "examples", "mistakes.png"), png(picture))
+        self._write_scores()
         write, began = self._spare.write, time.monotonic()
         moments.announce("written", self.output_dir, lambda name, content: write(os.path.join(self.output_dir, name), content))
         self.leave_out(began)
+
+    def _write_scores(self):
+        """report.json and examples/mistakes.png."""
+        if self.scores is None or self.scores is self._scores_written:
+            return
+        said, picture = self.scores.said(), self.scores.picture()
+        self._spare.write(os.path.join(self.output_dir, "report.json"), json.dumps(said).encode() + b"\n")
+        if picture is not None:
+            self._spare.write(os.path.join(self.output_dir, "examples", "mistakes.png"), png(picture))
+        self._scores_written = self.scores
 
     def leave_out(self, began: float) -> None:
         """Of the speed, the time since then."""
