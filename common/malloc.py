@@ -6,6 +6,8 @@ local, the parent of a node), never by a job itself, and a user's own setting is
     GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
 """
 
+import ctypes
+import os
 import platform
 from collections.abc import Mapping
 
@@ -13,6 +15,7 @@ from common import drivers
 
 VARIABLE = "GLIBC_TUNABLES"
 OLD_GLIBC = platform.libc_ver()[0] == "glibc" and [int(part) for part in platform.libc_ver()[1].split(".")[:2]] < [2, 35]
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 SETTINGS = {
     # Smaller blocks come from the heap, not from a separate mapping. An old glibc allows no more than 32 MiB.
     "glibc.malloc.mmap_threshold": 2**25 if OLD_GLIBC else 2**33,
@@ -25,6 +28,15 @@ SETTINGS = {
 def tuned(environ: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment of processes that train here; nothing where there is a GPU, as it would not help."""
     return {} if VARIABLE in environ or drivers.gpus() else {VARIABLE: text()}
+
+
+def keep() -> None:
+    """The same, as far as it can be done, for the process that calls this: where something else has started it."""
+    if VARIABLE in os.environ or platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+        mallopt(parameter, value)
 
 
 def text() -> str:

@@ -288,7 +288,7 @@ def test_a_batch_is_the_readers_own_to_write_into(warm):
     assert torch.equal(first["image"], again["image"] + 1) and torch.equal(first["array"], 2 * again["array"])
 
 
-def test_on_one_machine_a_batch_stays_where_torch_has_put_it_together(warm):
+def test_on_one_machine_a_batch_stays_where_its_worker_has_put_it_together(warm):
     """It has not gone through Ray's object store."""
     batch = next(iter(loader(warm, Large(), batch_size=2)))
     with open("/proc/self/maps") as file:
@@ -296,7 +296,7 @@ def test_on_one_machine_a_batch_stays_where_torch_has_put_it_together(warm):
     (name,) = (
         words[5] for words in areas if int(words[0].split("-")[0], 16) <= batch.data_ptr() < int(words[0].split("-")[1], 16)
     )
-    assert name.startswith("/dev/shm/torch_"), name
+    assert name.startswith("/memfd:batch"), name
 
 
 def test_out_of_order_where_that_was_asked(warm):

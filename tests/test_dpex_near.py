@@ -1,35 +1,38 @@
 """Batches that a worker hands to the training process's own machine past Ray's object store: the two ends of the way, without Ray."""
 
 import contextlib
+import functools
 import gc
 import os
 
 import pytest
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils import worker as torch_worker
 
-from datasets.dpex import near, wire
+from datasets.dpex import memory, near, wire, worker
+from datasets.dpex.memory import Memory
+from datasets.dpex.worker import COLLATED
 
 
 @pytest.fixture
-def ends(tmp_path):
-    there = near.Near(str(tmp_path))
-    sender = near.Sender(there.path)
-    yield there, sender
+def ends(tmp_path, monkeypatch):
+    """The bridge process's end, and a worker's, in which batches are put together as in a worker."""
+    there, memory = near.Near(str(tmp_path)), Memory()
+    monkeypatch.setitem(COLLATED, torch.Tensor, functools.partial(worker.stacked, memory))
+    yield there, near.Sender(there.path, memory)
     there.close()
-
-
-@pytest.fixture
-def as_a_worker(monkeypatch):
-    """torch then puts batches together in shared memory."""
-    about = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
-    monkeypatch.setattr(torch_worker, "_worker_info", about)
 
 
 def made(value=1.0):
     """A large tensor, and a small one that is copied."""
     return default_collate([(torch.full((3, 224, 224), value), number) for number in range(4)])
+
+
+def send(ends, key, value):
+    there, sender = ends
+    there.expect(key)
+    assert sender.send(key, wire.pack(value))
+    return there.take(key)
 
 
 def arrived(batch):
@@ -47,54 +50,125 @@ def open_batches():
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum("/torch_" in name or "memfd:batch" in name for name in names)
+    return sum("memfd:batch" in name for name in names)
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_a_batch_that_torch_has_put_into_shared_memory_is_not_copied_while_there_is_room(ends, as_a_worker, monkeypatch, room):
-    there, sender = ends
-    monkeypatch.setattr(near, "_has_room", lambda: room)
+def blocks(sender):
+    return [os.fstat(block.descriptor).st_ino for block in sender._memory._blocks]
+
+
+def test_a_batch_stays_where_the_worker_has_put_it_together(ends):
+    _, sender = ends
     images, numbers = made()
-    there.expect(7)
-    packed = wire.pack((images, numbers))
-    assert list(packed.shared) == [images.data_ptr()] and sender.send(7, packed)
-    batch = there.take(7)
-    storage = os.fstat(images.untyped_storage()._share_fd_cpu_()[0]).st_ino
-    assert (storage in inodes(batch)) is room
+    batch = send(ends, 7, (images, numbers))
+    assert len(blocks(sender)) == 1 and blocks(sender)[0] in inodes(batch)
     found, labels = arrived(batch)
     assert torch.equal(found, images) and torch.equal(labels, numbers)
     found[0, 0, 0, 0] = 5
-    assert (images[0, 0, 0, 0] == 5).item() is room
+    assert images[0, 0, 0, 0] == 5, "these are the same bytes"
 
 
-def test_a_part_of_shared_memory_and_what_has_another_order_are_copied():
-    whole = torch.arange(2_000_000.0).view(2, 1000, 1000).share_memory_()
-    for tensor in (whole[1], whole.transpose(1, 2)[:, :999], whole[:, ::2]):
-        packed = wire.pack(tensor)
-        descriptors, places = wire.lay_out(packed.buffers, packed.shared)
-        assert not packed.shared and torch.equal(wire.unpack(packed.header, wire.map_buffers(descriptors, places)), tensor)
-    turned = whole.transpose(0, 1)  # of the same bytes: how they are read is in the pickle
-    packed = wire.pack(turned)
-    descriptors, places = wire.lay_out(packed.buffers, packed.shared)
-    assert packed.shared and torch.equal(wire.unpack(packed.header, wire.map_buffers(descriptors, places)), turned)
+def test_memory_is_used_again_once_nobody_has_it_any_more(ends):
+    """Not before: where a batch is kept by the reader, by the worker, or is still on its way."""
+    _, sender = ends
+    kept, reused = [], arrived(send(ends, 0, made(0.0)))
+    for number in range(1, 6):  # the reader keeps every batch
+        kept.append(arrived(send(ends, number, made(float(number)))))
+    assert len(set(blocks(sender))) == 6
+    assert all((images == number + 1).all() for number, (images, _) in enumerate(kept)) and (reused[0] == 0).all()
+    part = kept[3][0][1:2, :, 5]  # it holds the whole batch
+    del reused, kept[:4]
+    mine = made(7.0)  # of the worker itself
+    waiting = send(ends, 8, made(8.0))  # has not been mapped yet
+    assert len(set(blocks(sender))) == 6, "two of the four are used again"
+    last = made(9.0)
+    assert len(set(blocks(sender))) == 6
+    assert (part == 4).all() and (mine[0] == 7).all() and (last[0] == 9).all() and (arrived(waiting)[0] == 8).all()
+    assert (kept[0][0] == 5).all()
 
 
-def test_what_nobody_waits_for_is_dropped(ends, as_a_worker):
-    there, sender = ends
-    assert open_batches() == 0
+def test_where_the_kernel_does_not_tell_no_memory_is_used_again(ends, monkeypatch):
+    """Neither where it grants every lease, nor where it knows none."""
+    for answer in (lambda *_: 0, refused):
+        monkeypatch.setattr(memory.fcntl, "fcntl", answer)
+        _, sender = ends
+        before = set(blocks(sender))
+        for number in range(3):
+            arrived(send(ends, number, made()))
+        assert len(set(blocks(sender)) - before) == 3
+
+
+def refused(*_):
+    raise OSError("no leases here")
+
+
+def test_few_blocks_are_kept_that_nobody_uses(ends):
+    _, sender = ends
+    batches = [arrived(send(ends, number, made())) for number in range(10)]
+    assert len(blocks(sender)) == 10
+    del batches
+    made()
+    assert len(blocks(sender)) == memory.SPARE + 1
+    arrived(send(ends, 10, default_collate([torch.ones(5, 224, 224)] * 8)))  # larger than any
+    assert len(blocks(sender)) == memory.SPARE + 1, "one made room for it"
+
+
+def test_what_has_another_order_or_is_a_part_comes_as_it_is(ends):
+    whole = torch.arange(2_000_000.0).view(2, 1000, 1000)
+    for tensor in (whole[1], whole.transpose(1, 2)[:, :999], whole[:, ::2], whole.transpose(0, 1), whole.bfloat16()):
+        assert torch.equal(arrived(send(ends, 1, tensor)), tensor)
+    images, _ = made()
+    images[2] = 3
+    later = images[2:]  # from within its block
+    assert torch.equal(arrived(send(ends, 2, later)), later)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.ones(3, 500, 500), torch.ones(3, 500, 501)],
+        [torch.ones(3, 500, 500), torch.ones(3, 500, 500, dtype=torch.float64)],
+        [torch.ones(3, 500, 500, requires_grad=True)] * 2,
+        [torch.ones(1000, 1000).to_sparse()] * 2,
+        [torch.nn.Parameter(torch.ones(1000, 1000), requires_grad=False)] * 2,
+        [torch.ones(())] * 2,
+    ],
+    ids=["shapes", "types", "gradients", "sparse", "parameters", "small"],
+)
+def test_what_torch_puts_together_in_its_own_way_it_still_does(ends, batch):
+    found = []
+    for function in (default_collate, worker.ORIGINAL):
+        try:
+            found.append(function(batch))
+        except Exception as error:
+            found.append(str(error))
+    ours, torchs = found
+    assert type(ours) is type(torchs) and not blocks(ends[1])
+    assert ours == torchs if isinstance(ours, str) else torch.equal(ours.to_dense(), torchs.to_dense())
+    assert isinstance(ours, str) or (ours.dtype, ours.requires_grad) == (torchs.dtype, torchs.requires_grad)
+
+
+def test_what_nobody_waits_for_is_dropped(tmp_path):
+    there = near.Near(str(tmp_path))
+    sender = near.Sender(there.path, Memory())
+    others = open_batches()
+
+    def waiting():
+        return open_batches() - 2 * len(blocks(sender)) - others  # for a block Python keeps two
+
     there.expect(2)
     for key in (1, 2):
         assert sender.send(key, wire.pack(made(key)))
     there.take(2).close()
-    assert open_batches() == 0, "that of 1 came before, and is closed"
+    assert waiting() == 0, "that of 1 came before, and is closed"
     there.expect(3)
     assert sender.send(3, wire.pack(made()))
     there.expect(4)
     assert sender.send(4, wire.pack(made()))
     there.take(4).close()
-    assert open_batches() == 2
+    assert waiting() == 2
     there.forget()
-    assert open_batches() == 0, "3 was here, and is forgotten"
+    assert waiting() == 0, "3 was here, and is forgotten"
 
 
 def test_a_batch_that_does_not_come_is_missing(ends, monkeypatch):
@@ -105,9 +179,10 @@ def test_a_batch_that_does_not_come_is_missing(ends, monkeypatch):
         there.take(1)
 
 
-def test_a_worker_that_cannot_get_there_gives_its_batch_to_ray(tmp_path, ends, as_a_worker):
-    assert not near.Sender(None).send(1, wire.pack(made()))
-    assert not near.Sender(str(tmp_path / "elsewhere")).send(1, wire.pack(made()))
+def test_a_worker_that_cannot_get_there_gives_its_batch_to_ray(tmp_path, ends):
+    for path in (None, str(tmp_path / "elsewhere")):
+        sender = near.Sender(path, Memory())
+        assert not sender.connected and not sender.send(1, wire.pack(made()))
     there, sender = ends
     there.expect(1)
     assert sender.send(1, wire.pack(made()))

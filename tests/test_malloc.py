@@ -52,6 +52,19 @@ def test_memory_that_was_freed_is_used_again_without_the_kernel():
     assert tuned < min(100, plain / 20)  # without the threshold or the trimming it is more than 1,000
 
 
+@pytest.mark.skipif(linker() is None, reason="needs glibc, whose loader is /lib64/ld-linux-x86-64.so.2")
+def test_a_process_that_runs_already_can_ask_for_it_too():
+    """Unless the user has a setting; blocks of more than 32 MiB are beyond what can be asked for then."""
+    script = FAULTS.replace("range(1, 40)", "range(1, 25)")
+    asked = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import malloc\nmalloc.keep()\n{script}"
+    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    plain, kept, users = (
+        int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
+        for code, env in ((script, environment()), (asked, environment()), (asked, environment(**own)))
+    )
+    assert kept < min(100, plain / 20) and users > plain / 2
+
+
 def test_by_hand_it_is_what_launch_local_sets(on_a_cpu):
     done = subprocess.run([sys.executable, "-m", "common.malloc"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert malloc.tuned({}) == {"GLIBC_TUNABLES": done.stdout.strip()}

@@ -10,6 +10,7 @@ import threading
 from multiprocessing.connection import Client, Listener
 from typing import Any, NamedTuple, Optional
 
+from datasets.dpex.memory import Memory
 from datasets.dpex.wire import Packed, Place, lay_out, receive_descriptors, send_descriptors
 
 NUMBERS = itertools.count()  # of the sockets of this process
@@ -94,29 +95,26 @@ class Near:
 class Sender:
     """In a worker: the other end, where it is on this machine."""
 
-    def __init__(self, path: Optional[str]) -> None:
+    def __init__(self, path: Optional[str], memory: Memory) -> None:
+        self._memory = memory
         self._connection: Any = None
         if path:
             with contextlib.suppress(OSError):  # another user's, or in another container
                 self._connection = Client(path, "AF_UNIX")
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
 
     def send(self, key: int, packed: Packed) -> bool:
         """Whether it is on its way."""
         if not self._connection:
             return False
         try:
-            descriptors, places = lay_out(packed.buffers, packed.shared if _has_room() else {})
+            descriptors, places = lay_out(packed.buffers, self._memory)
             self._connection.send((key, packed.header, places, len(descriptors)))
             send_descriptors(self._connection, descriptors)
             return True
         except OSError:
             self._connection = None
             return False
-
-
-def _has_room() -> bool:
-    """Whether batches may stay in /dev/shm, where torch puts them together, until they are used; containers have little."""
-    with contextlib.suppress(OSError):
-        shm = os.statvfs("/dev/shm")
-        return 2 * shm.f_bavail > shm.f_blocks
-    return False

@@ -2,7 +2,7 @@
 tensor and array, which are not copied when they are read.
 
 Between two processes of one machine the bytes are in anonymous memory whose file descriptor is sent: it needs no name, takes no
-space in /dev/shm, and is freed with its last user. A tensor that torch has already made in shared memory stays there.
+space in /dev/shm, and is freed with its last user. What a worker has made there already (memory.py) stays where it is.
 """
 
 import io
@@ -17,8 +17,9 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Callable, NamedTuple, Optional
 
+from datasets.dpex.memory import LARGE, Memory
+
 ALIGNMENT = 64  # bytes; as torch allocates
-LARGE = 1 << 20  # bytes; smaller tensors are copied, as each descriptor has its price
 
 Buffers = Sequence[memoryview]
 Place = tuple[int, int, int]  # of a buffer: in which of the descriptors, from which byte on, how many
@@ -28,7 +29,6 @@ class Packed(NamedTuple):
     header: bytes  # the pickle
     buffers: list[memoryview]  # that it leaves out
     modules: set[str]  # that the reader needs
-    shared: dict[int, Any]  # {address: torch's storage} of those buffers that are in shared memory
 
 
 def pack(value: object) -> Packed:
@@ -39,12 +39,12 @@ def pack(value: object) -> Packed:
             module = getattr(thing, "__module__", None) if isinstance(thing, NAMED) else type(thing).__module__
             modules.add(module)
             if type(thing).__name__ == "Tensor" and type(thing).__module__ == "torch":
-                return _reduce_tensor(thing, shared)
+                return _reduce_tensor(thing)
             return super().reducer_override(thing)
 
-    modules, buffers, shared, file = set(), [], {}, io.BytesIO()
+    modules, buffers, file = set(), [], io.BytesIO()
     Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Packed(file.getvalue(), [buffer.raw() for buffer in buffers], modules, shared)
+    return Packed(file.getvalue(), [buffer.raw() for buffer in buffers], modules)
 
 
 NAMED = (type, type(pack))  # classes and functions have a module of their own, other objects that of their class
@@ -55,7 +55,7 @@ def unpack(header: bytes, buffers: Iterable) -> Any:
     return pickle.loads(header, buffers=buffers)
 
 
-def _reduce_tensor(tensor, shared):
+def _reduce_tensor(tensor):
     """The tensor as an array with the same layout in memory, and how to restore it."""
     import torch
 
@@ -64,9 +64,6 @@ def _reduce_tensor(tensor, shared):
         return tensor.__reduce_ex__(5)
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # channels last stays channels last
     contiguous = tensor.permute(order).contiguous()
-    storage = contiguous.untyped_storage()
-    if storage.nbytes() == contiguous.nbytes >= LARGE and storage.is_shared():
-        shared[storage.data_ptr()] = storage
     # numpy has no bfloat16
     array = contiguous.view(torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype).numpy()
     return _restore_tensor, (array, tensor.dtype, order)
@@ -90,29 +87,21 @@ def source_packages(modules: Iterable[str]) -> set[str]:
     return folders
 
 
-def lay_out(buffers: Buffers, shared: Optional[dict[int, Any]] = None) -> tuple[list[int], list[Place]]:
-    """(descriptors of memory that has the bytes, where in it each buffer is). `shared`: see Packed."""
-    there = [shared.get(_address(buffer)) if shared and len(buffer) >= LARGE else None for buffer in buffers]
-    descriptors = [os.dup(storage._share_fd_cpu_()[0]) for storage in there if storage is not None]  # as torch hands it on
-    places, given, copies = [], iter(range(len(descriptors))), len(descriptors)
+def lay_out(buffers: Buffers, memory: Optional[Memory] = None) -> tuple[list[int], list[Place]]:
+    """(descriptors of memory that has the bytes, where in it each buffer is). `memory`: where large ones lie, or go."""
     with open(os.memfd_create("batch"), "wb") as file:
-        for storage, buffer in zip(there, buffers):
-            if storage is not None:
-                places.append((next(given), 0, len(buffer)))
+        descriptors, places = [os.dup(file.fileno())], []
+        for buffer in buffers:
+            if memory and len(buffer) >= LARGE:
+                descriptor, begin = memory.place(buffer)
+                places.append((len(descriptors), begin, len(buffer)))
+                descriptors.append(descriptor)
             else:
-                places.append((copies, file.tell(), len(buffer)))
+                places.append((0, file.tell(), len(buffer)))
                 file.write(buffer)
                 file.seek(-file.tell() % ALIGNMENT, os.SEEK_CUR)
         file.truncate()
-        if copies < len(buffers):
-            descriptors.append(os.dup(file.fileno()))
     return descriptors, places
-
-
-def _address(buffer):
-    import numpy
-
-    return numpy.frombuffer(buffer, numpy.uint8).ctypes.data
 
 
 def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:

@@ -1,19 +1,39 @@
 """One worker of a loader, as it runs on a node of the Ray cluster. It does what a worker process of torch's DataLoader does."""
 
 import contextlib
+import functools
 import os
 import random
 import socket
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import default_collate_fn_map as COLLATED
 
+from common import malloc
+from datasets.dpex.memory import LARGE, Memory
 from datasets.dpex.near import Sender
 from datasets.dpex.wire import pack, unpack
+
+ORIGINAL = COLLATED[torch.Tensor]
+
+
+def stacked(memory: Memory, batch: list, **how: Any) -> Any:
+    """What torch's default_collate makes of tensors, in memory that the training process will see; torch would take new memory.
+
+    Its documentation names COLLATED as the place for such a function."""
+    first = batch[0]
+    alike = all(type(one) is torch.Tensor and (one.shape, one.dtype) == (first.shape, first.dtype) for one in batch)
+    plain = first.layout == torch.strided and first.device.type == "cpu" and not first.is_quantized
+    size = len(batch) * first.nbytes if alike and plain and not any(one.requires_grad for one in batch) else 0
+    if size < LARGE:
+        return ORIGINAL(batch, **how)
+    made = torch.frombuffer(memory.take(size), dtype=first.dtype).view(len(batch), *first.shape)
+    return torch.stack(batch, out=made)
 
 
 class End:
@@ -25,13 +45,16 @@ class Worker:
 
     def __init__(self):
         torch.set_num_threads(1)
+        malloc.keep()
+        self._memory = Memory()
 
     def begin(
         self, header: bytes, buffers: list, worker_id: int, near: Optional[str], seed: int, passes: int, skip: int
     ) -> None:
         """A new copy of the data set. It replaces a lost worker, which had made `passes` over an IterableDataset and
         delivered `skip` batches of the next. `near`: where to send batches on the training process's own machine."""
-        self._id, self._failed, self._near = worker_id, None, Sender(near)
+        self._id, self._failed, self._near = worker_id, None, Sender(near, self._memory)
+        COLLATED[torch.Tensor] = functools.partial(stacked, self._memory) if self._near.connected else ORIGINAL
         try:
             # A copy of its own, because a data set may be written to: all workers of the node share the object store's.
             self._task = unpack(header, [bytearray(buffer) for buffer in buffers])

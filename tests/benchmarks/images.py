@@ -92,7 +92,7 @@ def ours_float():
 
 
 def ours_without_antialias():
-    def plain(picture, height, width):
+    def plain(picture, height, width, _mode):
         return torch.nn.functional.interpolate(picture[None], size=(height, width), mode="bilinear")[0]
 
     decode.resize = plain
