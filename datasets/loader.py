@@ -18,7 +18,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common import devices
+from common import devices, malloc
 from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
@@ -182,11 +182,13 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         persistent_workers=workers > 0,
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=begin_worker,
         generator=torch.Generator(),  # so that starting an epoch draws nothing from the global generator
     )
     if workers:
         atexit.register(_end_workers_of, weakref.ref(loader))
+    else:
+        malloc.keep()
     return loader
 
 
@@ -278,8 +280,12 @@ def _end_workers_of(reference):
         loader.end_workers()
 
 
-def leave_signals_to_the_parent(_worker: int) -> None:
-    """Ignore stop signals: a platform sends them to every process, but the loader must live until the job has saved."""
+def begin_worker(_worker: int) -> None:
+    """In a process that loads: keep the memory of a sample for the next, and leave stop signals to the parent.
+
+    A platform sends them to every process, but the loader must live until the job has saved.
+    """
+    malloc.keep()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _but_for_a_lost_reader

@@ -30,7 +30,7 @@ from common.errors import TrainingFailed, UserError, one_line
 from datasets import cifar10
 from datasets.dpex.client import Bridge, ClusterLost, IdleWorkers, Workers, bridge
 from datasets.dpex.worker import End
-from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch, leave_signals_to_the_parent
+from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch, begin_worker
 
 DEFAULT_WORKERS = 2  # of a job without --workers
 WINDOW_BYTES = 1 << 30  # of requested batches, at most
@@ -279,7 +279,7 @@ def _outlive_stop_signals(worker):
     """A job that is stopped still needs batches until it has saved. Workers on the cluster do not get its signals; those on
     this machine, after the cluster was lost, do."""
     if multiprocessing.parent_process():
-        leave_signals_to_the_parent(worker)
+        begin_worker(worker)
 
 
 def add_options(parser: arguments.Parser) -> None:
