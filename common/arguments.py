@@ -57,8 +57,6 @@ class Input:
     address: Optional[str] = None  # of data in a bucket or on a web server
     fetched: bool = True  # whether they are copied to this machine before the training
     synthetic: bool = False
-    shared_bytes: int = 0  # of a batch of one rank, where loader processes pass it in shared memory
-    samples: int = 0  # in that batch
     remedies: tuple[str, ...] = ()  # suggestions that could make the loader faster
     needs: tuple[str, ...] = ()  # what its loader needs of the device (common/devices/kinds.py)
 

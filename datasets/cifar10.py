@@ -58,13 +58,11 @@ def parser(doc: Optional[str]) -> arguments.Parser:
     return made
 
 
-def reads(args: argparse.Namespace, shared: bool = True, needs: tuple[str, ...] = ()) -> arguments.Input:
-    """`shared`: whether --workers are processes of torch's loader, which pass their batches in shared memory."""
+def reads(args: argparse.Namespace, needs: tuple[str, ...] = ()) -> arguments.Input:
+    """What the arguments say about the data; see arguments.Input."""
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
         synthetic=args.custom_data,
-        shared_bytes=args.batch_size * 3 * 32 * 32 if shared and args.workers else 0,
-        samples=args.batch_size,
         remedies=tuple(more_workers(args)),
         needs=needs,
     )

@@ -67,15 +67,11 @@ def add_options(parser: arguments.Parser) -> None:
 def reads(args: argparse.Namespace) -> arguments.Input:
     """What the arguments say about the data; see arguments.Input."""
     backend = args.data_backend
-    samples = -(-args.total_batch // args.world.world_size) if args.total_batch else args.batch_size
-    own_processes = not backend.startswith("dali") and backend not in ("dpex", *NO_INPUT) and devices.loader_workers(args)
     synthetic = args.custom_data or backend in NO_INPUT
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not synthetic else None,
         fetched=backend != "packed-remote",
         synthetic=synthetic,
-        shared_bytes=samples * 3 * args.image_size**2 if own_processes else 0,
-        samples=samples,
         remedies=() if backend in NO_INPUT else tuple(_remedies(args)),
         needs=(devices.DALI,) if backend.startswith("dali") else (),
     )

@@ -20,6 +20,7 @@ import torch
 
 from common import devices, malloc
 from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
+from datasets import handover
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 
@@ -286,6 +287,7 @@ def begin_worker(_worker: int) -> None:
     A platform sends them to every process, but the loader must live until the job has saved.
     """
     malloc.keep()
+    handover.begin()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _but_for_a_lost_reader

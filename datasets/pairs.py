@@ -36,14 +36,10 @@ def add_options(parser: arguments.Parser) -> None:
 
 def reads(args: argparse.Namespace) -> arguments.Input:
     """What the arguments say about the data; see arguments.Input."""
-    crop = args.crop or (SYNTHETIC_CROP if args.custom_data else CROP)
-    own_processes = args.data_backend == "pytorch" and devices.loader_workers(args)
     gpu = [] if args.data_backend.startswith("dali") else ["--data_backend dali-gpu where there is a GPU"]
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
         synthetic=args.custom_data,
-        shared_bytes=2 * args.batch_size * 3 * crop**2 if own_processes else 0,
-        samples=args.batch_size,
         remedies=(*more_workers(args), *gpu),
         needs=(devices.DALI,) if args.data_backend.startswith("dali") else (),
     )

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from datasets.dpex import memory, near, wire, worker
-from datasets.dpex.memory import Memory
+from datasets import memory
+from datasets.dpex import near, wire, worker
 from datasets.dpex.worker import COLLATED
+from datasets.memory import Memory
 
 
 @pytest.fixture

@@ -144,27 +144,19 @@ def check_clock(ahead: float, other: str) -> Finding:
     return good("clock", f"agrees with {other}")
 
 
-def shared_memory(args: argparse.Namespace) -> tuple[int, str, int]:
-    """What the ranks of this node need in /dev/shm: (bytes for batches, their users, bytes that NCCL may need in addition)"""
+def shared_memory(args: argparse.Namespace) -> int:
+    """Bytes that the ranks of this node may need in /dev/shm, for NCCL: the batches of loader processes are not there."""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
-    nccl = ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
-    if not args.input.shared_bytes:
-        return 0, "", nccl
-    workers = devices.loader_workers(args)
-    users = f"{count(ranks * workers, 'loader process', 'loader processes')} with batches of {args.input.samples}"
-    return ranks * (PREFETCHED * workers + 1) * args.input.shared_bytes, users, nccl
+    return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
 
 
-def check_shm(need: int, users: str, nccl: int, folder: str = "/dev/shm") -> Finding:
-    if not need and not nccl:
-        return good("shm", "no loader process needs any")
+def check_shm(need: int, folder: str = "/dev/shm") -> Finding:
+    if not need:
+        return good("shm", "nothing needs any")
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
-    found = f"{folder} has {size(free)} free" + (f", {users} need {size(need)}" if need else "")
-    do = "start the container with more (--shm-size, a memory volume at /dev/shm)"
+    found = f"{folder} has {size(free)} free, NCCL may need {size(need)}"
     if need > free:
-        return bad("shm", f"{found}: they would die of it, or hang", f"{do}, or lower --workers")
-    if need + nccl > free:
-        return doubtful("shm", f"{found}, NCCL may need {size(nccl)} more", do)
+        return doubtful("shm", found, "start the container with more (--shm-size, a memory volume at /dev/shm)")
     return good("shm", found)
 
 

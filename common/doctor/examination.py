@@ -58,13 +58,10 @@ class Examination:
     def world(self, args: argparse.Namespace) -> None:
         """The place of this process is known: check the machine, once for each node."""
         self.here = here = args.world
-        shm = checks.check_shm(*checks.shared_memory(args))
+        shm = checks.check_shm(checks.shared_memory(args))
         if not heartbeat.has_parent() and not (here.level == "process" and here.local_rank):
             for finding in (*_of_node(args, here), shm):
                 self.add(finding, here.node_rank)
-        self._loader_would_hang = shm.severity == BAD
-        if self._loader_would_hang:
-            args.workers = 0
 
     # --- The nodes, where the platform started a process on each ---
 
@@ -157,7 +154,7 @@ class Examination:
     def batches(self, run: Any, loader: Any) -> Iterator:
         """The first step: measure the loader, and give the job one of its batches for a few steps."""
         self._guard.start()
-        batch, load_seconds = measure.time_loader(loader, self.args.workers or 0, counts=not self._loader_would_hang)
+        batch, load_seconds = measure.time_loader(loader, self.args.workers or 0)
         return self._take_steps(run, loader, batch, load_seconds)
 
     def _take_steps(self, run, loader, batch, load_seconds):
@@ -167,8 +164,7 @@ class Examination:
         sampler, samples = run.sampler, run.global_batch // run.world_size
         overlap = loader.beside or bool(args.workers)
         self.add(checks.check_batches(sampler.num_samples, run.global_batch, run.world_size, args.epochs))
-        if load_seconds:
-            self.add(checks.check_loader(args.input.remedies, load_seconds, seconds, samples, overlap))
+        self.add(checks.check_loader(args.input.remedies, load_seconds, seconds, samples, overlap))
         if self._rate:
             gradients = checkpoint.size_of([parameter for parameter in run.model.parameters() if parameter.requires_grad])
             self.add(checks.check_network(self._rate, gradients, seconds, run.world_size))

@@ -21,8 +21,8 @@ SMALL, LARGE = 256 << 10, 16 << 20  # bytes of an all-reduce; the large one is l
 ALL_REDUCES = 3
 
 
-def time_loader(loader: Any, workers: int, counts: bool = True) -> tuple[Any, float]:
-    """(a batch, the seconds to load one on the slowest rank with `counts`), once the prefetched ones are used up."""
+def time_loader(loader: Any, workers: int) -> tuple[Any, float]:
+    """(a batch, the seconds to load one on the slowest rank), once the prefetched ones are used up."""
     prefetched, batches = 1 + PREFETCHED * workers, _endless(loader)
     for _ in range(prefetched):
         batch = next(batches)
@@ -30,7 +30,7 @@ def time_loader(loader: Any, workers: int, counts: bool = True) -> tuple[Any, fl
     while not done or time.monotonic() - began < LOADER_SECONDS:
         next(batches)
         done += 1
-    return batch, _slowest((time.monotonic() - began) / done if counts else 0)
+    return batch, _slowest((time.monotonic() - began) / done)
 
 
 def _endless(loader):

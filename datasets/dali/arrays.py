@@ -59,7 +59,7 @@ class ArrayBatches:
 def add_options(parser: arguments.Parser) -> None:
     """For a CIFAR job: its --workers are threads here."""
     arguments.explain(parser, workers="threads of DALI; at least one works")
-    parser.reads = functools.partial(cifar10.reads, shared=False, needs=(devices.DALI,))
+    parser.reads = functools.partial(cifar10.reads, needs=(devices.DALI,))
 
 
 def cifar_loader(

@@ -10,8 +10,8 @@ import threading
 from multiprocessing.connection import Client, Listener
 from typing import Any, NamedTuple, Optional
 
-from datasets.dpex.memory import Memory
 from datasets.dpex.wire import Packed, Place, lay_out, receive_descriptors, send_descriptors
+from datasets.memory import Memory
 
 NUMBERS = itertools.count()  # of the sockets of this process
 SECONDS = 60  # in which a batch is here after Ray has said that it is made

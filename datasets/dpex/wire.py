@@ -1,8 +1,8 @@
 """How data sets and batches travel between the processes of datasets.dpex: a short pickle, and separately the bytes of every
 tensor and array, which are not copied when they are read.
 
-Between two processes of one machine the bytes are in anonymous memory whose file descriptor is sent: it needs no name, takes no
-space in /dev/shm, and is freed with its last user. What a worker has made there already (memory.py) stays where it is.
+Between two processes of one machine the bytes are in anonymous memory whose file descriptor is sent (datasets/memory.py). What
+a worker has made there already stays where it is.
 """
 
 import io
@@ -17,7 +17,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Callable, NamedTuple, Optional
 
-from datasets.dpex.memory import LARGE, Memory
+from datasets.memory import LARGE, Memory, as_array, as_tensor, mapped
 
 ALIGNMENT = 64  # bytes; as torch allocates
 
@@ -39,7 +39,8 @@ def pack(value: object) -> Packed:
             module = getattr(thing, "__module__", None) if isinstance(thing, NAMED) else type(thing).__module__
             modules.add(module)
             if type(thing).__name__ == "Tensor" and type(thing).__module__ == "torch":
-                return _reduce_tensor(thing)
+                found = as_array(thing)
+                return (as_tensor, found) if found else thing.__reduce_ex__(5)
             return super().reducer_override(thing)
 
     modules, buffers, file = set(), [], io.BytesIO()
@@ -53,27 +54,6 @@ NAMED = (type, type(pack))  # classes and functions have a module of their own, 
 def unpack(header: bytes, buffers: Iterable) -> Any:
     """Use it only for what a process that this job started has packed: unpickling runs code."""
     return pickle.loads(header, buffers=buffers)
-
-
-def _reduce_tensor(tensor):
-    """The tensor as an array with the same layout in memory, and how to restore it."""
-    import torch
-
-    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        return tensor.__reduce_ex__(5)
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # channels last stays channels last
-    contiguous = tensor.permute(order).contiguous()
-    # numpy has no bfloat16
-    array = contiguous.view(torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype).numpy()
-    return _restore_tensor, (array, tensor.dtype, order)
-
-
-def _restore_tensor(array, dtype, order):
-    import torch
-
-    tensor = torch.from_numpy(array).view(dtype)
-    return tensor.permute([order.index(dimension) for dimension in range(len(order))])
 
 
 def source_packages(modules: Iterable[str]) -> set[str]:
@@ -118,25 +98,17 @@ def receive_descriptors(connection: Connection, count: int) -> list[int]:
     return [reduction.recv_handle(connection) for _ in range(count)]
 
 
-def map_with_mmap(descriptor: int, length: int) -> memoryview:
+def map_with_mmap(descriptor: int) -> memoryview:
     """For few and short-lived buffers: Python keeps a descriptor open for each."""
-    return memoryview(mmap.mmap(descriptor, length))
-
-
-def map_with_torch(descriptor: int, length: int) -> memoryview:
-    """For batches, of which a reader may keep any number."""
-    import torch
-
-    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy().data
+    return memoryview(mmap.mmap(descriptor, 0))
 
 
 def map_buffers(
-    descriptors: Sequence[int], places: Sequence[Place], mapped: Callable[[int, int], memoryview] = map_with_torch
+    descriptors: Sequence[int], places: Sequence[Place], mapped: Callable[[int], memoryview] = mapped
 ) -> list[memoryview]:
     """The same bytes in memory that only the receiver uses, and may write to. The descriptors are closed."""
     memories = []
     for descriptor in descriptors:
-        length = os.fstat(descriptor).st_size
-        memories.append(mapped(descriptor, length) if length else memoryview(bytearray()))
+        memories.append(mapped(descriptor) if os.fstat(descriptor).st_size else memoryview(bytearray()))
         os.close(descriptor)
     return [memories[which][begin : begin + length] for which, begin, length in places]

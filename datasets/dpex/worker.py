@@ -15,9 +15,9 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map as COLLATED
 
 from common import malloc
-from datasets.dpex.memory import LARGE, Memory
 from datasets.dpex.near import Sender
 from datasets.dpex.wire import pack, unpack
+from datasets.memory import LARGE, Memory
 
 ORIGINAL = COLLATED[torch.Tensor]
 

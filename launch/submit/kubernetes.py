@@ -1,7 +1,7 @@
 """A Kubernetes cluster: Kubeflow's PyTorchJob and TrainJob, and Volcano's Job, sent through the kubernetes client.
 
 The job is the container's first process, with no shell before it, so that the cluster's SIGTERM reaches it; it has
-GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB are too few for loader processes.
+GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB are too few for NCCL and Ray.
 """
 
 import json

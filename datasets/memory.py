@@ -1,5 +1,6 @@
-"""The memory in which a worker makes its batches, shared with the training process, and used again once nobody has it open.
+"""Memory in which a loader process gives its batches to the training process, and which it uses again once nobody has it open.
 
+It is anonymous: it needs no name, takes no space in /dev/shm, of which containers have little, and is freed with its last user.
 A page of memory that is new costs more than what is written into it: of the time to put a batch of 38 MB together nine tenths.
 So a block is kept here when its batch is sent, and the kernel tells when it is free: it grants a lease on a file to write only
 while nobody else has that open, or in memory, or on its way through a socket. Where it does not tell, no block is used again.
@@ -11,6 +12,7 @@ import fcntl
 import mmap
 import os
 import sys
+from typing import Any, Optional
 
 LARGE = 1 << 20  # bytes; for smaller tensors it is not worth it, and sizes are multiples of it
 SPARE = 4  # free blocks that are kept
@@ -91,3 +93,33 @@ def _address(content):
     import numpy
 
     return numpy.frombuffer(content, numpy.uint8).ctypes.data
+
+
+def mapped(descriptor: int) -> memoryview:
+    """All of the memory, for this process; it may keep any number of them, as no descriptor stays open."""
+    import torch
+
+    length = os.fstat(descriptor).st_size
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy().data
+
+
+def as_array(tensor: Any) -> Optional[tuple[Any, Any, list[int]]]:
+    """(an array with the tensor's bytes in the order in memory, and what as_tensor() needs besides); None where it has none."""
+    import torch
+
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if not plain or tensor.requires_grad:
+        return None
+    tensor = tensor.resolve_conj().resolve_neg()
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # channels last stays channels last
+    contiguous = tensor.permute(order).contiguous()
+    # numpy has no bfloat16
+    array = contiguous.view(torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype).numpy()
+    return array, tensor.dtype, order
+
+
+def as_tensor(array: Any, dtype: Any, order: list[int]) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(array).view(dtype)
+    return tensor.permute([order.index(dimension) for dimension in range(len(order))])
