@@ -16,6 +16,7 @@ from typing import Any, Optional
 
 LARGE = 1 << 20  # bytes; for smaller tensors it is not worth it, and sizes are multiples of it
 SPARE = 4  # free blocks that are kept
+MOST = 32  # blocks in all: of what the training process keeps longer, the rest is its own
 
 
 class Block:
@@ -29,16 +30,19 @@ class Block:
         self._map = mmap.mmap(self.descriptor, size)
         self.size, self.address = size, ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._unused = self._references()
-        other = _opened(self.descriptor)
-        self._kernel_tells = not self._is_open_here_alone()
+        alone, other = self._is_open_here_alone(), _opened(self.descriptor)
+        self.kernel_tells = alone and not self._is_open_here_alone()
         os.close(other)
 
     def bytes(self, size: int) -> memoryview:
         """The first ones, for this process; while anything here uses them, the block is not free."""
         return memoryview(self._map)[:size]
 
+    def is_used_here(self) -> bool:
+        return self._references() != self._unused
+
     def is_free(self) -> bool:
-        return self._kernel_tells and self._references() == self._unused and self._is_open_here_alone()
+        return self.kernel_tells and not self.is_used_here() and self._is_open_here_alone()
 
     def _references(self):
         return sys.getrefcount(self._map)
@@ -70,10 +74,12 @@ class Memory:
         """Bytes of a block that is free, or new."""
         free = sorted((block for block in self._blocks if block.is_free()), key=lambda block: block.size)
         block = next((block for block in free if block.size >= size), None)
-        for spare in free[: max(0, len(free) - SPARE)] if block else free[:1]:  # too small, or too many
-            if spare is not block:
-                self._blocks.remove(spare)
-                spare.close()
+        spare = free[: max(0, len(free) - SPARE)] if block else free[:1]  # too many, or too small
+        sent = [one for one in self._blocks if one not in free and not one.is_used_here()]
+        for one in (*spare, *sent[: max(0, len(self._blocks) - MOST)], *(one for one in sent if not one.kernel_tells)):
+            if one is not block and one in self._blocks:
+                self._blocks.remove(one)
+                one.close()
         if block is None:
             block = Block(-(-size // LARGE) * LARGE)
             self._blocks.append(block)

@@ -92,15 +92,23 @@ def test_where_the_kernel_does_not_tell_no_memory_is_used_again(ends, monkeypatc
     """Neither where it grants every lease, nor where it knows none."""
     for answer in (lambda *_: 0, refused):
         monkeypatch.setattr(memory.fcntl, "fcntl", answer)
-        _, sender = ends
-        before = set(blocks(sender))
-        for number in range(3):
+        seen = []
+        for number in range(5):
             arrived(send(ends, number, made()))
-        assert len(set(blocks(sender)) - before) == 3
+            assert len(blocks(ends[1])) == 1, "what was sent is left to who has it"
+            seen += blocks(ends[1])
+        assert len(set(seen)) == 5
 
 
 def refused(*_):
     raise OSError("no leases here")
+
+
+def test_of_what_the_reader_keeps_the_worker_keeps_no_more_than_some(ends, monkeypatch):
+    monkeypatch.setattr(memory, "MOST", 4)
+    kept = [arrived(send(ends, number, made(float(number)))) for number in range(12)]
+    assert len(blocks(ends[1])) == 5
+    assert all((images == number).all() for number, (images, _) in enumerate(kept))
 
 
 def test_few_blocks_are_kept_that_nobody_uses(ends):
