@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.errors import TrainingFailed, UserError
-from datasets import cifar10, untrusted
+from datasets import cifar10, synthetic, untrusted
 
 # --- CIFAR-10 from a folder, an archive, a server ------------------------------------------------------------------------
 
@@ -328,3 +328,20 @@ def test_the_traps_would_have_worked(tmp_path):
     for name in ("calls our trap, protocol 2", "GLOBAL", "INST", "OBJ", "STACK_GLOBAL"):
         pickle.loads(HOSTILE_PICKLES[name])
     assert len(RAN) == 5
+
+
+@pytest.mark.parametrize("split, number", [("train", 1), ("test", 2)])
+def test_made_up_images_follow_their_formula_however_many_are_made_at_once(split, number):
+    """So that a run on them has the same bits with every version."""
+    images, labels = synthetic.cifar_like(230, split)
+
+    def draw(*seed):
+        return np.random.default_rng([synthetic.SEED, *seed])
+
+    patterns = np.random.default_rng(synthetic.SEED).uniform(-1, 1, (10, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
+    assert (labels == draw(number, 1).integers(0, 10, 230)).all()
+    shifts = draw(number, 2).integers(-4, 5, (230, 2))
+    noise = draw(number, 3).standard_normal((230, 3, 32, 32), dtype=np.float32)
+    for place, (label, shift) in enumerate(zip(labels, shifts)):
+        clean = np.roll(patterns[label], shift, axis=(1, 2))
+        assert (images[place] == np.clip(128 + 32 * clean + 64 * noise[place], 0, 255).astype(np.uint8)).all()
