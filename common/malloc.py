@@ -1,7 +1,8 @@
 """Settings that keep the memory of large tensors for the next step, instead of returning it to the kernel at every step.
 
 glibc reads them once, when a process starts. So they are set by what starts the processes that train (`make run`, launch
-local, the parent of a node), never by a job itself, and a user's own setting is kept. By hand, where no GPU computes:
+local, the parent of a node), never by a job itself, and a user's own setting is kept. What loads samples asks for a part of
+them while it runs: keep(). By hand, where no GPU computes:
 
     GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
 """
