@@ -31,7 +31,10 @@ def _reduced(memory: Memory, tensor: torch.Tensor) -> tuple:
     array, dtype, order = found
     if array.nbytes < SMALL:
         return as_tensor, found
-    descriptor, begins = memory.place(array.reshape(-1).view(np.uint8).data)
+    try:
+        descriptor, begins = memory.place(array.reshape(-1).view(np.uint8).data)
+    except OSError:  # there is no /proc here, or none of this memory
+        return reductions.reduce_tensor(tensor)
     try:
         return _arrived, (DupFd(descriptor), begins, array.dtype, array.shape, dtype, order)
     finally:

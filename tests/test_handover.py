@@ -1,5 +1,6 @@
 """Batches of torch's loader processes: the same as without a process, in memory that is used again, and past /dev/shm."""
 
+import errno
 import os
 import shlex
 import subprocess
@@ -95,6 +96,20 @@ def test_memory_is_used_again_when_a_batch_is_no_longer_kept():
         if number == 3:
             break
     assert [int(batch[0, 0, 0]) for batch in loader] == list(range(30))
+
+
+class Refused(Large):
+    def __getitem__(self, place):
+        os.memfd_create = refuse  # in the loader's process
+        return super().__getitem__(place)
+
+
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "no such memory")
+
+
+def test_where_there_is_no_such_memory_torch_does_it_in_its_own_way():
+    assert [int(batch[0, 0, 0]) for batch in batches(Refused())] == list(range(12))
 
 
 @pytest.mark.rehearsal
