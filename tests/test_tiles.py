@@ -67,8 +67,14 @@ def windows(height, width):
         yield top, left, bottom, right
 
 
+@pytest.mark.parametrize("decoder", ["simplejpeg", "nvImageCodec", "Pillow"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_window_has_the_pixels_of_the_whole_picture(kind):
+def test_every_window_has_the_pixels_of_the_whole_picture(monkeypatch, kind, decoder):
+    assert decode._simplejpeg() and decode._codec()
+    if decoder != "simplejpeg":
+        monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
+    if decoder == "Pillow":
+        monkeypatch.setattr(decode, "_codec", lambda: None)
     content = KINDS[kind]
     made, whole = tiles.tiled(content), decode.decode(content, False, None)
     assert tiles.is_tiled(made) and not tiles.is_tiled(content)
@@ -181,6 +187,22 @@ def test_a_table_of_a_stranger_does_no_harm(places):
     hostile = made[: tiles.BEGIN] + struct.pack("<I", checksum) + table[4:] + made[after:]
     with pytest.raises(decode.Undecodable):
         decode.decode(decode.Tiled(hostile), False, (0, 0, 20, 20))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_picture_that_says_it_is_huge_is_not_decoded(monkeypatch, installed):
+    if not installed:
+        monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
+    made = bytearray(tiles.tiled(KINDS["grey"]))
+    checksum, sof, data, rows, columns, *_ = tiles.PLACES.unpack_from(made, tiles.BEGIN)
+    made[sof + 5 : sof + 9] = struct.pack(">HH", 60_000, 60_000)
+    table = tiles.PLACES.pack(0, sof, data, rows, columns, 60_000 // rows + 1, 60_000 // columns + 1)
+    end = tiles.BEGIN + tiles.PLACES.size + 4 * rows + 2 * rows * columns
+    made[tiles.BEGIN : tiles.BEGIN + tiles.PLACES.size] = table
+    checksum = zlib.crc32(made[end:data], zlib.crc32(made[tiles.BEGIN : end]))
+    made[tiles.BEGIN : tiles.BEGIN + 4] = struct.pack("<I", checksum)
+    with pytest.raises(decode.Undecodable, match="it has too many pixels"):
+        decode.decode(decode.Tiled(bytes(made)), False, None)
 
 
 # --- Packs of them -----------------------------------------------------------------------------------------------------
