@@ -1,5 +1,8 @@
 """What make bench does with its rows; the benchmarks themselves judge speed, so no test runs them."""
 
+import re
+
+from tests.benchmarks import __main__ as bench
 from tests.benchmarks.__main__ import RESULTS, fallen, recorded
 
 TABLE = """
@@ -25,3 +28,13 @@ def test_a_row_that_fell_is_named_and_no_other():
         row("something new", "plain", ratio=0.1), row("a step", "another", missing="not installed"),
     ]  # fmt: skip
     assert fallen(rows, recorded(TABLE)) == ["photographs: packed, beside torchvision: 2.24, recorded 2.50"]
+
+
+def test_whatever_keeps_rows_is_started():
+    folder = RESULTS.parent
+    keeps = re.compile(r"rows\.keep\(|forked import .*table")
+    keep_rows = {path.stem for path in folder.glob("*.py") if keeps.search(path.read_text())} - {"forked"}
+    started = {name: bench.WORDS.get(name, [name]) for name in bench.BENCHMARKS}
+    assert {module for module, *_ in started.values()} == keep_rows
+    for module, *options in started.values():
+        assert all(f'"{option}"' in (folder / f"{module}.py").read_text() for option in options)
