@@ -208,6 +208,34 @@ def test_each_checksum_of_a_store_is_compared(name):
         assert hasher.right() is right
 
 
+@pytest.mark.parametrize("name", ["ChecksumCRC64NVME", "ChecksumCRC32C"])
+@pytest.mark.parametrize("read_again", [set(), {0}, {1}, {2}, {0, 1, 2}])
+def test_checksums_of_parts_that_came_in_any_order_are_that_of_the_whole(name, read_again):
+    for parts, right in (([b"1234", b"56", b"789"], True), ([b"1234", b"789", b"56"], False)):
+        digest, make = etag_module.checksum({"ETag": '"0x8DCA"', name: base64_of(name, b"123456789")})
+        hasher = etag_module.Hasher(digest, 9, 9, make)
+        checksums = [hasher.of_what_follows() for _ in parts]
+        for part, checksum in reversed([*zip(parts, checksums)]):
+            checksum.update(part[:1])
+            checksum.update(memoryview(part)[1:])
+        for number, (part, checksum) in enumerate(zip(parts, checksums)):
+            if number in read_again:
+                hasher.update(part)
+            else:
+                hasher.add(checksum)
+        assert hasher.right() is right
+
+
+def test_other_digests_need_the_bytes_in_order():
+    kinds = [("ab" * 16, hashlib.md5), ("ab" * 16 + "-2", hashlib.md5), (None, hashlib.md5), ("ab" * 32, hashlib.sha256)]
+    kinds += [
+        ("ab" * 8 + "-2", etag_module._checksums()["ChecksumCRC64NVME"]),
+        ("ab" * 4, etag_module._checksums()["ChecksumCRC32"]),
+    ]
+    for digest, make in kinds:
+        assert etag_module.Hasher(digest, 9, 5, make).of_what_follows() is None
+
+
 def test_the_fastest_checksum_is_taken_and_that_of_one_part_is_not_taken_for_the_whole():
     whole = {
         "ETag": '"a"',

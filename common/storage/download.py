@@ -179,13 +179,15 @@ class Transfer:
         """Fetch into PATH.part. Whether the bytes are right; None where that cannot be known."""
         parts = Parts(path, item, PART)
         hasher = self._hasher(item)
-        ahead: collections.deque[Future[None]] = collections.deque()
+        ahead: collections.deque[Future[Optional[etag.Crc]]] = collections.deque()
         try:
             for number in range(parts.count + AHEAD):
                 if number < parts.count:
-                    ahead.append(self._requests.submit(self._part, parts, item, number))
+                    ahead.append(self._requests.submit(self._part, parts, item, number, hasher.of_what_follows()))
                 if number >= AHEAD:
-                    ahead.popleft().result()
+                    if checksum := ahead.popleft().result():
+                        hasher.add(checksum)
+                        continue
                     for chunk in parts.chunks(number - AHEAD, CHUNK):
                         hasher.update(chunk)
         finally:
@@ -197,19 +199,26 @@ class Transfer:
             self._progress.add(size=-item.size)
         return right
 
-    def _part(self, parts: Parts, item: Item, number: int) -> None:
+    def _part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
+        """`checksum` of the part; None where its bytes have to be read again for it."""
         begin, length = number * PART, parts.length(number)
         if number in parts.there:
             self._progress.add(size=length, old=True)
-            return
+            return None
 
-        if self._fast_parts and self._fast_parts.part(item, begin, length, parts.write):
+        def keep(place: int, piece: Any) -> None:
+            if checksum:
+                checksum.update(piece)
+            parts.write(place, piece)
+
+        if self._fast_parts and self._fast_parts.part(item, begin, length, keep):
             self._patience.good()
         else:
-            self._fast_parts = None  # it has one time limit for a whole part, which a slow line exceeds
+            self._fast_parts = checksum = None  # it has one time limit for a whole part, which a slow line exceeds
             self._slow_part(parts, item, begin, length)
         parts.have(number)
         self._progress.add(size=length)
+        return checksum
 
     def _slow_part(self, parts: Parts, item: Item, begin: int, length: int) -> None:
         def keep(answer):

@@ -20,13 +20,22 @@ def is_encrypted(answer: Mapping[str, Any]) -> bool:
 
 
 class Crc:
-    """A checksum, with the methods of hashlib's digests."""
+    """A checksum, with the methods of hashlib's digests. With `combine` those of two pieces give that of both together."""
 
-    def __init__(self, compute: Callable[[Any, int], int], length: int) -> None:
-        self._compute, self._length, self._value = compute, length, 0
+    def __init__(
+        self, compute: Callable[[Any, int], int], length: int, combine: Optional[Callable[[int, int, int], int]] = None
+    ) -> None:
+        self._compute, self._length, self._combine, self._value, self._seen = compute, length, combine, 0, 0
 
-    def update(self, content: Union[bytes, memoryview]) -> None:
-        self._value = self._compute(content, self._value)
+    def of_what_follows(self) -> "Optional[Crc]":
+        return Crc(self._compute, self._length) if self._combine else None
+
+    def update(self, content: Any) -> None:
+        self._value, self._seen = self._compute(content, self._value), self._seen + len(content)
+
+    def add(self, following: "Crc") -> None:
+        assert self._combine
+        self._value = self._combine(self._value, following._value, following._seen)
 
     def digest(self) -> bytes:
         return self._value.to_bytes(self._length, "big")
@@ -40,8 +49,9 @@ def _checksums() -> dict[str, Callable[[], Any]]:
     try:
         from awscrt import checksums
 
-        makers["ChecksumCRC64NVME"] = lambda: Crc(checksums.crc64nvme, 8)
-        makers["ChecksumCRC32C"] = lambda: Crc(checksums.crc32c, 4)
+        of_two = {name: getattr(checksums, f"combine_{name}", None) for name in ("crc64nvme", "crc32c")}  # old ones lack them
+        makers["ChecksumCRC64NVME"] = lambda: Crc(checksums.crc64nvme, 8, of_two["crc64nvme"])
+        makers["ChecksumCRC32C"] = lambda: Crc(checksums.crc32c, 4, of_two["crc32c"])
     except ImportError:
         pass
     makers["ChecksumCRC32"] = lambda: Crc(zlib.crc32, 4)
@@ -72,6 +82,14 @@ class Hasher:
         if self._parts and not part_size:
             self._expected = None
         self._make, self._whole, self._part = make, make(), make()
+
+    def of_what_follows(self) -> Optional[Crc]:
+        """To be updated with what comes next in the object, and then added; None: update this with its bytes."""
+        follows = not self._parts and self._expected is not None and isinstance(self._whole, Crc)
+        return self._whole.of_what_follows() if follows else None
+
+    def add(self, following: Crc) -> None:
+        self._whole.add(following)
 
     def update(self, content: Union[bytes, memoryview]) -> None:
         if self._expected is None:
