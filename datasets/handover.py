@@ -5,7 +5,6 @@ torch takes new memory in /dev/shm for every tensor. Containers have little of i
 
 import functools
 import os
-import sys
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
@@ -13,14 +12,14 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from datasets.memory import Memory, as_array, as_tensor, mapped
+from datasets.memory import KNOWN, Memory, as_array, as_tensor, mapped
 
 SMALL = 1 << 16  # bytes; fewer go in the message itself
 
 
 def begin() -> None:
     """In such a process: from here on its tensors go this way."""
-    if sys.platform == "linux":
+    if KNOWN:
         ForkingPickler.register(torch.Tensor, functools.partial(_reduced, Memory()))
 
 

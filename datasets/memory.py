@@ -12,11 +12,13 @@ import fcntl
 import mmap
 import os
 import sys
+import threading
 from typing import Any, Optional
 
 LARGE = 1 << 20  # bytes; for smaller tensors it is not worth it, and sizes are multiples of it
 SPARE = 4  # free blocks that are kept
 MOST = 32  # blocks in all: of what the training process keeps longer, the rest is its own
+KNOWN = hasattr(os, "memfd_create")  # a Python that was built for an old system does not know such memory
 
 
 class Block:
@@ -65,13 +67,26 @@ def _opened(descriptor):
 
 
 class Memory:
-    """The blocks of a worker."""
+    """The blocks of a worker and its threads. A process that it forks begins with none: to the kernel the two are one user."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self):
+        self._process, self._lock = os.getpid(), threading.Lock()
         self._blocks: list[Block] = []
+
+    def _begin_if_forked(self):
+        if self._process != os.getpid():
+            self._begin()
 
     def take(self, size: int) -> memoryview:
         """Bytes of a block that is free, or new."""
+        self._begin_if_forked()
+        with self._lock:
+            return self._free_or_new(size).bytes(size)
+
+    def _free_or_new(self, size):
         free = sorted((block for block in self._blocks if block.is_free()), key=lambda block: block.size)
         block = next((block for block in free if block.size >= size), None)
         spare = free[: max(0, len(free) - SPARE)] if block else free[:1]  # too many, or too small
@@ -83,11 +98,12 @@ class Memory:
         if block is None:
             block = Block(-(-size // LARGE) * LARGE)
             self._blocks.append(block)
-        return block.bytes(size)
+        return block
 
     def place(self, content: memoryview) -> tuple[int, int]:
         """(a descriptor to send, where in there the content begins); it is copied unless it lies in a block."""
-        for block in self._blocks:
+        self._begin_if_forked()
+        for block in tuple(self._blocks):
             if 0 <= (begin := _address(content) - block.address) <= block.size - len(content):
                 return _opened(block.descriptor), begin
         copy = self.take(len(content))
@@ -114,13 +130,16 @@ def as_array(tensor: Any) -> Optional[tuple[Any, Any, list[int]]]:
     import torch
 
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    if not plain or tensor.requires_grad:
+    if not plain or tensor.is_nested or tensor.requires_grad:
         return None
     tensor = tensor.resolve_conj().resolve_neg()
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # channels last stays channels last
     contiguous = tensor.permute(order).contiguous()
-    # numpy has no bfloat16
-    array = contiguous.view(torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype).numpy()
+    try:
+        # numpy has no bfloat16
+        array = contiguous.view(torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype).numpy()
+    except TypeError:  # nor others, of 8 bits
+        return None
     return array, tensor.dtype, order
 
 

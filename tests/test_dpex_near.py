@@ -4,10 +4,13 @@ import contextlib
 import functools
 import gc
 import os
+import sys
+import threading
+from multiprocessing import Pipe, reduction
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from datasets import memory
 from datasets.dpex import near, wire, worker
@@ -130,6 +133,91 @@ def test_what_has_another_order_or_is_a_part_comes_as_it_is(ends):
     images[2] = 3
     later = images[2:]  # from within its block
     assert torch.equal(arrived(send(ends, 2, later)), later)
+
+
+class Numbered:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, number):
+        return torch.full((500_000,), float(number))
+
+
+def test_a_data_set_that_forks_and_puts_batches_together_there_gets_them_right(ends):
+    """What a worker has is not used by the processes of its data set: to the kernel they would be one user."""
+    kept = [ends[1]._memory.take(40 << 20) for _ in range(3)]
+    del kept
+    batches = list(DataLoader(Numbered(), batch_size=10, num_workers=2))
+    for number, batch in enumerate(batches):
+        assert torch.equal(batch, torch.arange(10.0 * number, 10.0 * number + 10)[:, None].expand(10, 500_000))
+    assert len(batches) == 20
+
+
+def test_two_threads_never_have_the_same_memory():
+    memory_of_both, meeting, seen = Memory(), threading.Barrier(2), [[], []]
+
+    def work(mine):
+        for _ in range(1000):
+            meeting.wait()
+            room = memory_of_both.take(1)
+            room[:1] = bytes([mine])
+            meeting.wait()
+            seen[mine].append(room[0])
+            meeting.wait()
+            del room
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(mine,)) for mine in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert seen == [[0] * 1000, [1] * 1000]
+
+
+def test_where_there_is_no_more_memory_torch_puts_the_batch_together(ends, monkeypatch):
+    monkeypatch.setattr(memory.Memory, "take", refused)
+    assert torch.equal(made()[0], torch.ones(4, 3, 224, 224))
+
+
+def test_where_python_does_not_know_such_memory_batches_go_over_ray(tmp_path, ends, monkeypatch):
+    packed = wire.pack(made(3.0))
+    monkeypatch.delattr(os, "memfd_create")
+    for room in (near, wire):
+        monkeypatch.setattr(room, "KNOWN", False)
+    assert not near.Sender(ends[0].path, Memory()).connected
+    descriptors, places = wire.lay_out(packed.buffers)
+    images, numbers = wire.unpack(packed.header, wire.map_buffers(descriptors, places))
+    assert (images == 3).all() and numbers.tolist() == [0, 1, 2, 3]
+
+
+def test_no_descriptor_is_left_of_what_was_cut_off(tmp_path, monkeypatch):
+    """The worker dies between two of them; it cannot lay a batch out; the bridge is gone."""
+    there, memory_there = near.Near(str(tmp_path)), Memory()
+    before = len(os.listdir("/proc/self/fd"))
+    ours, other = Pipe()
+    with other, open(os.devnull) as file:
+        other.send((1, b"", [], 3))
+        reduction.send_handle(other, file.fileno(), None)
+        reduction.send_handle(other, file.fileno(), None)
+    there._receive(ours)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(Memory, "place", refused)
+        with pytest.raises(OSError):
+            wire.lay_out([memoryview(bytes(10)), memoryview(bytes(memory.LARGE))], memory_there)
+    assert len(os.listdir("/proc/self/fd")) == before
+    descriptors, _ = wire.lay_out([memoryview(bytes(10))])
+    ours, other = Pipe()
+    other.close()
+    with ours, pytest.raises(OSError):
+        wire.send_descriptors(ours, "a batch", descriptors)
+    assert len(os.listdir("/proc/self/fd")) == before
+    there.close()
 
 
 @pytest.mark.parametrize(

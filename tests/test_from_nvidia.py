@@ -81,8 +81,11 @@ def test_the_options_of_the_page_mean_the_same(job):
     """Each of the first column, beside its place in the second."""
     compared = 0
     for theirs, ours, _ in cells(TITLE):
-        pairs = zip(re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours), strict=True)
-        for there, here in pairs if theirs.startswith("`-") and ours.startswith("`-") else ():
+        if not (theirs.startswith("`-") and ours.startswith("`-")):
+            continue
+        pairs = [re.findall(r"`([^`]+)`", cell) for cell in (theirs, ours)]
+        assert len(pairs[0]) == len(pairs[1]), (theirs, ours)
+        for there, here in zip(*pairs):
             given, meant = (arguments.parse(job.options(), words.split(), {}) for words in (there, here))
             given.arch, meant.arch = given.arch.replace("-", "_"), meant.arch.replace("-", "_")
             known = {"--arch se-resnext101-32x4d", "--arch efficientnet-widese-b0", "--lr 2.048", "--pretrained"}

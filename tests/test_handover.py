@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from datasets import handover
 from datasets.loader import torch_batches
 from datasets.sampler import InOrder
 from tests.chaos.victims import digest
@@ -58,7 +59,8 @@ def same(one, other):
         for name in one:
             same(one[name], other[name])
     elif isinstance(one, (tuple, list)):
-        for pair in zip(one, other, strict=True):
+        assert len(one) == len(other)
+        for pair in zip(one, other):
             same(*pair)
     else:
         assert one == other
@@ -110,6 +112,27 @@ def refuse(*_):
 
 def test_where_there_is_no_such_memory_torch_does_it_in_its_own_way():
     assert [int(batch[0, 0, 0]) for batch in batches(Refused())] == list(range(12))
+
+
+def test_where_python_does_not_know_such_memory_torch_does_it_too(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(handover, "KNOWN", False)
+    assert [int(batch[0, 0, 0]) for batch in batches(Large())] == list(range(12))
+
+
+class Unusual:
+    """Tensors that are no arrays of numpy's."""
+
+    def __getitem__(self, _):
+        large = torch.arange(100_000.0).remainder(16)
+        return {"eight bits": large.to(torch.float8_e4m3fn), "nested": torch.nested.nested_tensor([large, large[:7]])}
+
+
+def test_tensors_that_numpy_does_not_know_come_too():
+    for batch in batches(Unusual(), count=2):
+        for large in (batch["eight bits"].float(), batch["nested"].unbind()[0]):
+            assert torch.equal(large, torch.arange(100_000.0).remainder(16))
+        assert len(batch["nested"].unbind()[1]) == 7
 
 
 @pytest.mark.rehearsal

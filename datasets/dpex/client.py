@@ -132,9 +132,8 @@ class Workers:
         if digest.digest() != self._digest:
             self._digest = digest.digest()
             descriptors, places = lay_out(packed.buffers)
-            self._send("task", packed.header, places, len(descriptors))
             with self._watched():
-                send_descriptors(self._connection, descriptors)
+                send_descriptors(self._connection, ("task", packed.header, places, len(descriptors)), descriptors)
         self._epoch += 1
         ours = (os.path.join(repository(), name) for name in ("common", "datasets"))  # other machines may not have them
         self._send("begin", self._epoch, count, base_seed, replay, {*ours, *source_packages(packed.modules)})

@@ -202,8 +202,8 @@ class Pool:
             descriptors, places = lay_out(buffers)
             answer = Batch(header, places, descriptors)
         with self._sending:  # without the other lock: messages have to be received while this one waits to be read
-            self._connection.send(("batch", epoch, number, answer.header, answer.places, len(answer.descriptors)))
-            send_descriptors(self._connection, answer.descriptors)
+            message = ("batch", epoch, number, answer.header, answer.places, len(answer.descriptors))
+            send_descriptors(self._connection, message, answer.descriptors)
 
     # --- Losses ----------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Between two processes of one machine the bytes are in anonymous memory whose fil
 a worker has made there already stays where it is.
 """
 
+import contextlib
 import io
 import mmap
 import os
@@ -12,12 +13,13 @@ import pickle
 import site
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Callable, NamedTuple, Optional
 
-from datasets.memory import LARGE, Memory, as_array, as_tensor, mapped
+from datasets.memory import KNOWN, LARGE, Memory, as_array, as_tensor, mapped
 
 ALIGNMENT = 64  # bytes; as torch allocates
 
@@ -69,8 +71,9 @@ def source_packages(modules: Iterable[str]) -> set[str]:
 
 def lay_out(buffers: Buffers, memory: Optional[Memory] = None) -> tuple[list[int], list[Place]]:
     """(descriptors of memory that has the bytes, where in it each buffer is). `memory`: where large ones lie, or go."""
-    with open(os.memfd_create("batch"), "wb") as file:
-        descriptors, places = [os.dup(file.fileno())], []
+    with open(_anonymous(), "wb") as file, _closed_on_failure() as descriptors:
+        descriptors.append(os.dup(file.fileno()))
+        places = []
         for buffer in buffers:
             if memory and len(buffer) >= LARGE:
                 descriptor, begin = memory.place(buffer)
@@ -84,9 +87,29 @@ def lay_out(buffers: Buffers, memory: Optional[Memory] = None) -> tuple[list[int
     return descriptors, places
 
 
-def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None:
-    """To the process at the other end; they are closed here. A message before has to tell it how many."""
+def _anonymous():
+    if KNOWN:
+        return os.memfd_create("batch")
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        return os.dup(file.fileno())
+
+
+@contextlib.contextmanager
+def _closed_on_failure():
+    """A list of descriptors, for whoever asked for them."""
+    descriptors: list[int] = []
     try:
+        yield descriptors
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def send_descriptors(connection: Connection, message: object, descriptors: Sequence[int]) -> None:
+    """To the process at the other end, which learns from the message how many come after it; they are closed here."""
+    try:
+        connection.send(message)
         for descriptor in descriptors:
             reduction.send_handle(connection, descriptor, None)
     finally:
@@ -95,7 +118,10 @@ def send_descriptors(connection: Connection, descriptors: Sequence[int]) -> None
 
 
 def receive_descriptors(connection: Connection, count: int) -> list[int]:
-    return [reduction.recv_handle(connection) for _ in range(count)]
+    with _closed_on_failure() as descriptors:
+        for _ in range(count):
+            descriptors.append(reduction.recv_handle(connection))
+    return descriptors
 
 
 def map_with_mmap(descriptor: int) -> memoryview:

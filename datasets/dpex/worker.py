@@ -32,7 +32,11 @@ def stacked(memory: Memory, batch: list, **how: Any) -> Any:
     size = len(batch) * first.nbytes if alike and plain and not any(one.requires_grad for one in batch) else 0
     if size < LARGE:
         return ORIGINAL(batch, **how)
-    made = torch.frombuffer(memory.take(size), dtype=first.dtype).view(len(batch), *first.shape)
+    try:
+        room = memory.take(size)
+    except OSError:
+        return ORIGINAL(batch, **how)
+    made = torch.frombuffer(room, dtype=first.dtype).view(len(batch), *first.shape)
     return torch.stack(batch, out=made)
 
 

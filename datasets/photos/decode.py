@@ -96,7 +96,8 @@ class Tiled:
             box = (0, 0, layout.height, layout.width)
         small, (top, left, bottom, right) = tiles.part(self.content, box)
         decode_whole = _simplejpeg()
-        return (decode_whole(small) if decode_whole else decode(small, False, None))[:, top:bottom, left:right]
+        picture = decode_whole(small) if decode_whole else None
+        return (decode(small, False, None) if picture is None else picture)[:, top:bottom, left:right]
 
 
 Content = Union[bytes, Pixels, Tiled]  # what a picture is decoded from
@@ -247,7 +248,7 @@ def _codec():
 
 @functools.cache
 def _simplejpeg():
-    """A function (content) -> picture, or None."""
+    """A function (content) -> picture, or None: it knows fewer ways to store colours than the others."""
     try:
         import simplejpeg
     except ImportError:
@@ -255,8 +256,11 @@ def _simplejpeg():
     library: Any = simplejpeg  # its stubs say less than it takes
 
     def decode(content):
-        height, width, *_ = library.decode_jpeg_header(content)
-        _refuse_bomb(width, height)
-        return torch.from_numpy(library.decode_jpeg(content)).permute(2, 0, 1)
+        try:
+            height, width, *_ = library.decode_jpeg_header(content)
+            _refuse_bomb(width, height)
+            return torch.from_numpy(library.decode_jpeg(content)).permute(2, 0, 1)
+        except (ValueError, KeyError):
+            return None
 
     return decode

@@ -161,6 +161,8 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
     top, left, bottom, right = box  # with a pixel around it, by which colours are interpolated
     first, last = max(0, (top - 1) // tile_height), min(rows, bottom // tile_height + 1)
     west, east = max(0, (left - 1) // tile_width), min(columns, right // tile_width + 1)
+    if west == columns - 1 and west:
+        west -= 1  # the last one may be so narrow that libjpeg would interpolate its colours in another way
     view = memoryview(content)
     row_ends = ends[first:last, -1].tolist()
     row_begins = [data if first == 0 else int(ends[first - 1, -1]), *row_ends[:-1]]
