@@ -11,6 +11,8 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Iterable
+from typing import Optional
 
 from common.errors import one_line
 
@@ -80,8 +82,8 @@ def judge_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> dict[s
             value = words.pop()
         if name.lstrip("-") in PLATFORM_OPTIONS:
             continue
-        if nearest := _nearest(name, known):
-            parser.error(f"unknown option {one_line(name)[:80]}: did you mean --{nearest}?")
+        if meant := nearest(name, known):
+            parser.error(f"unknown option {one_line(name)[:80]}: did you mean --{meant}?")
         ignored[name.lstrip("-")] = value
     if ignored:
         listed = " ".join(f"--{one_line(name)[:80]}" for name in ignored)[:500]
@@ -89,7 +91,7 @@ def judge_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> dict[s
     return ignored
 
 
-def _nearest(name, known):
+def nearest(name: str, known: Iterable[str]) -> Optional[str]:
     """The option that a mistyped or shortened name may stand for, or None."""
     meant = name.lstrip("-").replace("-", "_")[:64]
     begins = [option for option in known if len(meant) > 2 and option.startswith(meant)]
@@ -101,7 +103,7 @@ def _stands_alone(word, known):
     shown = one_line(word)[:80]
     if re.fullmatch(r"-[A-Za-z].*", word):
         first = sorted(option for option in known if option.startswith(word[1]))
-        near = _nearest(word, known) or next(iter(first), None)
+        near = nearest(word, known) or next(iter(first), None)
         return f"unknown option {shown}: " + (f"did you mean --{near}?" if near else "options begin with two dashes")
     looks_like_data = os.sep in word or os.path.exists(word)
     return f"{shown!r} belongs to no option" + (f": did you mean --data_url {shown}?" if looks_like_data else "")

@@ -101,19 +101,21 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
         if args.data_backend.startswith("packed"):
             remote = args.data_backend == "packed-remote"
             root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
-            return [packed.load(root, split, args.input_dir) for split in ("train", "val")]
+            return [packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))]
         root = storage.fetch(args.data_url, inputs=args.input_dir)
         if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
             raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
-        return [tree.load(os.path.join(root, split), args.input_dir) for split in ("train", "val")]
+        return [
+            tree.load(os.path.join(root, split), args.input_dir) for split in _splits(args, root, os.path.join(root, "train"))
+        ]
 
     moments.announce("data", args)
     splits = [files.within(args.max_megapixels) for files in on_every_rank("data", prepare)]
-    _compare_classes(*splits)
+    _compare_classes(splits[0], splits[-1])
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for files in splits:
             progress.say(files.describe())
-    train, val = (spread(files, limit) for files in splits)
+    train, val = (spread(files, limit) for files in (splits[0], splits[-1]))
     args.class_names, args.test_samples = splits[0].classes, len(val)
     if args.data_backend.endswith("kspeed"):
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
@@ -122,6 +124,12 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
         "autoaugmented": args.augmentation == "autoaugment",
     }
     return Photos(train, size, True, args.seed, **how), Photos(val, size, False, args.seed, **how)
+
+
+def _splits(args, root, training_images):
+    """An evaluation needs no training images; where there are some, their classes are compared."""
+    alone = args.evaluate and not is_address(root) and not os.path.exists(training_images)
+    return ("val",) if alone else ("train", "val")
 
 
 def _compare_classes(train, val):

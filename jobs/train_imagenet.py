@@ -84,7 +84,7 @@ def main():
     val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
-    if not (args.exact or args.min_nodes):  # else its shares decide it
+    if not (args.exact or args.min_nodes or args.evaluate):  # else its shares decide it, or nothing is trained
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
     how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
@@ -325,6 +325,9 @@ def evaluate_alone(args, network, loader, classes, autocast):
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found
         checkpoint.fit(network, checkpoint.to_take_away(state), path, new_head=False)
+        trained = about["arguments"].get("image_size", args.image_size)
+        if trained != args.image_size and distributed.get_rank() == 0:
+            say(f"warning: its run had --image_size {trained}, and this is evaluated with {args.image_size}")
     scores, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
         metrics = {**named(scores), **latency}

@@ -1,5 +1,6 @@
 """What happens before a job starts: python -m launch VERB ..., each verb a small program with a --help of its own."""
 
+import difflib
 import importlib
 import sys
 
@@ -25,8 +26,15 @@ def main(argv: list[str]) -> int:
         return 0
     if not argv or argv[0] not in VERBS:
         lines = [f"    {name:8} {what}" for name, what in VERBS.items()]
-        print("\n".join([str(__doc__), "", *lines]))
-        return 0 if argv in ([], ["-h"], ["--help"]) else 2
+        if argv in ([], ["-h"], ["--help"]):
+            print("\n".join([str(__doc__), "", *lines]))
+            return 0
+        meant = difflib.get_close_matches(argv[0], VERBS, n=1)
+        print(
+            f"error: launch has no verb {argv[0]!r}: " + (f"did you mean {meant[0]}?" if meant else f"give {', '.join(VERBS)}"),
+            file=sys.stderr,
+        )
+        return 2
     try:
         code = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])
         sys.stdout.flush()

@@ -174,6 +174,8 @@ def compose(tags: Sequence[str]) -> list[str]:
     owner: dict[int, str] = {}  # of a base line that is replaced
     for tag in tags:
         own_base, blocks = read(job_of(tag))
+        if not blocks:
+            raise BlockError(f"{job_of(tag)} has no blocks any more, and {tag} is read from there: git checkout {job_of(tag)}")
         if own_base != base:
             raise BlockError(f"{job_of(tag)}: without its blocks it is not {BASE.name}; run python -m launch blocks rebase")
         for block in blocks:
@@ -244,7 +246,7 @@ def show(path: Union[str, Path]) -> str:
     for block in blocks:
         above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.at], 1) if line.strip()]
         parts.append("\n".join([f"# after line {above[-1]}" if above else "# at the top", *block.text]))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or f"{path} has no blocks"
 
 
 def main(argv: list[str]) -> int:
@@ -271,8 +273,17 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
     path = Path(output)
     if path.exists() and read(path)[0] != BASE.read_text().split("\n"):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
+    _refuse_to_lose_a_feature(path, text)
     path.write_text(text)
     print(f"wrote {path}")
+
+
+def _refuse_to_lose_a_feature(path, text):
+    """compose and rebase read the blocks of a feature from its job."""
+    there = read(path)[1] if path.exists() and path.resolve().parent == JOBS else []
+    if any("\n".join(block.text) not in text for block in there):
+        tags = " and ".join(sorted({block.tag for block in there}))
+        raise BlockError(f"{path} would lose blocks, and {tags} is read from there: give another name")
 
 
 def run(options: argparse.Namespace) -> str:

@@ -241,6 +241,23 @@ def test_what_somebody_wrote_is_never_lost(house, capsys, tmp_path):
     assert "exists and is not train.py with blocks" in capsys.readouterr().err and mine.read_text() == "my own work\n"
 
 
+def test_the_file_that_a_feature_is_read_from_does_not_lose_it(house, capsys, tmp_path):
+    job = house / "train_ddp.py"
+    before = job.read_text()
+    for words in (["revert", str(job)], ["compose", "DP"]):
+        assert blocks.main([*words, "-o", str(job)]) == 2
+        assert "train_ddp.py would lose blocks, and DDP is read from there" in capsys.readouterr().err
+    assert job.read_text() == before
+    assert blocks.main(["compose", "DDP", "-o", str(job)]) == 0 and job.read_text() == before
+    assert blocks.main(["revert", str(job), "-o", str(tmp_path / "single.py")]) == 0
+    job.write_text((house / "train.py").read_text())  # by hand
+    capsys.readouterr()
+    assert blocks.main(["compose", "DDP", "AMP"]) == 2
+    assert "train_ddp.py has no blocks any more" in capsys.readouterr().err
+    assert blocks.main(["show", str(job)]) == 0
+    assert "train_ddp.py has no blocks" in capsys.readouterr().out
+
+
 # --- The form of ModelArts' sample -----------------------------------------------------------------------------------------
 
 # The same line opens and closes a block. The commas are those of ASCII or of full width, also in one pair of lines.

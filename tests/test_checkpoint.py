@@ -126,7 +126,9 @@ def test_half_a_save_is_no_checkpoint_and_is_swept(folder):
 def test_when_all_are_damaged_nothing_is_overwritten_in_silence(folder):
     for path in folder.glob("*.pt"):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"all 3 checkpoints .* are damaged; start afresh with --resume never"):
+    with pytest.raises(
+        UserError, match=r"all 3 checkpoints .* are damaged; start afresh in another output folder, or here with --resume never"
+    ):
         checkpoint.newest(str(folder), lambda _: None)
 
 

@@ -206,6 +206,19 @@ def test_one_checkpoint_or_the_weights_of_one_epoch_are_exported_too(cifar, tmp_
     assert torch.load(tmp_path / "two" / "weights.pth").keys() == torch.load(epoch).keys()
 
 
+def test_whole_weights_are_exported_where_all_checkpoints_are_damaged(cifar, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(cifar, run)
+    for path in (run / "checkpoints").glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-100])
+    epoch = sorted(run.glob("epoch_*.pth"))[0]
+    words = [epoch, "--format", "torch", "--output", tmp_path / "out"]
+    assert "does not say its classes: give --classes FILE" in refused(capsys, *words)
+    (tmp_path / "names").write_text("".join(f"class {number}\n" for number in range(10)))
+    assert export.main(list(map(str, [*words, "--classes", tmp_path / "names"]))) == 0
+    assert torch.load(tmp_path / "out" / "weights.pth").keys() == torch.load(epoch).keys()
+
+
 def refused(capsys, *words):
     code = export.main(list(map(str, words)))
     said = capsys.readouterr().err

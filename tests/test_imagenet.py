@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -147,6 +148,20 @@ def test_evaluation_alone_gives_the_numbers_of_the_training(trained, photographs
         row["loss"], rel=1e-6
     )  # the averaged weights
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"evaluation.json"}
+    assert "warning: its run had" not in done.stdout
+
+
+def test_an_evaluation_needs_no_training_images(trained, photographs, tmp_path):
+    """Nor as many as a batch has; and it says where the pictures have another size than in the run."""
+    checkpoint = trained[0] / "out" / "checkpoints" / "000000000144.pt"
+    shutil.copytree(photographs / "val", tmp_path / "alone" / "val")
+    options = ["--data_url", tmp_path / "alone", *SMALL, "--evaluate", "true", "--resume", checkpoint, "--batch_size", 1000]
+    run_job("train_imagenet", tmp_path, *options)
+    row, theirs = json.loads((tmp_path / "out" / "evaluation.json").read_text()), last_row(trained[0])
+    assert (row["accuracy"], row["loss"]) == (theirs["accuracy"], pytest.approx(theirs["loss"], rel=1e-5))
+    (tmp_path / "smaller").mkdir()
+    done = run_job("train_imagenet", tmp_path / "smaller", *options, "--image_size", 48)
+    assert re.search(r"warning: its run had --image_size \d+, and this is evaluated with 48", done.stdout)
 
 
 def test_weights_for_other_classes_are_taken_but_for_the_last_layer(trained, tmp_path):

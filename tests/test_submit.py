@@ -191,7 +191,7 @@ BAD = [
     ("kubeflow", {"code_url": "s3://b/code"}, "--code_url is s3://b/code: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and underscores"),
     ("slurm", {"data_url": "s3:///x"}, "--data_url is s3:///x: the name of a bucket has"),
     ("local", {"output_url": "obs://-a-/x"}, "--output_url is obs://-a-/x: the name of a bucket has"),
-    ("volcano", {"volumes": ("shared",)}, "--volumes shared: give CLAIM:/FOLDER"),
+    ("volcano", {"volumes": ("shared",)}, "--volumes shared: give claim:/FOLDER"),
     ("volcano", {"runtime": "x"}, "--runtime is for kubeflow, not for volcano"),
     ("slurm", {"output_url": "ftp://host/x"}, "--output_url is ftp://host/x: give a folder or s3://, obs://, oss://"),
     ("slurm", {"code_url": "s3://bkt/code"}, "slurm needs a folder that every node sees"),
@@ -204,6 +204,9 @@ BAD = [
     ("local", {"arguments": ("--epochs",)}, "'--epochs' does not have the form --NAME VALUE"),
     ("local", {"arguments": ("2",)}, "'2' does not have the form --NAME VALUE"),
     ("local", {"arguments": ("--epochs", "1", "--epochs=2")}, "--epochs is given twice"),
+    ("slurm", {"arguments": ("--epoch", "30")}, "--epoch is no option of jobs/train_ddp.py: did you mean --epochs?"),
+    ("slurm", {"arguments": ("--weight-dekay", "0.1")}, "--weight-dekay is no option of jobs/train_ddp.py: did you mean --weight_decay?"),
+    ("volcano", {"volumes": ("SHARED:/mnt",)}, "--volumes SHARED:/mnt: give claim:/FOLDER, a PersistentVolumeClaim (a-z, 0-9 and -)"),
     ("local", {"arguments": ("--world_size", "2")}, "--world_size is set by the platform: leave it out"),
     ("local", {"arguments": ("--train_url", "/x")}, "--train_url is among the job's options: give --output_url before the --"),
     ("local", {"arguments": ("--data_source", "/x")}, "--data_source is among the job's options: give --data_url before the --"),
@@ -315,7 +318,7 @@ def test_the_commands_of_the_table_of_platforms_are_requests_without_a_mistake()
     rows = re.findall(r"^\| [^|]+ \| `([a-z-]+ --[^`]+)` \|$", (ROOT / "docs" / "platforms.md").read_text(), re.MULTILINE)
     assert [row.split()[0] for row in rows] == ["modelarts", "pai-dlc", "sagemaker", "kubeflow", "slurm"]
     for row in rows:
-        words = row.replace("ARN", OWN["sagemaker"]["role"]).replace("CLAIM", "claim").split()
+        words = row.replace("ARN", OWN["sagemaker"]["role"]).split()
         options = submit.parser().parse_args(["jobs/train_ddp.py", "--nodes", "2", "--gpus", "8", "--platform", *words])
         assert wrong(submit.ask(options, ["--epochs", "30"], datetime.datetime(2026, 1, 2))) == [], row
 

@@ -103,7 +103,10 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
     if unmatched or (other_shapes and not new_head) or len(other_shapes) > 2:
         names = ", ".join((unmatched + other_shapes)[:3])
-        raise UserError(f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit")
+        raise UserError(
+            f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit; "
+            "give the options of its run, such as --arch or --width"
+        )
     network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)
     return other_shapes
 
@@ -235,7 +238,7 @@ def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str
         except UserError as error:
             say(f"warning: {error}; trying the one before it")
     if existing:
-        afresh = "start afresh with --resume never --overwrite true"
+        afresh = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
         raise UserError(f"all {len(existing)} checkpoints in {folder} are damaged; {afresh}")
     return None
 

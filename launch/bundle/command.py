@@ -9,6 +9,7 @@ sources give the same bytes.
 
 import argparse
 import ast
+import functools
 import hashlib
 import os
 import re
@@ -29,8 +30,8 @@ LOADER = "launch/bundle/importer.py"
 # The line by which a job finds the repository, and what a bundle has in its place.
 FINDS_THE_REPOSITORY = re.compile(r"^sys\.path\.insert\(0, .*$", re.MULTILINE)
 FINDS_ITSELF = (
-    f"exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1]); "
-    "sys.meta_path.insert(0, Bundle(__file__))  # the modules are below"
+    f"BUNDLE = {{}}; exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1], BUNDLE); "
+    "sys.meta_path.insert(0, BUNDLE['Bundle'](__file__))  # the modules are below"
 )
 
 MADE_BY = "Made by python -m launch bundle"  # a file that says so may be replaced
@@ -53,6 +54,17 @@ def modules_of(job: Union[str, Path]) -> list[str]:
             places |= new
             left += [ROOT / place for place in new]
     return sorted(places)
+
+
+@functools.lru_cache(maxsize=1)
+def option_names(job: Union[str, Path]) -> list[str]:
+    """What the job and its modules write as --NAME: its options, found without starting it, and a few words more."""
+    found: set[str] = set()
+    for path in [Path(job), *(ROOT / place for place in modules_of(job))]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(re.findall(r"^--([A-Za-z]\w*)", node.value))
+    return sorted(found)
 
 
 def _imports(path: Path) -> Iterator[str]:

@@ -9,6 +9,7 @@ bytes of pictures (uint8) and normalises them itself; preprocess.py makes those 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -68,8 +69,11 @@ def find(run: str) -> Found:
     if os.path.exists(re.sub(r"\.pt$", "", run) + ".json"):
         return _of_checkpoint(*checkpoint.read(run), run)
     epoch = re.fullmatch(r"epoch_(\d+)\.pth", os.path.basename(run))
-    there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints")) if epoch else None
     weights = checkpoint.read_weights(run)
+    there = None
+    if epoch:
+        with contextlib.suppress(UserError):  # all are damaged, as it has said; they would only tell more about these weights
+            there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
     if not there:
         return Found(run, weights, {}, [], None)
     state, about, _ = there

@@ -27,8 +27,8 @@ def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]
         return None
     if arch is None:
         raise UserError(
-            f"{one_line(path)} does not say which network of torchvision it is of: give --arch NAME; only those and the "
-            "ResNet-18 of the CIFAR jobs can be exported"
+            f"{one_line(path)} does not say of which network it is: give --arch NAME if it is torchvision's; one of your own "
+            "is exported by your own program (docs/your_own.md)"
         )
     return arch
 

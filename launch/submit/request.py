@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
+from common import typed
 from common.errors import UserError, one_line
 from common.secrets import is_secret, mask
 from common.storage.bucket import ADDRESS
@@ -80,7 +81,7 @@ class Request:
     role: Optional[str] = option("ARN of the role that the job runs as", used_by=("sagemaker",), needed_by=("sagemaker",))
     namespace: str = option("namespace of the cluster", "default", used_by=CLUSTERS)
     runtime: Optional[str] = option("a ClusterTrainingRuntime: makes a TrainJob instead of a PyTorchJob", used_by=("kubeflow",))
-    volumes: tuple[str, ...] = option("CLAIM:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
+    volumes: tuple[str, ...] = option("claim:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
     secret: Optional[str] = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
     script_line: tuple[str, ...] = option(
         "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load python'; may be given again",
@@ -170,7 +171,7 @@ def _forms(request: Request) -> Iterator[str]:
         yield wrong
     for volume in request.volumes:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[^:]*", volume):
-            yield f"--volumes {volume}: give CLAIM:/FOLDER, the name of a PersistentVolumeClaim and where to mount it"
+            yield f"--volumes {volume}: give claim:/FOLDER, a PersistentVolumeClaim (a-z, 0-9 and -) and where to mount it"
 
 
 def _addresses(request: Request) -> Iterator[str]:
@@ -201,7 +202,7 @@ def _nested(request: Request) -> Iterator[str]:
 
 
 def _arguments(request: Request) -> Iterator[str]:
-    seen = set()
+    seen, known = set(), [] if missing_job(request.job, ROOT) else bundle.option_names(ROOT / request.job)
     for name, value in _pairs(request.arguments):
         plain = name.lstrip("-").replace("-", "_")
         if value is None:
@@ -212,6 +213,8 @@ def _arguments(request: Request) -> Iterator[str]:
             yield f"{name} is among the job's options: give {PLACES[plain]} before the --, because the platform needs it"
         elif plain in seen:
             yield f"{name} is given twice"
+        elif plain not in known and (meant := typed.nearest(name, known)):
+            yield f"{name} is no option of {request.job}: did you mean --{meant}?"
         seen.add(plain)
 
 
