@@ -271,19 +271,13 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
         print(text, end="" if text.endswith("\n") else "\n")
         return
     path = Path(output)
-    if path.exists() and read(path)[0] != BASE.read_text().split("\n"):
+    base, blocks = read(path) if path.exists() else (None, [])
+    if base not in (None, BASE.read_text().split("\n")):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
-    _refuse_to_lose_a_feature(path, text)
+    if path.resolve().parent == JOBS and any("\n".join(block.text) not in text for block in blocks):
+        raise BlockError(f"{path} would lose blocks that compose and rebase read from there: give another name")
     path.write_text(text)
     print(f"wrote {path}")
-
-
-def _refuse_to_lose_a_feature(path, text):
-    """compose and rebase read the blocks of a feature from its job."""
-    there = read(path)[1] if path.exists() and path.resolve().parent == JOBS else []
-    if any("\n".join(block.text) not in text for block in there):
-        tags = " and ".join(sorted({block.tag for block in there}))
-        raise BlockError(f"{path} would lose blocks, and {tags} is read from there: give another name")
 
 
 def run(options: argparse.Namespace) -> str:

@@ -246,7 +246,7 @@ def test_the_file_that_a_feature_is_read_from_does_not_lose_it(house, capsys, tm
     before = job.read_text()
     for words in (["revert", str(job)], ["compose", "DP"]):
         assert blocks.main([*words, "-o", str(job)]) == 2
-        assert "train_ddp.py would lose blocks, and DDP is read from there" in capsys.readouterr().err
+        assert "train_ddp.py would lose blocks that compose and rebase read from there" in capsys.readouterr().err
     assert job.read_text() == before
     assert blocks.main(["compose", "DDP", "-o", str(job)]) == 0 and job.read_text() == before
     assert blocks.main(["revert", str(job), "-o", str(tmp_path / "single.py")]) == 0
