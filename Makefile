@@ -7,6 +7,7 @@ QUICK := house alike blocks arguments world checkpoint scores formats smoke
 
 $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing packages of several GB into $(VENV), which takes minutes and says nothing"
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 

@@ -70,6 +70,7 @@ class Told(Squares):
             len(about.dataset),
             torch.initial_seed(),
             torch.get_num_threads(),
+            os.getpriority(os.PRIO_PROCESS, 0),
         )
 
 

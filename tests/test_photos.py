@@ -96,7 +96,7 @@ def test_the_order_and_labels_are_those_of_torchvision(folder):
     assert [(found.path(number), int(found.labels[number])) for number in range(len(found))] == expected
     assert found.classes == theirs.classes and len(left_out) == sum(isinstance(verdict, str) for _, verdict in FILES.values())
     assert "left out, cut off: 2 (the first is kinds/cut.jpg)" in found.describe()
-    assert "6 of them in an unusual form" in found.describe()
+    assert "6 of them no plain JPEGs" in found.describe()
 
 
 def test_both_splits_have_the_same_classes(tmp_path, monkeypatch, capsys):

@@ -25,6 +25,7 @@ from datasets.dpex.child import START_SECONDS, repository, start_python
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine
 PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
+EQUAL = {"RAY_worker_niceness": "0"}  # torch's workers have the rank's priority, too; Ray's give way to all that a machine does
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -86,7 +87,7 @@ def _start_owner(folder):
     with open(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **PATIENT, **QUIET}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), **LOOPBACK, **PATIENT, **EQUAL, **QUIET}
     for name in ("common", "datasets"):  # a copy: the first rank's own files may be deleted before the cluster ends
         shutil.rmtree(folder / name, ignore_errors=True)  # of a former cluster
         shutil.copytree(os.path.join(repository(), name), folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -97,7 +97,7 @@ class Tree:
         """One line for the log."""
         text = f"{self.folder}: {len(self)} images of {len(self.classes)} classes"
         if self.special.any():
-            text += f", {int(self.special.sum())} of them in an unusual form"
+            text += f", {int(self.special.sum())} of them no plain JPEGs"
         for reason, names in sorted(self.left_out.items()):
             text += f"; left out, {reason}: {len(names)} (the first is {one_line(names[0])})"
         return text
