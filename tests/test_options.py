@@ -88,3 +88,12 @@ def test_launch_says_which_version_it_is():
         [sys.executable, "-m", "launch", "--version"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "anyrank 0.2.0\n", "")
+
+
+def test_a_verb_that_is_none_is_one_line_with_the_nearest():
+    for word, said in (("bundel", "did you mean bundle?"), ("nothing", "give blocks, doctor, ")):
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", word], cwd=ROOT, env=environment(), capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"error: launch has no verb '{word}': {said}")

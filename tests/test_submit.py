@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from launch.submit import command as submit
-from launch.submit import kubernetes, main, modelarts, pai_dlc, sagemaker, slurm
+from launch.submit import kubernetes, main, modelarts, pai_dlc, request, sagemaker, slurm
 from launch.submit.command import PLATFORMS, fresh, parser
 from launch.submit.request import Request, describe, mistakes
 from launch.submit.secrets import secrets
@@ -48,9 +48,9 @@ def ask(platform, **changes):
     return Request(platform=platform, **{**SHARED, **OWN[platform], **changes})
 
 
-def wrong(request):
-    own = FILES[request.platform].mistakes(request) if request.platform in FILES else []
-    return [*mistakes(request), *own, *secrets(request)]
+def wrong(asked):
+    own = FILES[asked.platform].mistakes(asked) if asked.platform in FILES else []
+    return [*mistakes(asked), *own, *secrets(asked)]
 
 
 def at(body, path):
@@ -307,6 +307,14 @@ def test_mistakes_are_printed_one_to_a_line(capsys):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("error: ") == printed.err.count("\n") == 3
     assert "\x1b" not in printed.err
+
+
+def test_a_job_that_is_no_python_is_a_mistake(monkeypatch, tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").write_text("import torch\nfor\n")
+    monkeypatch.setattr(request, "ROOT", tmp_path)
+    (line,) = wrong(ask("slurm", job="jobs/train.py"))
+    assert re.fullmatch(r"jobs/train.py is no Python: invalid syntax \(\S*train.py, line 2\)", line)
 
 
 def test_neither_a_job_nor_one_to_stop_is_a_mistake(capsys):

@@ -202,7 +202,11 @@ def _nested(request: Request) -> Iterator[str]:
 
 
 def _arguments(request: Request) -> Iterator[str]:
-    seen, known = set(), [] if missing_job(request.job, ROOT) else bundle.option_names(ROOT / request.job)
+    seen, known = set(), []
+    try:
+        known = [] if missing_job(request.job, ROOT) else bundle.option_names(ROOT / request.job)
+    except SyntaxError as error:
+        yield f"{request.job} is no Python: {one_line(error)}"
     for name, value in _pairs(request.arguments):
         plain = name.lstrip("-").replace("-", "_")
         if value is None:

@@ -154,7 +154,7 @@ def main(argv=None):
     torch.set_num_threads(1)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)  # of the cluster of the peers, which is gone with this program
-    os.environ["RAY_worker_niceness"] = "0"  # of the peers' workers, as ours have it; 15 would count on a busy machine alone
+    os.environ.update(RAY_worker_niceness="0")  # of the peers' workers, as ours have it; 15 would count on a busy machine alone
     print(machine(), "\n\n| transform | form | batches/s, median (range) | ms a batch | of the first |\n|---|---|---|---|---|")
     how = {"batch_size": BATCH, "num_workers": options.workers, "persistent_workers": True}
     for kind in (kind for kind in KINDS if kind in options.kinds):
