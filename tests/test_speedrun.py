@@ -126,6 +126,17 @@ def test_a_block_of_the_resnet_begins_with_its_shortcut_alone():
     assert torch.equal(block(images), images)
 
 
+def test_the_resnet_begins_with_filters_that_patches_differ_by():
+    torch.manual_seed(0)
+    images = torch.randint(256, (50, 3, 16, 16)).float().cumsum(-1).cumsum(-2).remainder(256).to(torch.uint8)
+    filters = next(speedrun.resnet(images).parameters())
+    torch.testing.assert_close(filters.flatten(1).norm(dim=1), torch.ones(64))
+    torch.testing.assert_close(filters[27:54], -filters[:27])
+    answers = torch.nn.functional.conv2d(speedrun.normalised(images), filters[:27]).transpose(0, 1).flatten(1)
+    moments = answers @ answers.T / answers.shape[1]
+    assert (moments - moments.diagonal().diag()).abs().max() < 1e-3 * moments.max()
+
+
 def test_the_norms_are_measured_on_the_pictures_as_they_are():
     model = torch.nn.Sequential(torch.nn.BatchNorm2d(3)).train()
     model(torch.randn(8, 3, 4, 4) + 100)
