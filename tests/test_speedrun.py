@@ -55,7 +55,7 @@ def test_a_smaller_picture_has_the_same_mean(monkeypatch):
 
 
 def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(monkeypatch):
-    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (5, 0.0, {16: 1, 32: 1}))
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (5, 0.0, 0.6, {16: 1, 32: 1}))
     images = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8)
     seen, pictures = [], speedrun.pictures
     monkeypatch.setattr(speedrun, "pictures", lambda *given: (seen.append(given[1:]), pictures(*given))[1])
@@ -173,7 +173,7 @@ def main(monkeypatch, *options):
 
 @pytest.mark.rehearsal
 def test_it_learns_synthetic_images_and_keeps_its_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (25, 0.0, {16: 2, 32: 1}))
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (25, 0.0, 0.6, {16: 2, 32: 1}))
     main(monkeypatch, f"--output_dir={tmp_path}", "--runs=2", "--max_samples=500")
     rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [0, 1]
@@ -195,7 +195,7 @@ def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
 
 
 def test_the_same_seed_gives_the_same_network(monkeypatch):
-    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, 0.1, {32: 1}))
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, 0.1, 0.6, {32: 1}))
     images, labels = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,))
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
     one, same, other = (speedrun.run(arguments, torch.device("cpu"), (images, labels), seed).state_dict() for seed in (1, 1, 2))
