@@ -301,7 +301,7 @@ def resnet(images):
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
             module.forward = functools.partial(convolved, module)  # pyright: ignore[reportAttributeAccessIssue] (a method)
-    first, filters = next(model.parameters()).detach(), directions(normalised(images[:1000]), 3)[1].cpu()
+    first, filters = next(model.parameters()).detach(), directions(images[:1000], 3)[1]
     others = functional.normalize(first.flatten(1)).view_as(first)
     first.copy_(torch.cat([filters, -filters, others])[: len(first)])
     for name, parameter in model.named_parameters():
@@ -312,7 +312,7 @@ def resnet(images):
 
 def directions(images, size):
     """(how much patches of size x size differ in each of some directions at right angles, these as filters of length one)"""
-    patches = functional.unfold(images, size).transpose(1, 2).flatten(0, 1)
+    patches = functional.unfold(normalised(images.cpu()), size).transpose(1, 2).flatten(0, 1)
     values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
     return values, vectors.T.reshape(-1, 3, size, size)
 
@@ -341,7 +341,7 @@ class Small(nn.Sequential):
 
     def __init__(self, images):
         whiten = nn.Conv2d(3, 24, kernel_size=2)
-        values, filters = directions(normalised(images[:5000]), 2)
+        values, filters = directions(images[:5000], 2)
         filters = filters / (values + 5e-4).sqrt().view(-1, 1, 1, 1)  # so that patches differ as much by each
         whiten.weight.requires_grad_(False).copy_(torch.cat([filters, -filters]))
         super().__init__(whiten, nn.GELU(), *self.group(24, 64), *self.group(64, 256), *self.group(256, 256))
