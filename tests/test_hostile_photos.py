@@ -90,7 +90,7 @@ def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(
         (tmp_path / split / "a" / "1.jpg").write_bytes(JPEG)
     (tmp_path / "train" / "a" / "large.png").write_bytes(encoded(Image.new("1", (10_000, 10_000)), "PNG"))
     args = SimpleNamespace(
-        custom_data=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, interpolation="bilinear", augmentation="none", seed=0, input_dir="input_dir",
+        custom_data=False, evaluate=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, interpolation="bilinear", augmentation="none", seed=0, input_dir="input_dir",
         max_megapixels=files.MEGAPIXELS,
     )  # fmt: skip
     assert [len(split) for split in imagenet.load(args)] == [1, 1]

@@ -109,6 +109,7 @@ def test_both_splits_have_the_same_classes(tmp_path, monkeypatch, capsys):
     (tmp_path / "train" / "a" / "0.jpg").write_bytes(b"")
     args = SimpleNamespace(
         custom_data=False,
+        evaluate=False,
         data_backend="pytorch",
         data_url=str(tmp_path),
         max_samples=None,

@@ -64,8 +64,7 @@ class Hub:
                 told = now
                 self._say(f"waiting for {self._missing()}, {now - begun:.0f} s")
             if now - begun >= seconds and len(self.lines) < nodes - 1:
-                what = "start it, open this node's port to it, or give --join_seconds more"
-                self._refuse_all(f"{self._missing()} did not come within {seconds:.0f} s: {what}")
+                self._refuse_all(f"{self._missing()} did not come within {seconds:.0f} s")
         self._complete = True
 
     def _missing(self):
