@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from datasets.memory import KNOWN, Memory, as_array, as_tensor, mapped
+from datasets.memory import HAS_MEMFD, Memory, as_array, as_tensor, mapped
 
 SMALL = 1 << 16  # bytes; fewer go in the message itself
 
 
 def begin() -> None:
     """In such a process: from here on its tensors go this way."""
-    if KNOWN:
+    if HAS_MEMFD:
         ForkingPickler.register(torch.Tensor, functools.partial(_reduced, Memory()))
 
 

@@ -18,7 +18,7 @@ from typing import Any, Optional
 LARGE = 1 << 20  # bytes; for smaller tensors it is not worth it, and sizes are multiples of it
 SPARE = 4  # free blocks that are kept
 MOST = 32  # blocks in all: of what the training process keeps longer, the rest is its own
-KNOWN = hasattr(os, "memfd_create")  # a Python that was built for an old system does not know such memory
+HAS_MEMFD = hasattr(os, "memfd_create")  # a Python that was built for an old system does not
 
 
 class Block:

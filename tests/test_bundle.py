@@ -60,7 +60,11 @@ def started(folder, path, *options, launcher=(sys.executable,), check=0):
 def test_the_job_comes_first_line_for_line_and_every_module_as_it_is(name):
     lines, job = bundle.bundle(ROOT / "jobs" / name).split("\n"), (ROOT / "jobs" / name).read_text().split("\n")
     changed = [number for number, line in enumerate(job[:-1]) if lines[number] != line]
-    assert len(changed) == 1 and job[changed[0]].startswith("sys.path.insert(0, ") and "(__file__)" in lines[changed[0]]
+    assert (
+        len(changed) == 1
+        and job[changed[0]].startswith("sys.path.insert(0, ")
+        and "BUNDLE['Bundle'](__file__)" in lines[changed[0]]
+    )
     ast.parse("\n".join(lines))
     sections = re.findall(r"^# ==== (\S+) =+\nr'''\n(.*?)^'''$", "\n".join(lines), re.DOTALL | re.MULTILINE)
     assert [place for place, _ in sections] == [*bundle.modules_of(ROOT / "jobs" / name), bundle.LOADER]

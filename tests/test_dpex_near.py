@@ -16,6 +16,7 @@ from datasets import memory
 from datasets.dpex import near, wire, worker
 from datasets.dpex.worker import COLLATED
 from datasets.memory import Memory
+from tests.jobs import PATIENCE
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_a_data_set_that_forks_and_puts_batches_together_there_gets_them_right(e
 
 
 def test_two_threads_never_have_the_same_memory():
-    memory_of_both, meeting, seen = Memory(), threading.Barrier(2), [[], []]
+    memory_of_both, meeting, seen = Memory(), threading.Barrier(2, timeout=PATIENCE), [[], []]
 
     def work(mine):
         for _ in range(1000):
@@ -188,7 +189,7 @@ def test_where_python_does_not_know_such_memory_batches_go_over_ray(tmp_path, en
     packed = wire.pack(made(3.0))
     monkeypatch.delattr(os, "memfd_create")
     for room in (near, wire):
-        monkeypatch.setattr(room, "KNOWN", False)
+        monkeypatch.setattr(room, "HAS_MEMFD", False)
     assert not near.Sender(ends[0].path, Memory()).connected
     descriptors, places = wire.lay_out(packed.buffers)
     images, numbers = wire.unpack(packed.header, wire.map_buffers(descriptors, places))

@@ -116,7 +116,7 @@ def test_where_there_is_no_such_memory_torch_does_it_in_its_own_way():
 
 def test_where_python_does_not_know_such_memory_torch_does_it_too(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(handover, "KNOWN", False)
+    monkeypatch.setattr(handover, "HAS_MEMFD", False)
     assert [int(batch[0, 0, 0]) for batch in batches(Large())] == list(range(12))
 
 

@@ -41,8 +41,7 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
             say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
             return True
     if numbers and not here:
-        afresh = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
-        raise UserError(f"all {len(numbers)} checkpoints in {args.output_url} are damaged; {afresh}")
+        raise UserError(f"all {len(numbers)} checkpoints in {args.output_url} are damaged; {checkpoint.AFRESH}")
     return True
 
 

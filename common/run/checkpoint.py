@@ -26,6 +26,7 @@ from common.files import TEMPORARY, give_name, remove, write_aside, write_atomic
 from common.processes import collectives
 
 NAME = re.compile(r"(\d{12})\.json")
+AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
 
 
@@ -238,8 +239,7 @@ def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str
         except UserError as error:
             say(f"warning: {error}; trying the one before it")
     if existing:
-        afresh = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
-        raise UserError(f"all {len(existing)} checkpoints in {folder} are damaged; {afresh}")
+        raise UserError(f"all {len(existing)} checkpoints in {folder} are damaged; {AFRESH}")
     return None
 
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Client, Listener
 from typing import Any, NamedTuple, Optional
 
 from datasets.dpex.wire import Packed, Place, lay_out, receive_descriptors, send_descriptors
-from datasets.memory import KNOWN, Memory
+from datasets.memory import HAS_MEMFD, Memory
 
 NUMBERS = itertools.count()  # of the sockets of this process
 SECONDS = 60  # in which a batch is here after Ray has said that it is made
@@ -98,7 +98,7 @@ class Sender:
     def __init__(self, path: Optional[str], memory: Memory) -> None:
         self._memory = memory
         self._connection: Any = None
-        if path and KNOWN:
+        if path and HAS_MEMFD:
             with contextlib.suppress(OSError):  # another user's, or in another container
                 self._connection = Client(path, "AF_UNIX")
 

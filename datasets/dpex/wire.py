@@ -19,7 +19,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Callable, NamedTuple, Optional
 
-from datasets.memory import KNOWN, LARGE, Memory, as_array, as_tensor, mapped
+from datasets.memory import HAS_MEMFD, LARGE, Memory, as_array, as_tensor, mapped
 
 ALIGNMENT = 64  # bytes; as torch allocates
 
@@ -88,7 +88,7 @@ def lay_out(buffers: Buffers, memory: Optional[Memory] = None) -> tuple[list[int
 
 
 def _anonymous():
-    if KNOWN:
+    if HAS_MEMFD:
         return os.memfd_create("batch")
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         return os.dup(file.fileno())
