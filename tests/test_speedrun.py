@@ -203,6 +203,21 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
     assert not torch.equal(one["0.bias"], other["0.bias"])
 
 
+def test_biases_alone_learn_fast(monkeypatch):
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, 0.0, 0.6, {32: 1}))
+    images, labels = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,))
+    made, sgd = [], torch.optim.SGD
+    monkeypatch.setattr(torch.optim, "SGD", lambda groups, **how: made.append(sgd(groups, **how)) or made[-1])
+    arguments = type("Arguments", (), {"net": "small", "target": 0.8})
+    model = speedrun.run(arguments, torch.device("cpu"), (images, labels), seed=0)
+    rates = {id(parameter): group["lr"] for group in made[0].param_groups for parameter in group["params"]}
+    named = {name: rates.pop(id(parameter)) for name, parameter in model.named_parameters() if id(parameter) in rates}
+    slow = {rate for name, rate in named.items() if not name.endswith("bias")}
+    fast = {rate for name, rate in named.items() if name.endswith("bias")}
+    assert not rates and len(slow) == len(fast) == 1
+    assert fast.pop() / slow.pop() == pytest.approx(speedrun.BIAS_RATE / speedrun.OTHER_RATE)
+
+
 @pytest.mark.usefixtures("reachable")
 def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tmp_path):
     there = []
