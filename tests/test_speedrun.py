@@ -203,7 +203,7 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
     assert not torch.equal(one["0.bias"], other["0.bias"])
 
 
-def test_biases_alone_learn_fast(monkeypatch):
+def test_norms_and_biases_alone_learn_fast(monkeypatch):
     monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, 0.0, 0.6, {32: 1}))
     images, labels = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,))
     made, sgd = [], torch.optim.SGD
@@ -211,11 +211,9 @@ def test_biases_alone_learn_fast(monkeypatch):
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
     model = speedrun.run(arguments, torch.device("cpu"), (images, labels), seed=0)
     rates = {id(parameter): group["lr"] for group in made[0].param_groups for parameter in group["params"]}
-    named = {name: rates.pop(id(parameter)) for name, parameter in model.named_parameters() if id(parameter) in rates}
-    slow = {rate for name, rate in named.items() if not name.endswith("bias")}
-    fast = {rate for name, rate in named.items() if name.endswith("bias")}
-    assert not rates and len(slow) == len(fast) == 1
-    assert fast.pop() / slow.pop() == pytest.approx(speedrun.BIAS_RATE / speedrun.OTHER_RATE)
+    slow, norm, bias = (rates.pop(id(parameter)) for parameter in (model[-1].weight, model[4].weight, model[4].bias))
+    assert isinstance(model[4], torch.nn.BatchNorm2d) and set(rates.values()) == {norm} == {bias}
+    assert norm / slow == pytest.approx(speedrun.NORM_RATE / speedrun.LAST_RATE)
 
 
 @pytest.mark.usefixtures("reachable")
