@@ -1,6 +1,6 @@
 """ResNet-18 on CIFAR-10 to 80 % on one CPU core in the least time that we have found; 94 % on a GPU has not been measured yet.
 
-    ResNet-18     80.63 % (79.95 to 80.97)    591 CPU-seconds of an AMD EPYC, 4 runs, with 2 % fewer steps than now; 2026-11-23
+    ResNet-18     80.57 % (80.29 to 80.85)    600 CPU-seconds of an AMD EPYC (596 to 613), 5 runs; 2026-11-23
       before      79.99, 80.33 %              698 CPU-seconds, the same
       before      80.48 % (80.38 to 80.59)    557 CPU-seconds of an Intel Xeon with AMX (552 to 568), 3 runs; 2026-11-21
     --net small   80.68 % (80.57 to 80.80)     78 CPU-seconds, the same Xeon (73 to 82), 3 runs
