@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
@@ -15,9 +16,17 @@ import pytest
 from common import moments
 from tests.jobs import ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
+from tests.packages import only_what_was_asked_for
 from tests.ranks import TWO
 from tests.stores import MIB, fill
 from tests.test_data import write_folder
+
+sys.addaudithook(only_what_was_asked_for)
+
+
+def pytest_xdist_auto_num_workers():
+    """Half as many again as there are cores: many tests wait for processes that they have started."""
+    return int(1.5 * len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(autouse=True)

@@ -1,35 +1,17 @@
 """Several hosts on one machine: network namespaces, joined by a bridge, each with its own address and its own folder."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.jobs import ROOT, Popen, environment
-
-
-def need_namespaces():
-    """Get what is missing as root on Debian; elsewhere skip and say what to install. In CI a skip is a failure."""
-    why = None
-    if os.geteuid():
-        why = "network namespaces need root"
-    elif not shutil.which("ip"):
-        if shutil.which("apt-get"):
-            subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
-            subprocess.run(["apt-get", "install", "-y", "-qq", "iproute2"], check=False, capture_output=True)
-        if not shutil.which("ip"):
-            why = "network namespaces need the program ip: install iproute2"
-    if why and os.environ.get("CI"):
-        pytest.fail(why)
-    if why:
-        pytest.skip(why)
-
 
 NUMBERS = itertools.count()
 NAMED = Path("/etc/netns")  # where ip finds what a host has in place of /etc/hosts
@@ -44,10 +26,12 @@ class Hosts:
         self.names = [f"ar{own}-{number}" for number in range(count)]
         self.bridge = f"ar{own}"
         self.folders = [folder / f"host{number}" for number in range(count)]
-        self.called, self.forked = called, forked
+        self.called, self.forked, self.outside = called, forked, outside
         self.processes = []
         ip("link", "add", self.bridge, "type", "bridge")
         if outside:
+            self.lock = open(Path(tempfile.gettempdir()) / "anyrank-outside.lock", "w")  # noqa: SIM115 (until close)
+            fcntl.flock(self.lock, fcntl.LOCK_EX)  # one at a time has this address
             left = subprocess.run(["ip", "-o", "addr", "show", "to", OUTSIDE], check=True, capture_output=True, text=True)
             for line in left.stdout.splitlines():  # by a test that was killed: answers would go to its bridge
                 ip("link", "del", line.split()[1])
@@ -124,6 +108,8 @@ class Hosts:
             ip("netns", "del", name)
             shutil.rmtree(NAMED / name, ignore_errors=True)
         ip("link", "del", self.bridge)
+        if self.outside:
+            self.lock.close()
 
 
 def ip(*words):

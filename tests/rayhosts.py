@@ -6,12 +6,14 @@ They are the raylets of Ray's own test utility, in a process of its own: Ray lea
 is wanted.
 """
 
+import contextlib
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.jobs import PATIENCE, ROOT, environment
 
@@ -54,15 +56,21 @@ class RayHosts:
 
     def workers(self):
         """{process id: its raylet} of the loader's workers."""
-        done = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True)
-        rows = [line.split(None, 2) for line in done.stdout.splitlines()[1:]]
         known = {*self.raylets, *self.head}
-        return {int(pid): int(parent) for pid, parent, words in rows if int(parent) in known and words.startswith("ray::Actor")}
+        return {pid: parent for pid, parent, words in processes() if parent in known and words.startswith("ray::Actor")}
 
     def close(self):
         self._process.stdin.close()
         self._process.wait(PATIENCE)
         self._process.stdout.close()
+
+
+def processes():
+    """(process id, that of its parent, its command line) of all there are."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            yield int(place.name), parent, (place / "cmdline").read_text(errors="replace").replace("\0", " ")
 
 
 def main(nodes, store, head_cpus):

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.hosts import Hosts, need_namespaces
+from tests.hosts import Hosts
 from tests.jobs import ROOT, environment, wait_for
-from tests.packages import program
+from tests.packages import namespaces, program
 
 # Nothing that needs control groups, which a container may not have. A job that queues itself again waits 5 s and not 2 minutes.
 CONFIGURATION = """\
@@ -39,9 +39,9 @@ class Slurm:
     """node0, node1 and up, with this machine's cores each; `binding` is the plugin that binds tasks to cores, or task/none."""
 
     def __init__(self, folder, binding="task/none", nodes=2):
-        need_namespaces()
-        slurmctld, slurmd, munged = program("slurmctld"), program("slurmd"), program("munged", "munge")
-        program("sbatch", "slurm-client")
+        namespaces()
+        slurmctld, slurmd, munged = program("slurmctld"), program("slurmd"), program("munged")
+        program("sbatch")
         self.folder, self.login = folder, nodes
         named = [f"node{number}" for number in range(nodes)]
         self.hosts = Hosts(nodes + 1, folder, called=[*named, "login"])

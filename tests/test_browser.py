@@ -27,7 +27,7 @@ def browser():
     for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, Service(program("chromedriver", "chromium-driver")))
+    driver = webdriver.Chrome(options, Service(program("chromedriver")))
 
     def open_(path, width=1440, dark=False, language="en-US"):
         tell = driver.execute_cdp_cmd

@@ -8,7 +8,7 @@ import torch
 from common import devices
 from common.errors import UserError
 from tests import packages
-from tests.jobs import TINY, final_state, run_job
+from tests.jobs import PATIENCE, TINY, final_state, run_job
 
 SMALL = [*TINY, "--width", "4", "--lr", "0.01", "--augment", "false"]
 
@@ -33,7 +33,7 @@ def test_the_weights_are_nearly_those_without_it_and_a_run_goes_on_with_it(tmp_p
         (tmp_path / name).mkdir()
     run_job(job, tmp_path / "plain", *SMALL, *options, "--epochs", 2)
     run_job(job, tmp_path / "compiled", *SMALL, *options, "--epochs", 2, "--max_steps", 4)
-    printed = run_job(job, tmp_path / "compiled", *SMALL, *options, "--epochs", 2, "--compile", "true", timeout=500).stdout
+    printed = run_job(job, tmp_path / "compiled", *SMALL, *options, "--epochs", 2, "--compile", "true", timeout=PATIENCE).stdout
     assert "going on from" in printed
     plain, compiled = (final_state(tmp_path / name)["model"] for name in ("plain", "compiled"))
     assert plain.keys() == compiled.keys() and any(not torch.equal(plain[name], compiled[name]) for name in plain)

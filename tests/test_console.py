@@ -9,8 +9,8 @@ import pytest
 
 from launch import bundle
 from tests.console import Console
-from tests.hosts import need_namespaces
 from tests.jobs import ROOT
+from tests.packages import namespaces, program
 from tests.test_data import write_folder
 
 pytestmark = pytest.mark.rehearsal
@@ -24,7 +24,7 @@ def uploads(folder):
     one.mkdir()
     assert bundle.main([str(job), "-o", str(one / "train_ddp.py")]) == bundle.main([str(job), "--folder", str(several)]) == 0
     shutil.copy(ROOT / "requirements.txt", one / "pip-requirements.txt")  # the name in older pages
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run([program("git"), "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         (whole / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, whole / name)
@@ -37,7 +37,7 @@ def uploads(folder):
 
 @pytest.fixture
 def console(tmp_path):
-    need_namespaces()
+    namespaces()
     write_folder(tmp_path / "data" / "cifar-10-batches-py", 16)
     made = Console(tmp_path / "console", tmp_path / "data")
     yield made

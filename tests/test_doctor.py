@@ -21,9 +21,9 @@ from common.doctor import checks, examination, stores, table
 from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
 from common.processes.network import free_port
 from datasets import cifar10
-from tests.hosts import Hosts, ip, need_namespaces, wait_all
+from tests.hosts import Hosts, ip, wait_all
 from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked
-from tests.packages import program
+from tests.packages import namespaces, program
 from tests.ranks import TWO
 
 DOCTOR = ["--doctor", "true"]
@@ -104,9 +104,7 @@ def test_two_nodes_whose_platform_starts_every_rank(tmp_path):
 
 def in_a_room_of_its_own(script, folder, *options):
     """The verb where mounts are nobody else's; `script` makes them."""
-    if os.geteuid():
-        why = "mounts need root"
-        pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+    namespaces()
     words = [
         sys.executable,
         "-m",
@@ -180,8 +178,8 @@ def test_a_slow_loader_too_little_time_and_batches_that_leave_much_out(tmp_path)
 
 
 def test_a_loader_that_hangs(tmp_path):
-    done = with_slow_loader(tmp_path, 1000, 1, *TINY)
-    assert done.returncode == 1 and "not done after 1 s" in faults(done.stdout)["job"][1] and "in slow" in done.stderr
+    done = with_slow_loader(tmp_path, 1000, 5, *TINY)
+    assert done.returncode == 1 and "not done after 5 s" in faults(done.stdout)["job"][1] and "in slow" in done.stderr
 
 
 def test_a_rank_that_refuses_the_job_in_a_process_of_its_own(tmp_path):
@@ -228,11 +226,13 @@ def test_nodes_and_ranks_that_are_missing_or_whose_master_is_closed(tmp_path):
 SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"
 
 
+@pytest.mark.rehearsal
 def test_a_node_with_a_wrong_clock_and_a_slow_line(tmp_path):
-    need_namespaces()
+    namespaces()
     (tmp_path / "sitecustomize.py").write_text(SLEEP)
     hosts = Hosts(2, tmp_path)
     try:
+        program("tc")
         slow = "tc qdisc add dev eth0 root tbf rate 10mbit burst 32kbit latency 400ms"
         ip("netns", "exec", hosts.names[1], *slow.split())
         job = [ROOT / "jobs" / "train_ddp.py", *TWO, *DOCTOR, "--workers", 1]
@@ -244,7 +244,7 @@ def test_a_node_with_a_wrong_clock_and_a_slow_line(tmp_path):
         found = faults(hosts.log(0))
         # Node 1 found nothing wrong itself; what is, stands in the table of node 0.
         assert codes == [1, 0] and set(others(hosts.log(0))) == {"clock"}, hosts.log(0) + hosts.log(1)
-        assert re.fullmatch(r"node 1: 3,(599|600)\.\d s ahead of node 0", found["clock"][1]), found
+        assert re.fullmatch(r"node 1: 3,[56]\d\d\.\d s ahead of node 0", found["clock"][1]), found
         network = lines(hosts.log(0))["network"][0][1]
         rate = re.match(r"([\d.]+) MiB/s in an all-reduce of all ranks; .* of gradients take [\d.]+ ms of a step", network)
         assert 0 < float(rate[1]) <= 1.3, f"10 Mbit/s are 1.2 MiB/s: {network}"
@@ -278,7 +278,8 @@ def test_a_bucket_that_can_be_read_and_written_and_data_that_are_not_fetched(rea
     ],
 )
 def test_a_bucket_that_cannot_be_read(reachable, monkeypatch, url, env, found):
-    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
+    if "127.0.0.1:9" in "".join(env.values()):
+        monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     (finding,) = stores.check_bucket(url, "data", inputs="input_dir")

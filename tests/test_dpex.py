@@ -25,7 +25,8 @@ from datasets.dpex import DpexDataLoader, client, own_cluster
 from datasets.dpex import loader as loader_module
 from datasets.photos import tree
 from datasets.sampler import EpochSampler
-from tests.jobs import ROOT, assert_same_bits, environment
+from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, wait_for
+from tests.rayhosts import processes
 
 Pair = collections.namedtuple("Pair", "one two")
 
@@ -237,8 +238,9 @@ class Slow(Squares):
 
 
 def test_a_batch_that_takes_too_long_is_an_error_but_the_start_of_the_workers_is_none():
-    batches = iter(DpexDataLoader(Slow(), True, "local", num_workers=1, timeout=2))
+    batches = iter(DpexDataLoader(Slow(), True, "local", num_workers=1, timeout=PATIENCE))
     assert [next(batches).item() for _ in range(3)] == [0, 1, 2]
+    batches._timeout = 2
     with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
         next(batches)
 
@@ -340,19 +342,6 @@ def test_large_batches_are_asked_for_by_their_bytes(warm, monkeypatch):
 # --- What is left of it ----------------------------------------------------------------------------------------------------
 
 
-def commands():
-    """{process: its command line}, of all there are."""
-    done = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True)
-    return {int(line.split(None, 1)[0]): line.split(None, 1)[1] for line in done.stdout.splitlines()[1:]}
-
-
-def eventually(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.1)
-
-
 SCRIPT = """
 import gc, os, sys, threading
 from tests.test_dpex import Squares
@@ -382,10 +371,10 @@ def test_of_20_loaders_nothing_is_left():
     """Their workers end with them, with the last of them the bridge process, and with that the cluster and its folder."""
     folder = tempfile.mkdtemp(prefix="dpex")  # a short name: Ray's sockets are in it
     script = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=folder), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(script, cwd=ROOT, env=environment(TMPDIR=folder), capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")  # also of the bridge processes: a traceback at their end would stand there
-    eventually(lambda: not [words for words in commands().values() if folder in words])
-    eventually(lambda: not [name for name in os.listdir(folder) if name.startswith("anyrank")])
+    wait_for(lambda: not [words for _, _, words in processes() if folder in words], None, "end of all processes")
+    wait_for(lambda: not [name for name in os.listdir(folder) if name.startswith("anyrank")], None, "empty folder")
 
 
 def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm, tmp_path):
@@ -395,11 +384,12 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm
     folder = next(path.parent for path in addresses if path.read_text() == bridge.address)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
-    head = next(pid for pid, words in commands().items() if "gcs_server" in words and bridge.address in listening(pid))
-    owner = parent(head)
-    processes = [pid for pid in commands() if owner in (pid, parent(pid), parent(parent(pid)))]
-    assert len(processes) > 5
-    addresses = {address for pid in processes for address in listening(pid)}
+    parents = {pid: parent for pid, parent, _ in processes()}
+    head = next(pid for pid, _, words in processes() if "gcs_server" in words and bridge.address in listening(pid))
+    owner = parents[head]
+    own = [pid for pid, parent in parents.items() if owner in (pid, parent, parents.get(parent))]
+    assert len(own) > 5
+    addresses = {address for pid in own for address in listening(pid)}
     assert addresses and all(address.startswith("127.") for address in addresses), addresses
     script = f"import ray; ray.init(address='{bridge.address}')"
     words = [sys.executable, "-c", script]
@@ -410,13 +400,6 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm
         refused = client_process.poll() is None or client_process.returncode  # it would try for a minute
         client_process.kill()
     assert said and refused
-
-
-def parent(process):
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return 0
 
 
 def listening(process):

@@ -18,7 +18,7 @@ from datasets.dpex import DpexDataLoader
 from tests import test_dpex
 from tests.from_page import assert_each_is_checked, typed_here
 from tests.gpu import rehearsal
-from tests.jobs import ROOT, TINY, environment, forked, run_forked
+from tests.jobs import PATIENCE, ROOT, TINY, environment, forked, run_forked
 from tests.objectstore import free_port
 from tests.test_examples import commands, section
 
@@ -212,11 +212,10 @@ def test_the_script_for_ddp_on_a_cpu(tmp_path):
 
 def rehearse(folder, *words):
     """What a command printed on two GPUs of the stand-in."""
-    if wanted := rehearsal.missing():
-        pytest.fail(wanted) if os.environ.get("CI") else pytest.skip(wanted)
+    rehearsal.need_what_builds_it()
     env = environment(**rehearsal.environment(2))
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,7 +1,6 @@
 """What is for GPUs, on a stand-in for the CUDA runtime: that it runs, on which device, and what it asks of the GPU in a step."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import sys
 
 import pytest
 
-from tests import packages
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs
 from tests.gpu.table import ROWS
@@ -25,16 +23,10 @@ PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--arch", "res
 
 @pytest.fixture(autouse=True, scope="module")
 def stand_in():
-    for compiler in ("g++", "gcc"):
-        packages.program(compiler)
-    wanted = rehearsal.missing()
-    if wanted and os.environ.get("CI"):
-        pytest.fail(wanted)
-    if wanted:
-        pytest.skip(wanted)
+    rehearsal.need_what_builds_it()
 
 
-def rehearse(folder, *words, gpus=1, check=0, seconds=300, **env):
+def rehearse(folder, *words, gpus=1, check=0, seconds=PATIENCE, **env):
     """What a command printed on so many GPUs."""
     env = environment(**rehearsal.environment(gpus, **env))
     words = [str(word) for word in words]
@@ -51,7 +43,7 @@ def test_a_step_costs_no_more_than_the_table_says(name):
     assert costs.too_much(name, row) == [], f"{row}\nthe host waits here: {waits}"
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_port", str(free_port())]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
 
 
@@ -141,7 +133,7 @@ def test_two_ranks_on_one_gpu_are_named(tmp_path):
         for rank in range(2)
     ]
     for task in tasks:
-        assert "ranks 0 and 1 compute on the same GPU of host" in task.communicate(timeout=200)[1] and task.returncode == 2
+        assert "ranks 0 and 1 compute on the same GPU of host" in task.communicate(timeout=PATIENCE)[1] and task.returncode == 2
 
 
 def test_a_stop_saves_and_the_next_start_goes_on(tmp_path):

@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from tests.hosts import Hosts, need_namespaces
-from tests.jobs import TINY, assert_same_bits, command, environment, final_state
-from tests.packages import program
+from tests.hosts import Hosts
+from tests.jobs import PATIENCE, TINY, assert_same_bits, command, environment, final_state
+from tests.packages import namespaces, program
 from tests.ranks import TWO, check_ledger
 
 pytestmark = pytest.mark.rehearsal  # a package of the system
@@ -16,12 +16,14 @@ ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 @pytest.fixture(scope="module")
 def mpirun():
-    return [program("mpirun", "openmpi-bin"), "--oversubscribe"]
+    return [program("mpirun"), "--oversubscribe"]
 
 
 def run(folder, *words, check=0, **env):
     words = list(map(str, words))
-    done = subprocess.run(words, cwd=folder, env=environment(**ROOT_MAY, **env), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        words, cwd=folder, env=environment(**ROOT_MAY, **env), capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -47,7 +49,7 @@ def test_the_job_for_one_device_refuses_to_be_one_of_two(mpirun, tmp_path):
 
 def test_two_hosts(mpirun, two_ranks, tmp_path):
     """mpirun reaches the other host by a program in place of ssh. It tells nobody who is first: without MASTER_ADDR that is said."""
-    need_namespaces()
+    namespaces()
     hosts = Hosts(2, tmp_path / "hosts", called=["node0", "node1"])
     try:
         remote = tmp_path / "remote"

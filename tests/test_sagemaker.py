@@ -1,15 +1,14 @@
 """SageMaker's own training toolkit starts the DDP job in containers named algo-1 and algo-2, each with an /opt/ml of its own."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from launch.submit import request as requests
-from tests.hosts import Hosts, need_namespaces, wait_all
+from tests.hosts import Hosts, wait_all
 from tests.jobs import assert_same_bits, final_state
-from tests.packages import python_program
+from tests.packages import namespaces, python_program
 from tests.ranks import TWO
 
 pytestmark = pytest.mark.rehearsal  # a package that has to be fetched first, and root
@@ -22,10 +21,10 @@ OPTIONS = {name.lstrip("-"): json.dumps(value) for name, value in zip(TWO[::2], 
 @pytest.fixture
 def containers(tmp_path):
     """containers(COUNT, NAME=VALUE ...): (exit codes, logs, the folders that are /opt/ml) of a job with these hyperparameters."""
-    need_namespaces()
+    namespaces()
     train = python_program("train", "sagemaker-training==5.1.4")
-    made, is_new = [], not BASE.exists()
-    BASE.mkdir(parents=True, exist_ok=True)  # where each container has its own
+    made = []
+    BASE.mkdir(parents=True, exist_ok=True)  # where each container has its own; it stays, as another test may be using it
 
     def run(count, **options):
         names = [f"algo-{number + 1}" for number in range(count)]
@@ -42,8 +41,6 @@ def containers(tmp_path):
     yield run
     for hosts in made:
         hosts.close()
-    if is_new:
-        os.rmdir(BASE)
 
 
 def fill(folder, name, names, options):

@@ -22,7 +22,8 @@ from tests.test_packed import flip, root, run, settings  # noqa: F401 (some: fix
 
 @pytest.fixture(scope="module", autouse=True)
 def jpegtran():
-    program("jpegtran", "libjpeg-turbo-progs")
+    program("jpegtran")
+    program("cjpeg")
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,9 @@ from pathlib import Path
 from tests.benchmarks.base import machine
 from tests.benchmarks.elastic_peers import EPOCHS, NODES, SAMPLES, SHARE_SECONDS
 from tests.chaos.victims import digest
-from tests.hosts import Hosts, need_namespaces
+from tests.hosts import Hosts
 from tests.jobs import ROOT, final_state
+from tests.packages import namespaces
 
 OPTIONS = ["--custom_data", "true", "--max_samples", SAMPLES, "--batch_size", 8, "--width", 4, "--epochs", EPOCHS, "--shares", 8,
            "--lr", 0.02, "--workers", 0, "--ledger", "true", "--augment", "false"]  # fmt: skip
@@ -243,7 +244,7 @@ def main():
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "anyrank-elastic-bench.jsonl")
     parser.add_argument("--figure", type=Path, help="a .png or .svg of images over time")
     options = parser.parse_args()
-    need_namespaces()
+    namespaces()
     os.environ.pop("OMP_NUM_THREADS", None)
     rows = lines(options.results) if options.results.exists() else []
     for number in range(options.rounds):

@@ -86,7 +86,7 @@ def serve_with_checksum(store, folder):
     folder.mkdir()
     checksum = base64.b64encode(value.to_bytes(8, "big")).decode()
     (folder / "nginx.conf").write_text(NGINX.format(folder=folder, checksum=checksum, port=port, root=store))
-    return started([program("nginx", "nginx-light"), "-c", folder / "nginx.conf"], port)
+    return started([program("nginx"), "-c", folder / "nginx.conf"], port)
 
 
 def started(words, port):

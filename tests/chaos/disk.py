@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from datasets.dpex.own_cluster import LOOPBACK
+from tests import packages
 from tests.chaos import disk_cases, disk_point
 from tests.chaos.disk_cases import CASES
 from tests.jobs import ROOT, environment
@@ -35,12 +36,17 @@ OURS = ["common.job", "common.run", "common.processes.group", "datasets.cifar10"
 
 
 def compiled(work):
-    """The library; None where nothing can compile it."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if not compiler:
-        return None
     library = work / "disk.so"
-    words = [compiler, "-O2", "-shared", "-fPIC", "-o", f"{library}.new", str(Path(__file__).with_suffix(".c")), "-ldl"]
+    words = [
+        packages.program("gcc"),
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-o",
+        f"{library}.new",
+        str(Path(__file__).with_suffix(".c")),
+        "-ldl",
+    ]
     subprocess.run(words, check=True)
     os.replace(f"{library}.new", library)
     return library
@@ -155,9 +161,6 @@ def main(argv=None):
     work.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LD_PRELOAD") != str(work / "disk.so"):
         library = compiled(work)
-        if library is None:
-            print("error: this needs a C compiler: install cc, gcc or clang", file=sys.stderr)
-            return 1
         words = [sys.executable, "-m", "tests.chaos.disk", *(sys.argv[1:] if argv is None else argv)]
         os.execve(sys.executable, words, environment(LD_PRELOAD=str(library), PYTHONPATH=str(ROOT)))
     with ray_cluster(work) if any(CASES[job].ray for job in options.job or CASES) else contextlib.nullcontext({}) as cluster:

@@ -23,9 +23,10 @@ from pathlib import Path
 
 from tests.chaos.victims import digest
 from tests.check_ledger import complaints, steps_that_count
-from tests.hosts import OUTSIDE, Hosts, need_namespaces
+from tests.hosts import OUTSIDE, Hosts
 from tests.jobs import final_state, run_job
 from tests.objectstore import ObjectStore
+from tests.packages import namespaces
 from tests.ranks import workers_of
 
 SHARES, SAMPLES, EPOCHS = 8, 320, 40
@@ -258,7 +259,7 @@ def main():
     parser.add_argument("--nodes", type=int, help="with --plan")
     parser.add_argument("--logs", type=Path, help="a folder for the logs of runs with a fault")
     options = parser.parse_args()
-    need_namespaces()
+    namespaces()
     words = (options.plan or "").split()
     plan = [(name, int(at.split("@")[0]), float(at.split("@")[1])) for name, at in zip(words[::2], words[1::2])]
     rows = (

@@ -21,8 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.hosts import Hosts, need_namespaces, wait_all
+from tests.hosts import Hosts, wait_all
 from tests.jobs import ROOT
+from tests.packages import namespaces
 from tests.ranks import LONG, workers_of
 
 TIMEOUT = 60
@@ -201,7 +202,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "anyrank-faults.jsonl")
     options = parser.parse_args()
-    need_namespaces()
+    namespaces()
     results = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     for name in [options.fault] if options.fault else FAULTS:
         for form in FORMS if name in OF_ALL_FORMS else FORMS[:1]:

@@ -7,22 +7,23 @@ own kernels (its pipelines are built for the CPU), Triton, and every number.
 
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from tests import packages
+
 HERE = Path(__file__).resolve().parent
 SOURCES = ["runtime.cpp", "nccl.cpp", "profiler.cpp", "driver.c", "counts.h"]
 
 
-def missing():
-    """What has to be installed before the stand-in can be built, or None."""
-    if not (shutil.which("g++") and shutil.which("gcc")):
-        return "the GPU's stand-in needs a C++ compiler: install the Debian packages g++ and gcc"
+def need_what_builds_it():
+    """Compilers, and torch's CUDA build, whose wheels bring the headers."""
+    for compiler in ("g++", "gcc"):
+        packages.program(compiler)
     if not _headers():
-        return "the GPU's stand-in needs torch's CUDA build, whose wheels bring the headers: this torch has none"
+        packages.missing("the GPU's stand-in needs torch's CUDA build, whose wheels bring the headers: this torch has none")
 
 
 def _headers():
