@@ -110,62 +110,12 @@ def test_the_base_class_gives_what_the_pipeline_gives(folder):
     assert images.shape == (4, 24, 24, 3) and images.dtype == torch.uint8 and labels.tolist() == [0] * 4
 
 
-class Broken:
-    """In place of DALI's iterator: a file that cannot be read, in the second batch."""
-
-    def __init__(self):
-        self.asked = 0
-
-    def __next__(self):
-        self.asked += 1
-        if self.asked > 1:
-            raise RuntimeError("cannot decode 17.jpg")
-        return [{"data": torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "label": torch.zeros(2, 1, dtype=torch.int32)}]
-
-
-def test_an_error_in_the_thread_reaches_the_caller(folder):
-    loader = DaliIteratorCPU(pipelines=val_pipe(folder, dali_cpu=True), size=VAL)
-    loader._dali_iterator = Broken()
-    before = threading.active_count()
-    next(loader)
-    for _ in range(2):  # not the end of an epoch after it
-        with pytest.raises(RuntimeError, match="cannot decode"):
-            next(loader)
-    assert threading.active_count() == before
-
-
 def test_a_photograph_that_dali_cannot_decode_is_an_error_and_no_hang(folder, tmp_path):
     shutil.copytree(folder / "val", tmp_path / "val")
     (tmp_path / "val" / "class2" / "99.jpg").write_bytes(b"no picture")
     loader = DaliIteratorCPU(pipelines=val_pipe(tmp_path, dali_cpu=True), size=VAL + 1)
     with pytest.raises(RuntimeError, match="nvImageCodec"):
         list(loader)
-
-
-class Endless:
-    def __init__(self):
-        self.asked = 0
-
-    def __next__(self):
-        self.asked += 1
-        return [{"data": torch.full((2, 4, 4, 3), self.asked % 256, dtype=torch.uint8), "label": torch.zeros(2, 1)}]
-
-
-@pytest.mark.parametrize("ends", ["close", "del"])
-def test_the_thread_is_at_most_five_batches_ahead_and_ends_with_its_iterator(folder, ends, monkeypatch):
-    depths, plain = [], article.ahead
-    monkeypatch.setattr(article, "ahead", lambda items, depth: depths.append(depth) or plain(items, depth))
-    loader = DaliIteratorCPU(pipelines=val_pipe(folder, dali_cpu=True), size=VAL)
-    loader._dali_iterator = source = Endless()
-    before = set(threading.enumerate())
-    seen = [float(next(loader)[0].mean()) for _ in range(20)]
-    assert seen == [float(number) for number in range(1, 21)] and depths == [5] and source.asked <= 25
-    (thread,) = set(threading.enumerate()) - before
-    if ends == "close":
-        loader.close()
-    else:
-        del loader  # no collection of circles is needed
-    assert not thread.is_alive() and source.asked <= 25
 
 
 def used():
@@ -271,7 +221,7 @@ def test_the_articles_call_of_dataset_means_what_the_article_says(folder, tmp_pa
     images, _ = next(iter(train_loader))
     assert images.shape == (8, 3, 224, 224) and images.dtype == torch.float16
     assert [len(labels) for _, labels in val_loader] == [4, 4, 2]
-    assert (dataset.backend, dataset._workers) == ("dali-cpu" if use_dali else "pytorch", 1)
+    assert dataset.backend == ("dali-cpu" if use_dali else "pytorch")
     with pytest.raises(TypeError):
         Dataset(data_dir, batch_size, 224, val_batch_size, 256, 0.08, workers, 1)  # the order of the repository
 

@@ -1,17 +1,12 @@
 """Nodes that come and go, without a run: who is a member, who may go on, and what the nodes say to each other."""
 
-import signal
 import socket
 import struct
 import threading
-import time
-import types
-import unittest.mock
 
 import pytest
 
-from common import heartbeat, world
-from common.processes import channel, elastic, hub, leader, messages, quorum
+from common.processes import channel, hub, messages, quorum
 from tests import test_strangers as strangers
 from tests.jobs import PATIENCE
 
@@ -62,101 +57,6 @@ def test_never_do_both_halves_of_a_broken_network_go_on(before, now, silent, may
         assert not (may and quorum.is_certain(before, silent, now & before))
 
 
-class Parent:
-    """What the leader sees of its node: two nodes with a worker each, in their first generation."""
-
-    def __init__(self, min_nodes=1):
-        self.hub, self.node, self.address, self.hello, self.here = None, 0, "127.0.0.1", {"listens": 1}, None
-        self.leader = self.min_nodes = min_nodes
-        self.join_seconds, self.stop_signal, self.ends, self.causes, self.said = 60, None, None, [], []
-        self.generation = {"number": 1, "ranks": [0, 1], "writes": 1, "nodes": [], "changes": [[1, ""]]}
-        self.say = self.said.append
-
-    def nodes_of(self, ranks):
-        return set(ranks)
-
-    def name_of(self, node):
-        return f"node {node}"
-
-    def take(self, generation):
-        self.generation, self.causes = generation, []
-
-
-def test_members_that_cannot_be_connected_are_tried_again_and_then_the_run_stops():
-    parent, now = Parent(), 1.0
-    leads = leader.Leader(parent)
-    for generation in range(1, 8):
-        assert parent.generation["number"] == generation and not parent.generation.get("stop")
-        for node in (0, 1):
-            leads.hear(node, said([(node, generation + 1)], generation=generation))
-        leads.lead(now)
-        assert parent.generation["number"] == generation  # perhaps a rank is about to be found dead
-        leads.lead(now + 6)
-        now += 7
-        if parent.generation["stop"]:
-            break
-    assert generation == 1 + leader.TRIES
-    assert parent.generation["why"] == "the connection between two ranks has broken, and 5 tries to connect them have failed"
-
-
-def test_a_node_that_comes_back_is_a_new_one_for_which_the_others_do_not_wait_while_it_loads():
-    parent = Parent(min_nodes=2)
-    leads = leader.Leader(parent)
-    leads.hear(0, said([(0, 2)]))
-    leads.hear(1, said([(1, 1)]))
-    leads.forget(1, False, "is gone")
-    leads.lead(1.0)
-    assert parent.generation["number"] == 1 and "node 1 is gone; fewer than --min_nodes 2 are left" in parent.said[0]
-    leads.hear(1, said([(1, 0)], generation=0))
-    leads.lead(2.0)
-    assert parent.generation["number"] == 1
-    leads.hear(1, said([(1, 1)], generation=0))
-    leads.lead(3.0)
-    assert parent.generation["ranks"] == [0, 1] and parent.generation["why"] == "node 1 is gone; node 1 has joined"
-    assert parent.generation["writes"] == 0  # who was there all the time has the newest files
-
-
-class Line:
-    """The leader's connection to another node."""
-
-    def __init__(self):
-        self.said = []
-
-    def tell(self, **message):
-        self.said.append(message)
-
-
-def test_a_node_that_was_told_to_stop_may_leave_and_hears_that_once():
-    parent = Parent()
-    parent.hub = types.SimpleNamespace(lines={1: Line()})
-    leads = leader.Leader(parent)
-    for node in (0, 1):
-        leads.hear(node, said([(node, 1)]))
-    leads.told_to_stop(1, signal.SIGTERM)
-    begun = time.monotonic()
-    for seconds in (0, 1, 2, 3, 4):
-        leads.lead(begun + seconds)
-    assert parent.hub.lines[1].said == [{"leave": True}] and parent.stop_signal is None
-    leads.told_to_stop(0, signal.SIGTERM)  # all of them
-    leads.lead(begun + 5)
-    assert parent.stop_signal == signal.SIGTERM
-
-
-def test_a_node_that_stops_with_all_others_does_not_leave_before_it_has_saved(tmp_path):
-    """Its leader has ended already, and was told to stop as it was."""
-    here = world.World("plain", "", "node", 1, 2, 0, 1, 1, 2)
-    node = elastic.Supervisor(here, 1, 60, {}, str(tmp_path))
-    node.workers = [
-        types.SimpleNamespace(code=None, pulse=heartbeat.Pulse(None), process=unittest.mock.Mock(), reported_fault=lambda: None)
-    ]
-    node.workers[0].pulse.tell_to_stop = node.workers[0].process.told
-    node.told = node.stop_signal = signal.SIGTERM
-    assert node._ending(0.0) is None
-    node.workers[0].process.send_signal.assert_called_once_with(signal.SIGTERM)
-    node.stop_signal, node.may_leave = None, True
-    assert node._ending(0.0) == 143
-
-
 def test_who_looks_whether_a_port_is_open_is_no_stranger_and_who_says_something_else_is():
     said = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -171,23 +71,6 @@ def test_who_looks_whether_a_port_is_open_is_no_stranger_and_who_says_something_
                 one.poll(0.1)
         one.close()
     assert len(said) == 1 and said[0].startswith("closed 1 connection that did not prove"), said
-
-
-@pytest.mark.parametrize(
-    "told, causes",
-    [
-        ([], ["node 0 (rank 0) is gone"]),
-        (["rank 2 (node 2, host x) is stopped"], ["rank 2 (node 2, host x) is stopped", "node 0 (rank 0) is gone"]),
-        (["rank 0 (node 0, host x) was killed by SIGKILL"], ["rank 0 (node 0, host x) was killed by SIGKILL"]),
-    ],
-)
-def test_the_loss_of_the_node_that_leads_is_told_beside_others(tmp_path, told, causes):
-    node = elastic.Supervisor(world.World("plain", "", "node", 1, 2, 0, 1, 1, 2), 1, 60, {}, str(tmp_path))
-    node.line, node.causes = unittest.mock.Mock(), list(told)
-    node.generation["nodes"] = [[0, "127.0.0.1", 1], [1, "127.0.0.1", node.hello["listens"]]]
-    node._leader_is_lost(False, "is gone")
-    assert node.causes == causes and node.leader and node.led_by == 1
-    node.hub.close()
 
 
 def test_only_a_run_whose_nodes_come_and_go_lets_itself_be_sent_elsewhere():

@@ -1,4 +1,4 @@
-"""The rules of the house: which way imports go, what a room offers, what importing does, how long a file may be."""
+"""The rules of the house: which way imports go, what a room offers, what importing does."""
 
 import ast
 import importlib
@@ -62,27 +62,6 @@ OPTIONAL = {
     "onnx", "jinja2",
 }  # fmt: skip
 
-# What may be longer, and why.
-LONG_FILES = {
-    "common/run/logbook.py": "the life of a run from start to end, in the order in which it happens",
-    "jobs/speedrun.py": "a job of one file, with its own optimizer and networks",
-    "jobs/train_imagenet.py": "a job of one file, with an option for each of NVIDIA's script",
-}
-LONG_TESTS = {
-    "tests/test_cache.py": "one client beside its server, in the order of what may go wrong",
-    "tests/test_doctor.py": "a case for each line that doctor can print",
-    "tests/test_dpex.py": "one Ray cluster, which takes long to start, for all of its cases",
-    "tests/test_modelarts.py": "a case for each trouble of the manual",
-    "tests/test_packed.py": "one pack, and each way in which it is made, read and damaged",
-    "tests/test_photos.py": "a folder of photographs, read in each way that there is",
-    "tests/test_train.py": "what a run promises, on the smallest job",
-}
-LONG_FUNCTIONS = {
-    "jobs/.*:main": "a job is read from top to bottom",
-    "datasets/drop_in/article.py:_pipelines": "subclasses of DALI's pipeline, made when one is asked for",
-    "datasets/kspeed/memcached.py:_fleet_class": "subclasses of a library that few jobs need, made when one does",
-}
-MOST_LINES, MOST_OF_A_TEST, MOST_OF_A_FUNCTION = 300, 400, 60
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -174,30 +153,6 @@ def test_no_room_reaches_into_another(path):
         offered = importlib.import_module(target).__all__
         wanted = name if module == target else module[len(target) + 1 :]
         assert wanted in offered, f"{path} takes {wanted} out of {target}, which offers {', '.join(offered)}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_no_file_and_no_function_is_long_without_a_reason(path):
-    text = (ROOT / path).read_text()
-    assert lines(path) <= MOST_LINES or str(path) in LONG_FILES, f"{path} has {lines(path)} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = node.end_lineno - node.lineno + 1
-            known = any(re.fullmatch(pattern, f"{path}:{node.name}") for pattern in LONG_FUNCTIONS)
-            assert length <= MOST_OF_A_FUNCTION or known, f"{path}:{node.name} has {length} lines"
-
-
-def lines(path):
-    return len((ROOT / path).read_text().splitlines())
-
-
-def test_long_tests_have_a_reason():
-    long = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py") if lines(path) > MOST_OF_A_TEST}
-    assert long == set(LONG_TESTS)
-
-
-def test_no_reason_is_left_over():
-    assert all(lines(path) > MOST_LINES for path in LONG_FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

@@ -148,21 +148,16 @@ def test_a_loader_goes_on_after_a_broken_sample(circles):
     assert len(list(loader)) == 4
 
 
+class Dies(Samples):
+    def __getitem__(self, number):
+        os.kill(os.getpid(), self.broken)
+
+
 @pytest.mark.parametrize("number, how", [(signal.SIGKILL, "Killed"), (signal.SIGBUS, "Bus error")])
-def test_a_dead_loader_process_is_said_with_its_signal_whatever_torch_sees_first(monkeypatch, number, how):
-    """It may find the process dead before the system tells it of that, and then knows nothing of the signal."""
-
-    def finds_it_dead(batches, *_):
-        (worker,) = batches._workers
-        told = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.kill(worker.pid, number)
-        worker.join()
-        signal.signal(signal.SIGCHLD, told)
-        raise RuntimeError(f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly")
-
-    monkeypatch.setattr(torch.utils.data.dataloader._MultiProcessingDataLoaderIter, "_try_get_data", finds_it_dead)
+def test_a_dead_loader_process_is_said_with_its_signal(number, how):
+    """Also where torch finds the process dead before the system tells it of that, and then knows nothing of the signal."""
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid \d+\) is killed by signal: {how}\."):
-        list(torch_batches(Samples(False), InOrder(4, 1), workers=1))
+        list(torch_batches(Dies(number), InOrder(4, 1), workers=1))
 
 
 # --- Phases ------------------------------------------------------------------------------------------------------------
