@@ -128,7 +128,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     children = [serve(service, folder) for service in SERVICES]
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not answers(port):
             if time.monotonic() > deadline or os.waitpid(-1, os.WNOHANG)[0]:
                 sys.exit("a service ended or did not start")

@@ -20,7 +20,7 @@ import ctypes, os, sys, time
 sys.path.insert(0, {root!r})
 from common.processes import worker
 from datasets import loader
-worker.STALL_SECONDS = 3
+worker.STALL_SECONDS = 8
 batches = loader.DeviceLoader.__iter__
 
 def changed(self):

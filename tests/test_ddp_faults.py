@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,6 @@ from tests.jobs import (
 )
 from tests.objectstore import free_port
 from tests.ranks import LONG, TWO, check_ledger, children, workers_of
-
-PORT = free_port()  # of one test after another
 
 # --- A dead peer never hangs the rest ----------------------------------------------------------------------------------
 
@@ -49,7 +48,6 @@ def test_a_killed_or_stopped_rank_is_named_and_everyone_stops(tmp_path, number, 
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
 
 
-@pytest.mark.rehearsal
 def test_a_worker_that_dies_is_started_again_from_the_last_checkpoint(two_ranks, tmp_path):
     options = [*TWO, "--nproc_per_node", 2, "--save_steps", 1, "--max_restarts", 1]
     process = start(tmp_path, *options, "--resume", "never", "--overwrite", "true", job="train_ddp")
@@ -99,46 +97,53 @@ def outcome(process):
 
 
 def test_a_node_that_never_comes_is_named(tmp_path):
-    nodes = [node(tmp_path, PORT, rank, 3, "--join_seconds", 4) for rank in (0, 2)]
-    for process in nodes:
+    port = free_port()
+    first = node(tmp_path, port, 0, 3, "--join_seconds", 8)
+    wait_for(lambda: listening(port), first, "listening for the others")
+    for process in (first, node(tmp_path, port, 2, 3, "--join_seconds", 8)):
         code, line = outcome(process)
-        assert code == 2 and "node 1 (rank 1) did not come within 4 s" in line
+        assert code == 2 and "node 1 (rank 1) did not come within 8 s" in line
 
 
 def test_a_stop_while_waiting_for_the_other_nodes_ends_at_once(tmp_path):
-    process = node(tmp_path, PORT, 0, 2)
-    wait_for(lambda: listening(PORT), process, "listening for the others")
+    port = free_port()
+    process = node(tmp_path, port, 0, 2)
+    wait_for(lambda: listening(port), process, "listening for the others")
     process.terminate()
     assert process.wait(PATIENCE) == 143
 
 
 def test_two_nodes_with_the_same_rank_are_both_named(tmp_path):
-    nodes = [node(tmp_path, PORT, rank, 3) for rank in (0, 1, 1)]
+    port = free_port()
+    nodes = [node(tmp_path, port, rank, 3) for rank in (0, 1, 1)]
     for process in nodes:
         code, line = outcome(process)
         assert code == 2 and re.search(r"duplicate rank: host \S+ and host \S+ both say they are node 1", line), line
 
 
 def test_a_port_that_another_program_has_stops_every_node(tmp_path):
-    with __import__("socket").create_server(("", PORT)):
-        nodes = [node(tmp_path, PORT, rank, 2) for rank in (0, 1)]
+    port = free_port()
+    with socket.create_server(("", port)):
+        nodes = [node(tmp_path, port, rank, 2) for rank in (0, 1)]
         (code0, line0), (code1, line1) = (outcome(process) for process in nodes)
-    assert code0 == 2 and f"port {PORT} on this node is taken by another program" in line0
+    assert code0 == 2 and f"port {port} on this node is taken by another program" in line0
     assert code1 == 2 and "answers but is not node 0 of this job" in line1
 
 
 @pytest.mark.rehearsal
 def test_a_second_job_on_the_same_port_is_sent_away_and_the_first_goes_on(tmp_path):
-    first = node(tmp_path, PORT, 0, 2, env={"MA_VJ_NAME": "mine"})
-    intruder = node(tmp_path, PORT, 1, 2, env={"MA_VJ_NAME": "yours"})
+    port = free_port()
+    first = node(tmp_path, port, 0, 2, env={"MA_VJ_NAME": "mine"})
+    intruder = node(tmp_path, port, 1, 2, env={"MA_VJ_NAME": "yours"})
     code, line = outcome(intruder)
     assert code == 2 and "this port belongs to another job, 'mine'" in line
-    second = node(tmp_path, PORT, 1, 2, env={"MA_VJ_NAME": "mine"})
+    second = node(tmp_path, port, 1, 2, env={"MA_VJ_NAME": "mine"})
     assert [outcome(process)[0] for process in (first, second)] == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["arguments", "code"])
 def test_a_node_that_runs_something_else_is_named(tmp_path, what):
+    port = free_port()
     script, options = None, []
     if what == "arguments":
         options = ["--lr", "0.3"]
@@ -148,7 +153,7 @@ def test_a_node_that_runs_something_else_is_named(tmp_path, what):
             (tmp_path / "other" / name).symlink_to(ROOT / name)
         script = tmp_path / "other" / "jobs" / "train_ddp.py"
         script.write_text((ROOT / "jobs" / "train_ddp.py").read_text() + "\n# stale upload\n")
-    nodes = [node(tmp_path, PORT, 0, 2), node(tmp_path, PORT, 1, 2, *options, script=script and str(script))]
+    nodes = [node(tmp_path, port, 0, 2), node(tmp_path, port, 1, 2, *options, script=script and str(script))]
     for process in nodes:
         code, line = outcome(process)
         expected = (

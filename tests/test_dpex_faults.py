@@ -11,7 +11,7 @@ import torch
 
 from common.errors import TrainingFailed
 from datasets.dpex import DpexDataLoader
-from tests.jobs import PATIENCE, assert_same_bits, command, environment, final_state
+from tests.jobs import PATIENCE, assert_same_bits, command, environment, final_state, wait_for
 from tests.ranks import TWO
 from tests.rayhosts import RayHosts
 from tests.test_dpex import Squares, Stream
@@ -177,12 +177,10 @@ def test_two_ranks_with_one_cluster_killed_and_resumed_end_with_the_bits_of_loca
     killed = subprocess.Popen(
         words, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + 200
-    while len(list((tmp_path / "out" / "checkpoints").glob("*.json"))) < 2:
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    checkpoints = tmp_path / "out" / "checkpoints"
+    wait_for(lambda: len(list(checkpoints.glob("*.json"))) > 1, killed, "two checkpoints")
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "going on from" in done.stdout, done.stdout + done.stderr
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))

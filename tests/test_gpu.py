@@ -105,7 +105,7 @@ def test_a_row_ends_with_its_time_and_what_it_has_started_ends_with_it(tmp_path)
 
 
 def test_a_row_without_a_gpu_fails_with_its_reason(tmp_path):
-    row = runner.result_of("quality", 60, tmp_path / "quality", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    row = runner.result_of("quality", PATIENCE, tmp_path / "quality", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert row["verdict"] == "failed" and row["why"]
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 import types
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from common.storage import bucket, once
 from datasets.photos import packed, tree
 from launch.pack import command as pack
 from tests.faultproxy import faults
-from tests.jobs import PATIENCE, ROOT, environment
+from tests.jobs import PATIENCE, ROOT, environment, wait_for
 
 SMALL_SHARDS = 0.05  # MiB: about eight of the pictures below
 
@@ -236,10 +235,7 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(root, whole, tmp_path
     options = [str(root), str(tmp_path / "pack"), "--shard_mb", str(SMALL_SHARDS), "--workers", "1"]
     process = start("-c", ENDLESS.format(reads=reads), *options, cwd=tmp_path)
     awaited = ".train-000001.json" if reads == 30 else "train-000000.tar.unfinished"
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pack" / awaited).exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_for((tmp_path / "pack" / awaited).exists, process, "a part of the pack")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     kept = {path: path.stat() for path in (tmp_path / "pack").glob(".*-0*.json")}
@@ -362,13 +358,13 @@ def test_samples_are_read_out_of_a_bucket(url, store, whole, monkeypatch):
 @pytest.mark.parametrize("fault", ["flip", "short", "cut", "reset", "503"])
 def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole, monkeypatch, fault):
     monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.06)
-    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 1)
     expected = packed.load(str(whole), "train").read(5)
     samples = packed.load(url, "train")
     plan = lambda request: fault if request.is_object and not any(earlier.fault for earlier in proxy.log[:-1]) else None  # noqa: E731
     with faults(store, lambda request: plan(request), monkeypatch) as proxy:
         assert samples.read(5) == expected and len(proxy.objects()) == 2
         plan = lambda request: fault  # noqa: E731
+        monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 1)
         error, said = (
             (OSError, "is damaged: its bytes are not") if fault == "flip" else (TrainingFailed, "no good answer for 1 s")
         )

@@ -4,7 +4,6 @@ import io
 import json
 import signal
 import tarfile
-import time
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from datasets.photos import decode, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms
-from tests.jobs import assert_same_bits, final_state, run_job
+from tests.jobs import assert_same_bits, final_state, run_job, wait_for
 from tests.test_packed import ENDLESS, contents, flip, reached, run, settings, start  # noqa: F401 (some: fixtures)
 from tests.test_packed_damage import first, with_changes
 from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
@@ -308,10 +307,7 @@ def test_a_hostile_index_is_refused_in_one_line(packs, tmp_path, form, change):
 def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(packs, root, tmp_path):
     options = [str(root), str(tmp_path / "pack"), "--shard_mb", str(SHARD_MB), "--form", "256", "--workers", "1"]
     process = start("-c", ENDLESS.format(reads=22), *options, cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pack" / ".train-000000.json").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_for((tmp_path / "pack" / ".train-000000.json").exists, process, "a part of the pack")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     kept = (tmp_path / "pack" / "train-000000.tar").stat()

@@ -45,13 +45,13 @@ def test_what_is_shown_of_an_address(text, shown):
 LONG = """
 from common.secrets import mask, reasons
 for piece in ("x", "x-", "a+", ")", "?", "x=", ":/", "http://a?", "A=b ", "@", "[", "a:"):
-    for text in (piece * 500_000, "https://" + piece * 500_000, "HF_TOKEN=" + piece * 500_000):
+    for text in (piece * 100_000, "https://" + piece * 100_000, "HF_TOKEN=" + piece * 100_000):
         mask(text), list(reasons(text))
-    assert mask(piece * 500_000 + " my-HF_TOKEN=canary").endswith("=***")
+    assert mask(piece * 100_000 + " my-HF_TOKEN=canary").endswith("=***")
 """
 
 
-def test_a_text_of_a_million_letters_is_masked_too():
+def test_a_text_of_a_hundred_thousand_letters_is_masked_too():
     """Some took 30 s for 70,000 letters: seconds that grow with the square would be days here."""
     subprocess.run([sys.executable, "-c", LONG], cwd=ROOT, check=True, timeout=PATIENCE)
 
