@@ -115,7 +115,7 @@ class Popen(subprocess.Popen):
         given = [place if fd == -1 else f"/proc/{os.getpid()}/fd/{fd}" for place, fd in zip(own, (rest[3], rest[6], rest[8]))]
         order = {"words": words[1:], "folder": str(folder or os.getcwd()), "env": dict(os.environ if env is None else env)}
         order["host"] = self._host
-        self.pid = ask(start={**order, "files": given})
+        self.pid = ask(start={**order, "files": given, "own_session": rest[14]})
         self._child_created = True
         self._close_pipe_fds(*rest[3:9])
 

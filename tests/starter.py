@@ -117,8 +117,11 @@ class Worker(subprocess.Popen):
 def fork(order):
     """The process id of one that becomes what is ordered; `files`: the paths of its descriptors."""
     descriptors = opened(*order.pop("files"))  # before the one who asks closes them
+    own_session = order.pop("own_session", False)
     pid = os.fork()
     if not pid:
+        if own_session:
+            os.setsid()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         os.closerange(3, 1024)

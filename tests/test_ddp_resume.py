@@ -28,7 +28,6 @@ from tests.objectstore import free_port
 from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
 
 
-@pytest.mark.rehearsal
 def test_resumed_at_another_size_no_sample_is_lost_or_repeated(tmp_path):
     """4 ranks, killed in mid-epoch; 1 rank, stopped; 2 ranks to the end. The global batch stays that of the first start."""
     four = [*TINY[:4], "--batch_size", "16", *TINY[6:], "--ledger", "true", "--save_steps", "1"]
@@ -59,7 +58,7 @@ def test_sigterm_saves_a_step_that_all_ranks_have_done(two_ranks, tmp_path):
     process = start(tmp_path, *TWO, "--save_steps", 1, "--nproc_per_node", 2, job="train_ddp")
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(40) == 143, (tmp_path / "log").read_text()
+    assert process.wait(PATIENCE) == 143, (tmp_path / "log").read_text()
     assert "stopped by SIGTERM; saved after step" in (tmp_path / "log").read_text()
     run_ranks(tmp_path, *TWO)
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))

@@ -29,7 +29,12 @@ def test_two_processes_do_what_one_does_only_faster(two_ranks):
 def test_the_old_launcher_of_torch_in_its_new_form(two_ranks, tmp_path):
     """With --use_env; without it, and torchrun, are commands of the how-to-start block."""
     words = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", str(free_port()), "--use_env"]
-    run_job("train_ddp", tmp_path, *TWO, launcher=[sys.executable, *words])
+    done = run(
+        [sys.executable, *words, *command("train_ddp", *TWO, "--output_dir", tmp_path / "out")[1:]],
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
@@ -92,7 +97,7 @@ def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platfor
 def test_a_mistake_is_not_started_again(tmp_path):
     words = ["--restarts", "3", str(ROOT / "jobs" / "train_ddp.py"), "--", "--ephocs", "3"]
     script = [sys.executable, "-m", "launch", "local", *words]
-    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = run(script, cwd=ROOT, env=environment())
     assert done.returncode == 2 and done.stdout.count("did you mean --epochs?") == 1, done.stdout + done.stderr
 
 

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from tests.check_ledger import complaints, steps_that_count
-from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run_job, wait_for
+from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, environment, final_state, run_job, wait_for
 from tests.objectstore import free_port
 from tests.ranks import children, workers_of
 from tests.test_report import shown
@@ -77,7 +76,7 @@ class Nodes:
         words = [sys.executable, self.job, *SMALL, *SHARES, *EPOCHS, "--ledger", "true"]
         words += ["--init_method", f"tcp://127.0.0.1:{self.port}", "--rank", node, "--world_size", self.number, *self.options]
         with open(own / "log", "a") as log:
-            return subprocess.Popen(
+            return Popen(
                 list(map(str, words + ["--output_dir", own / "out"])), cwd=own, env=environment(ANYRANK_SECRET="a secret of the nodes", **self.env.get(node, {})),
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip

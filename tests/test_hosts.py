@@ -8,18 +8,17 @@ import sys
 
 import pytest
 
-from tests.hosts import OUTSIDE, Hosts, need_namespaces, wait_all
+from tests.hosts import OUTSIDE, Hosts, wait_all
 from tests.jobs import PATIENCE, assert_same_bits, final_state, saved, wait_for
 from tests.objectstore import ObjectStore
+from tests.packages import namespaces
 from tests.ranks import LONG, TWO, check_ledger, run_ranks, workers_of
 from tests.test_data import write_folder
-
-pytestmark = pytest.mark.rehearsal  # several hosts, each with what the others do not have
 
 
 @pytest.fixture
 def hosts(tmp_path):
-    need_namespaces()
+    namespaces()
     made = []
 
     def make(count, **how):
@@ -38,6 +37,7 @@ def run_everywhere(some, nodes, *options):
     assert codes == [0] * nodes, [some.log(number) for number in range(nodes)]
 
 
+@pytest.mark.rehearsal
 def test_two_hosts_train_evaluate_save_and_resume_at_other_sizes(hosts, tmp_path):
     """2 ranks on 2 hosts, 1 on one, 4 on two. Only the first host's disk has the checkpoints; every sample is used once."""
     some = hosts(2)
@@ -53,19 +53,21 @@ def test_two_hosts_train_evaluate_save_and_resume_at_other_sizes(hosts, tmp_path
     check_ledger(*(folder / "out" for folder in some.folders))
 
 
+@pytest.mark.rehearsal
 def test_three_hosts(hosts):
     some = hosts(3)
     run_everywhere(some, 3, *TWO, "--batch_size", 16, "--max_steps", 6)
     assert "rank 0 of 3" in some.log(0) and "16 of 256 samples" in some.log(0)
 
 
+@pytest.mark.rehearsal
 def test_a_busy_machine_raises_no_alarm(hosts):
     """Load 8 and more on the 2 cores of a small machine, over an evaluation and a save in every epoch."""
     some = hosts(2)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * len(os.sched_getaffinity(0)))]
     try:
         processes = [some.start(number, 2, *TWO, "--nproc_per_node", 2, "--batch_size", 16) for number in range(2)]
-        codes, _ = wait_all(processes, 240)
+        codes, _ = wait_all(processes, PATIENCE)
     finally:
         for process in busy:
             process.kill()
@@ -81,15 +83,16 @@ def started(some, nodes):
 
 
 def test_a_cut_cable_stops_both_sides_and_each_names_the_other(hosts):
-    some = hosts(2)
+    some = hosts(2, forked=True)
     processes = started(some, 2)
     some.cut(1)
     codes, _ = wait_all(processes, PATIENCE)  # how fast they are is for make chaos
     assert codes == [1, 1]
-    assert re.search(r"error: node 1 \(rank 1\) has been silent for [56] s \(machine or network\)", some.log(0)), some.log(0)
-    assert re.search(r"error: node 0 \(rank 0\) has been silent for [56] s \(machine or network\)", some.log(1)), some.log(1)
+    assert re.search(r"error: node 1 \(rank 1\) has been silent for \d+ s \(machine or network\)", some.log(0)), some.log(0)
+    assert re.search(r"error: node 0 \(rank 0\) has been silent for \d+ s \(machine or network\)", some.log(1)), some.log(1)
 
 
+@pytest.mark.rehearsal
 def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
     """In place: the parents meet again, and the run ends as it would have."""
     some = hosts(2)
@@ -103,6 +106,7 @@ def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
     check_ledger(*(folder / "out" for folder in some.folders))
 
 
+@pytest.mark.rehearsal
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_that_is_gone_is_named_by_the_others(hosts, gone):
     some = hosts(3)
@@ -114,6 +118,7 @@ def test_a_host_that_is_gone_is_named_by_the_others(hosts, gone):
         assert f"error: node {gone} (rank {gone}) is gone; stopping all 3 ranks" in some.log(number), some.log(number)
 
 
+@pytest.mark.rehearsal
 def test_data_and_output_in_a_bucket_killed_and_started_again_on_empty_disks(hosts, tmp_path):
     """Two hosts that share nothing but the store; the bits are those of a run that nobody touched."""
     store = ObjectStore(tmp_path / "store", OUTSIDE)
@@ -136,7 +141,7 @@ def test_data_and_output_in_a_bucket_killed_and_started_again_on_empty_disks(hos
         wait_for(lambda: len(published()) > 1, processes[0], "a checkpoint in the bucket")
         for number in range(2):
             some.kill(number)
-        wait_all(processes, 30)
+        wait_all(processes, PATIENCE)
         again = hosts(2, outside=True)
         processes = [again.start(number, 2, *options, output=None, env=store.environment) for number in range(2)]
         assert wait_all(processes, PATIENCE)[0] == [0, 0], again.log(0) + again.log(1)

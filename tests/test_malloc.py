@@ -1,4 +1,4 @@
-"""The memory settings: glibc takes them, they spare the kernel work, whoever starts workers sets them, and the user's stand."""
+"""The memory settings: glibc takes them, whoever starts workers sets them, and the user's stand."""
 
 import shutil
 import subprocess
@@ -7,17 +7,7 @@ import sys
 import pytest
 
 from common import drivers, malloc
-from tests.jobs import ROOT, environment
-
-FAULTS = """
-import resource
-for number in range(5):
-    memory = [b"x" * size * 2**20 for size in range(1, 40)]  # 780 MiB: more than the heap grows by at a time
-    del memory
-    if number == 0:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+from tests.jobs import ROOT, environment, run
 
 
 def linker():
@@ -41,28 +31,6 @@ def test_glibc_takes_every_setting():
     lines = subprocess.run([linker(), "--list-tunables"], env=env, capture_output=True, text=True, check=True).stdout
     taken = {line.split(":")[0]: int(line.split()[1], 0) for line in lines.splitlines() if line.startswith("glibc.malloc")}
     assert {name: taken[name] for name in malloc.SETTINGS} == malloc.SETTINGS
-
-
-@glibc
-def test_memory_that_was_freed_is_used_again_without_the_kernel():
-    plain, tuned = (
-        int(subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True).stdout)
-        for env in (environment(), environment(GLIBC_TUNABLES=malloc.text()))
-    )
-    assert tuned < min(100, plain / 20)  # without the threshold or the trimming it is more than 1,000
-
-
-@pytest.mark.skipif(linker() is None, reason="needs glibc, whose loader is /lib64/ld-linux-x86-64.so.2")
-def test_a_process_that_runs_already_can_ask_for_it_too():
-    """Unless the user has a setting; blocks of more than 32 MiB are beyond what can be asked for then."""
-    script = FAULTS.replace("range(1, 40)", "range(1, 25)")
-    asked = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import malloc\nmalloc.keep()\n{script}"
-    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
-    plain, kept, users = (
-        int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
-        for code, env in ((script, environment()), (asked, environment()), (asked, environment(**own)))
-    )
-    assert kept < min(100, plain / 20) and users > plain / 2
 
 
 def test_by_hand_it_is_what_launch_local_sets(on_a_cpu):
@@ -99,9 +67,9 @@ def test_launch_local_and_the_parent_of_a_node_set_it_for_those_they_start(on_a_
     job = tmp_path / "job.py"
     job.write_text(JOB.format(root=str(ROOT)))
     local = [sys.executable, "-m", "launch", "local", "--procs", "2", str(job)]
-    said = subprocess.run(local, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+    said = run(local, cwd=ROOT, env=environment()).stdout
     assert said.count(f"worker has {malloc.text()}") == 2 and f"started with {malloc.text()}" in said
     alone = [sys.executable, str(job)]
     env = environment(NPROC_PER_NODE="2")
-    said = subprocess.run(alone, env=env, capture_output=True, text=True, check=True).stdout
+    said = run(alone, env=env).stdout
     assert "started with None" in said and said.count(f"worker has {malloc.text()}") == 2

@@ -26,7 +26,8 @@ from datasets import cifar10, loader
 from launch import bundle
 from launch.submit import command as submit
 from launch.submit import modelarts, request
-from tests.jobs import PATIENCE, ROOT, TINY, command, environment, run_forked, run_job, saved, start, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, command, environment, run, run_forked, run_job, saved, start, wait_for
+from tests.packages import program
 from tests.ranks import changed_loader, children
 from tests.test_data import write_folder
 from tests.test_submit import ask
@@ -345,14 +346,27 @@ def test_data_that_cannot_be_read_are_called_so_and_not_missing(tmp_path):
     assert f"error: --data_url {tmp_path / 'none'} does not exist: give a folder" in missing.stderr
 
 
+# Without the two capabilities by which root passes every right of a file.
+AS_ANYBODY = """
+import ctypes, runpy, sys
+head, capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc = ctypes.CDLL(None)
+assert libc.capget(head, capabilities) == 0
+capabilities[0] &= ~0b110
+capabilities[1] &= ~0b110
+assert libc.capset(head, capabilities) == 0
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def without_rights(words, folder):
-    """Run it in a working folder that cannot be written to, without a home; root as anybody else."""
+    """Run a job in a working folder that cannot be written to, without a home; root as anybody else."""
     mode = folder.stat().st_mode
     folder.chmod(0o555)
-    drop = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.getuid() == 0 else []
     env = environment(HOME="/nonexistent", PYTHONDONTWRITEBYTECODE="1")
     try:
-        return subprocess.run([*drop, *map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
+        return run([words[0], "-c", AS_ANYBODY, *words[1:]], cwd=folder, env=env)
     finally:
         folder.chmod(mode)
 
@@ -376,9 +390,7 @@ def test_a_crash_leaves_no_core_file(tmp_path):
     job = changed_loader(
         "train", tmp_path, "import resource; print('core', resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)"
     )
-    done = subprocess.run(
-        [*job, *TINY, "--epochs", "1"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = run([*job, *TINY, "--epochs", "1"], cwd=tmp_path, env=environment())
     assert "core 0\n" in done.stdout, done.stderr
 
 
@@ -473,7 +485,7 @@ def test_a_fault_of_nccl_comes_with_what_to_try(error, advised):
 
 def test_a_certificate_that_cannot_be_verified_is_refused_at_once_whatever_s3_verify_ssl_says(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
+    subprocess.run([program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
                     "-subj", "/CN=127.0.0.1"], check=True, capture_output=True)  # fmt: skip
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -14,7 +14,7 @@ from common.run import display
 from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests
 from launch.submit.request import Request
-from tests.jobs import ROOT, TINY, environment, run_forked
+from tests.jobs import PATIENCE, ROOT, TINY, environment, run, run_forked
 from tests.test_submit import ask, words_of
 
 
@@ -22,7 +22,7 @@ def submit(*words, folder, check=0):
     """The verb in a process of its own."""
     command = [sys.executable, "-m", "launch", "submit", *map(str, words)]
     env = environment(PYTHONPATH=str(ROOT), HOME=str(folder), TMPDIR=str(folder))
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = run(command, cwd=folder, env=env)
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -87,7 +87,7 @@ def run_batch(folder, request, restarts=0, cancel=False):
     }
     saw = {"SRUN_SAW": str(folder / "srun"), "SCONTROL_SAW": str(folder / "scontrol")}
     done = subprocess.run(
-        ["bash", script], cwd=folder, env=environment(**told, **saw), capture_output=True, text=True, timeout=200
+        ["bash", script], cwd=folder, env=environment(**told, **saw), capture_output=True, text=True, timeout=PATIENCE
     )
     read = [(folder / name).read_text().strip() if (folder / name).exists() else None for name in ("srun", "scontrol")]
     return done.returncode, done.stdout + done.stderr, *read
@@ -311,7 +311,7 @@ def test_a_sagemaker_container_becomes_the_job(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    pid, argv, named = json.loads(started.communicate(timeout=100)[0])
+    pid, argv, named = json.loads(started.communicate(timeout=PATIENCE)[0])
     assert pid == started.pid  # a signal to the container's first process is one to the job
     assert argv == ["--epochs", "2", "--lr", "0.1"]
     assert named == {
@@ -343,7 +343,7 @@ def test_packages_that_cannot_be_installed_on_sagemaker_are_its_failure(tmp_path
         (tmp_path / "input" / "config" / f"{name}.json").write_text("{}")
     script = [sys.executable, ROOT / "launch" / "submit" / "boot_sagemaker.py", "jobs/train_ddp.py"]
     env = environment(SAGEMAKER_BASE_DIR=str(tmp_path))
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=PATIENCE)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr and last.startswith("error: pip install -r ")
     assert (tmp_path / "output" / "failure").read_text() == last + "\n"

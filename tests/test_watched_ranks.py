@@ -60,7 +60,6 @@ def test_ranks_that_end_well_take_their_watchers_with_them(tmp_path, two_ranks):
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
-@pytest.mark.rehearsal
 @pytest.mark.parametrize(
     "what, line",
     [
