@@ -1,14 +1,15 @@
 # make run: train once on synthetic images.  make quick: the checks that catch most mistakes.  make test: all of them.
-# The environment is made at the first call.
+# The environment is made at the first call, by uv where that is installed; one that was not made to its end is made anew.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install --progress-bar off)
 QUICK := house alike blocks arguments world checkpoint scores formats smoke
 
 $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing packages of several GB into $(VENV), which takes minutes and says nothing"
-	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing packages of several GB into $(VENV), which takes minutes"
+	$(INSTALL) -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 
 .PHONY: run quick test rehearsal lint format chaos bench gpu
@@ -26,12 +27,13 @@ quick: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --durations 3 $(QUICK:%=tests/test_%.py)
 
+# What CI runs.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests
 
-# What takes long; CI runs it too.
+# What takes long, by hand: all of it, or of the rooms that you have touched (see CONTRIBUTING.md): make rehearsal ONLY="elastic hosts"
 rehearsal: $(VENV)/ready
-	$(BIN)/python -m pytest -m rehearsal
+	$(BIN)/python -m tests -m rehearsal $(ONLY:%=tests/test_%*.py)
 
 # All of it, or what FAULT names: a program (kill, store, ray, disk, strangers, elastic) or a row of the last one. disk and the last one keep their rows between
 # calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.

@@ -125,10 +125,13 @@ NOT_RUN = {
         "make test",
         "make lint",
         "make format",
-        "make rehearsal",
+        "make rehearsal ONLY=elastic",
         "python -m pytest -n 0 tests/test_docs.py",
     ],
 }
+
+# Programs that a command needs.
+NEEDS = {"python -m launch pack /data/imagenet /data/imagenet-tiled --form tiled": ["jpegtran"]}
 
 # What a page shows to be refused, with exit code 2 and these words.
 REFUSED = {

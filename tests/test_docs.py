@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 
 from launch import local, pack
-from tests.docs_commands import MADE_UP, NOT_RUN, OTHERS_SAY, REFUSED
+from tests.docs_commands import MADE_UP, NEEDS, NOT_RUN, OTHERS_SAY, REFUSED
 from tests.jobs import ROOT, run_forked
+from tests.packages import program
 from tests.test_data import write_folder
 
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,8 +95,11 @@ def test_links_lead_somewhere(page):
 @functools.cache
 def names():
     """Of every file of the repository, also those not yet committed."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    return {Path(path).name for path in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()}
+    listed = [program("git"), "ls-files", "--cached", "--others", "--exclude-standard"]
+    return {
+        Path(path).name
+        for path in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -249,6 +253,8 @@ def run_verb(verb, words, folder, monkeypatch, refused):
     "command", [command for command in COMMANDS if command not in LISTED], ids=lambda command: command[:90]
 )
 def test_every_command_runs(command, repository, monkeypatch):
+    for name in NEEDS.get(command, ()):
+        program(name)
     words = [re.sub(r"^/(data|runs)/", rf"{repository.parent}/\1/", word) for word in shlex.split(command)]
     if words[:3] == ["python", "-m", "launch"] and len(words) > 3:
         run_verb(words[3], words[4:], repository, monkeypatch, REFUSED.get(command))
@@ -259,8 +265,19 @@ def test_every_command_runs(command, repository, monkeypatch):
 
 
 def test_what_is_not_run_is_in_the_pages_once():
-    assert [command for command in [*LISTED, *REFUSED] if command not in COMMANDS] == []
+    assert [command for command in [*LISTED, *REFUSED, *NEEDS] if command not in COMMANDS] == []
     assert len(LISTED) == len(set(LISTED))
+
+
+def test_every_long_test_belongs_to_something_that_is_touched():
+    """In CONTRIBUTING.md, whose words are those of make rehearsal."""
+    words = re.findall(r"^\| `.*\| ([\w ]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    patterns = {f"test_{word}*.py" for row in words for word in row.split()}
+    long = {path for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.rehearsal" in path.read_text()} - {
+        Path(__file__)
+    }
+    found = {pattern: {*(ROOT / "tests").glob(pattern)} & long for pattern in patterns}
+    assert all(found.values()) and set.union(*found.values()) == long, [path.name for path in long - set.union(*found.values())]
 
 
 def test_reasons_are_true():
