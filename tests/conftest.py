@@ -113,5 +113,5 @@ def real(tmp_path_factory):
         pytest.skip("the real photographs are not beside the project")
     folder = tmp_path_factory.mktemp("real")
     with tarfile.open(archive) as members:
-        members.extractall(folder, filter="data")
+        members.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # since Python 3.11.4
     return folder / "imagenet"

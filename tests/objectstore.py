@@ -6,6 +6,7 @@ One device, one replica, four services that share the start: each is a fork of t
 """
 
 import contextlib
+import fcntl
 import importlib
 import os
 import pwd
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,9 +57,18 @@ def credentials():
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+    """One that no other test is given, nor the system to any connection: those begin at 32768."""
+    with open(Path(tempfile.gettempdir()) / f"anyrank-port-{os.getuid()}", "a+") as given:
+        fcntl.flock(given, fcntl.LOCK_EX)
+        given.seek(0)
+        number = int(given.read() or 9999)
+        while True:
+            number = number + 1 if number < 26000 else 10000
+            with contextlib.suppress(OSError), socket.socket() as listener:
+                listener.bind(("", number))
+                given.truncate(0)
+                given.write(str(number))
+                return number
 
 
 def configure(folder, port):

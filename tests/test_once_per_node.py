@@ -182,9 +182,8 @@ def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeyp
 
 def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collective(store, tmp_path):
     """Two nodes; the second one's key is wrong. Under the job's own parents and under torchrun."""
-    port = free_port()
     for launcher in ("ours", "torchrun"):
-        nodes = []
+        nodes, port = [], free_port()
         for rank in range(2):
             folder = tmp_path / f"{launcher}{rank}"
             folder.mkdir()
@@ -200,4 +199,3 @@ def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collecti
         texts = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
         assert all(node.returncode for node in nodes)
         assert all("403 SignatureDoesNotMatch: the secret key does not belong" in text for text in texts), texts
-        port += 1

@@ -242,7 +242,7 @@ def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_result
         with pytest.raises(TrainingFailed, match="no good answer for 1 s, the last was: 503 SlowDown"):
             publishing.finish(1)
         proxy.plan = lambda request: None
-        publishing.finish(1)
+        publishing.finish(PATIENCE)
     assert remote_names(store, "lost/") == ["metrics.jsonl"]
 
 
@@ -254,7 +254,9 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
         publishing.start()
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
-            publishing.finish(60, at_most=0.5)
+            publishing.finish(PATIENCE, at_most=0.5)
+        proxy.plan = lambda request: None
+        publishing.finish(PATIENCE)  # its thread would go on in the tests after this one
 
 
 def test_a_wrong_body_is_refused_by_the_store(store):
