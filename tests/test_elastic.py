@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -76,7 +77,8 @@ class Nodes:
         words = [sys.executable, self.job, *SMALL, *SHARES, *EPOCHS, "--ledger", "true"]
         words += ["--init_method", f"tcp://127.0.0.1:{self.port}", "--rank", node, "--world_size", self.number, *self.options]
         with open(own / "log", "a") as log:
-            return Popen(
+            kind = subprocess.Popen if self.env.get(node) else Popen  # what a fork has imported already cannot be broken
+            return kind(
                 list(map(str, words + ["--output_dir", own / "out"])), cwd=own, env=environment(ANYRANK_SECRET="a secret of the nodes", **self.env.get(node, {})),
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip

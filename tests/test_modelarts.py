@@ -208,15 +208,24 @@ def test_beside_ours_it_is_left_alone(argv, environ):
     ],
 )
 def test_results_that_would_go_with_the_container_are_warned_of(output, environ, kept, monkeypatch):
-    ismount = folders.os.path.ismount
-    monkeypatch.setattr(folders.os.path, "ismount", lambda path: path == "/cache" or ismount(path))
+    monkeypatch.setattr(folders.os.path, "ismount", lambda path: path in ("/", "/cache", "/proc"))
     why = folders.not_kept(types.SimpleNamespace(output_dir=output, output_url=None), environ)
     assert why is None if kept else why.startswith(f"the platform does not keep {output}: it keeps what is in /")
 
 
+# Whatever is mounted at the folder of the tests, as often at /tmp.
+ON_ONE_DISK = """
+import os, runpy, sys
+os.path.ismount = lambda path: path == "/"
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_the_log_and_the_doctor_say_that_results_are_not_kept(tmp_path, monkeypatch):
     env = {"MA_JOB_DIR": "/x", "MA_SCHEDULE_CNT": "2"}
-    done = run_forked([command("train")[1], *TINY, "--max_steps", 1], tmp_path, env)
+    words = [*command("train", *TINY, "--max_steps", 1)]
+    done = run([words[0], "-c", ON_ONE_DISK, *words[1:]], cwd=tmp_path, env=environment(**env))
     lines = done.stdout + done.stderr
     assert "warning: the platform does not keep output_dir/train: it keeps what is in /home/ma-user/modelarts/outputs;" in lines
     assert (
@@ -224,6 +233,7 @@ def test_the_log_and_the_doctor_say_that_results_are_not_kept(tmp_path, monkeypa
         in lines
     )
     monkeypatch.setenv("MA_JOB_DIR", "/x")
+    monkeypatch.setattr(folders.os.path, "ismount", lambda path: path == "/")
     monkeypatch.chdir(tmp_path)
     args = parse("--custom_data", "true")
     rows = [finding for finding in examination._of_node(args, args.world) if finding.what == "output"]
