@@ -12,12 +12,13 @@ $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	$(INSTALL) -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 
-.PHONY: run quick test rehearsal lint format chaos bench gpu
+.PHONY: run quick test rehearsal lint format chaos bench gpu engine
 run: $(VENV)/ready
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/vermin -q --no-tips --violations --target=3.9- common datasets launch jobs
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -54,3 +55,7 @@ bench: $(VENV)/ready
 # On a machine with a GPU, where it goes on from the rows that are done: make gpu MINUTES=9 ONLY="step kills"
 gpu: $(VENV)/ready
 	$(BIN)/python -m tests.gpu --out output_dir/gpu --budget $(or $(MINUTES),40) $(if $(ONLY),--only $(ONLY))
+
+# Every job and verb on torch 2.1.0, in an environment as ModelArts makes it, for the table of docs/platforms.md.
+engine: $(VENV)/ready
+	$(BIN)/python -m tests.engine $(if $(ONLY),--only $(ONLY))

@@ -4,9 +4,10 @@ An old Python reads this file, too, so it has nothing in it that came later.
 """
 
 import importlib.util
+import re
 import sys
 
-PYTHON, TORCH = (3, 9), (2, 6)
+PYTHON, TORCH = (3, 9), (2, 1)
 PACKAGES = {
     "numpy": "numpy",
     "torchvision": "torchvision",
@@ -16,7 +17,9 @@ PACKAGES = {
     "sklearn": "scikit-learn",
 }
 
-ENGINE = "choose an engine or image that has them"
+ENGINE = (
+    "choose an engine or image that has them, such as ModelArts' engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"
+)
 INSTALL = (
     "on a platform's image requirements.txt (on ModelArts also as pip-requirements.txt) has to lie at the root of the code "
     "directory; in an image of your own nothing is installed at the start, so install it when you build the image"
@@ -26,10 +29,15 @@ INSTALL = (
 def too_old(python, torch):
     """What the jobs cannot run with, in a sentence, or None."""
     if python < PYTHON:
-        return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.6, or later: {ENGINE}"
-    if tuple(int(number) for number in torch.split("+")[0].split(".")[:2]) < TORCH:
-        return f"torch is {torch}, and the jobs need torch 2.6 or later: {ENGINE}"
+        return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: {ENGINE}"
+    if first_two(torch) < TORCH:
+        return f"torch is {torch}, and the jobs need torch 2.1 or later: {ENGINE}"
     return None
+
+
+def first_two(version):
+    """(2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def not_installed(is_there):

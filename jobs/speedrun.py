@@ -167,7 +167,7 @@ def run(args, device, train, seed, steps_of_a_size=None):
         {"params": norms_and_biases, "peak": NORM_RATE},
         {"params": last_layer, "peak": LAST_RATE, "weight_decay": 5e-4},
     ]
-    sgd = torch.optim.SGD(others, lr=LAST_RATE, momentum=OTHER_MOMENTUM, nesterov=True, fused=devices.fused(device))
+    sgd = torch.optim.SGD(others, lr=LAST_RATE, momentum=OTHER_MOMENTUM, nesterov=True, **devices.fused(device))
     if device.type != "cpu":
         model.compile(mode="reduce-overhead", dynamic=False)
 

@@ -54,7 +54,7 @@ def main():
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 
-    how = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": devices.fused(device)}
+    how = {"lr": args.lr, "weight_decay": args.weight_decay, **devices.fused(device)}
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), **how)
     else:

@@ -75,7 +75,7 @@ def main():
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; the others need no scaling.
     amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
-    autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
+    autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16, **scaling(args))
 
     # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
@@ -274,7 +274,7 @@ def build_optimizer(args, network):
         return torch.optim.RMSprop(parameters, lr=args.lr, alpha=0.9, eps=1e-3, momentum=args.momentum)
     fused = devices.fused(weights[0].device)
     nesterov = args.nesterov and args.momentum > 0
-    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=nesterov, fused=fused)
+    return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=nesterov, **fused)
 
 
 def learning_rate(args, peak, epochs):

@@ -57,13 +57,12 @@ def main():
     network = Restorer(args.width).to(device).to(memory_format=devices.layout(device))
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     devices.compile_network(args, model)
-    fused = devices.fused(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=fused)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, **devices.fused(device))
     loss_fn = torch.nn.L1Loss()
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
     amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
-    autocast = torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32)
+    autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
     run = Run(args, train_sampler, model, best_by="psnr", optimizer=optimizer, scaler=scaler)

@@ -33,10 +33,7 @@ def test_amp_resumed_in_mid_epoch_equals_the_uninterrupted_run(dtype, tmp_path):
     ],
 )
 def test_bfloat16_where_the_hardware_has_it(monkeypatch, gpu, capability, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(major=capability[0], name=gpu))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     args = types.SimpleNamespace(amp_dtype=None)
     assert devices.half_precision(args, torch.device("cuda")) == expected
     assert devices.half_precision(types.SimpleNamespace(amp_dtype="float16"), torch.device("cuda")) == torch.float16

@@ -185,6 +185,7 @@ CUDA_ALONE = {
     "common/devices/kinds.py": "the room",
     "common/devices/work.py": "the room",
     "common/doctor/checks.py": "a sentence for the user names NVIDIA's variable",
+    "common/packages.py": "the name of a platform's engine",
     "datasets/dali/batches.py": "DALI's own error messages",
     "datasets/dali/pipeline.py": "DALI knows CUDA alone: its package and an argument are named after it",
     "datasets/facade.py": "an argument that the documents promise",

@@ -43,9 +43,9 @@ INPUT, OUTPUT = "/home/ma-user/modelarts/inputs/data_url_0", "/home/ma-user/mode
     "python, torch, missing, words",
     [
         ((3, 11), "2.15.0+cu132", (), None),
-        ((3, 9), "2.6.0a0+git1234", (), None),
-        ((3, 8), "1.13.1", (), "this is Python 3.8, and the jobs need Python 3.9 and torch 2.6, or later: choose an engine"),
-        ((3, 10), "2.1.0", (), "torch is 2.1.0, and the jobs need torch 2.6 or later: choose an engine"),
+        ((3, 9), "2.1.0a0+git1234", (), None),
+        ((3, 8), "1.13.1", (), "this is Python 3.8, and the jobs need Python 3.9 and torch 2.1, or later: choose an engine"),
+        ((3, 10), "2.0.1", (), "torch is 2.0.1, and the jobs need torch 2.1 or later: choose an engine"),
         ((3, 9), "2.10.0", ("sklearn", "tqdm"), "not installed: scikit-learn, tqdm; on a platform's image requirements.txt"),
     ],
 )

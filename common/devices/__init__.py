@@ -23,6 +23,7 @@ from common.devices.kinds import (
     DALI,
     DATA_PARALLEL,
     KINDS,
+    TORCH,
     accelerator,
     available,
     backend,
@@ -39,6 +40,7 @@ from common.devices.kinds import (
     widest,
 )
 from common.devices.work import (
+    autocast,
     compile_network,
     cores_of_a_rank,
     current,
@@ -46,6 +48,7 @@ from common.devices.work import (
     full_precision,
     fused,
     give_memory_back,
+    grad_scaler,
     half_precision,
     layout,
     loader_workers,
@@ -62,12 +65,11 @@ from common.devices.work import (
 )
 
 __all__ = [
-    "AFFINITIES", "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KILLED", "KINDS", "accelerator", "available",
-    "backend", "bind", "build", "choose", "collectives_of", "compile_network", "cores_of_a_rank", "count", "current",
-    "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back",
-    "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_its_own_fault",
-    "is_nvidia", "largest_batch", "layout",
-    "loader_workers", "mark", "memory_in_use", "misfit", "moved", "no_memory", "noun", "of", "on_stream", "peak_memory",
-    "profiled", "refuse", "require_one_each", "seed_in_use", "side_stream", "slices", "synchronize",
-    "unknown_architecture", "use", "versions_apart", "widest",
+    "AFFINITIES", "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KILLED", "KINDS", "TORCH", "accelerator",
+    "autocast", "available", "backend", "bind", "build", "choose", "collectives_of", "compile_network", "cores_of_a_rank",
+    "count", "current", "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused",
+    "give_memory_back", "grad_scaler", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend",
+    "is_its_own_fault", "is_nvidia", "largest_batch", "layout", "loader_workers", "mark", "memory_in_use", "misfit",
+    "moved", "no_memory", "noun", "of", "on_stream", "peak_memory", "profiled", "refuse", "require_one_each", "seed_in_use",
+    "side_stream", "slices", "synchronize", "unknown_architecture", "use", "versions_apart", "widest",
 ]  # fmt: skip

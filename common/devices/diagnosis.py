@@ -10,6 +10,7 @@ import torch
 from common import drivers
 from common.devices import kinds
 from common.errors import TrainingFailed
+from common.packages import first_two
 
 KILLED = "a loader process was killed, perhaps for want of memory: lower --workers or --batch_size, or ask for more memory"
 
@@ -111,7 +112,7 @@ def _version(package):
 
 
 # The oldest CANN for each torch_npu, of the vendor's table of versions that go together.
-OLDEST_CANN = {
+OLDEST_CANN: dict[tuple[int, ...], tuple[int, int]] = {
     (2, 6): (8, 2),
     (2, 7): (8, 3),
     (2, 8): (8, 3),
@@ -124,18 +125,13 @@ OLDEST_CANN = {
 
 def misfit(torch_version: str, torch_npu: str, cann: Optional[str]) -> Optional[str]:
     """A sentence where the versions of torch, torch_npu and CANN do not go together: 2.7.1, 2.7.1.post2, 8.5.0."""
-    mine = _first_two(torch_npu)
-    if _first_two(torch_version) != mine:
+    mine = first_two(torch_npu)
+    if first_two(torch_version) != mine:
         return f"torch_npu {torch_npu} is for another torch than {torch_version}; install the torch_npu of that version"
     needed = OLDEST_CANN.get(mine)
-    if cann and needed and _first_two(cann) < needed:
+    if cann and needed and first_two(cann) < needed:
         return f"torch_npu {torch_npu} needs CANN {needed[0]}.{needed[1]} or later, and this is {cann}; choose a newer image"
     return None
-
-
-def _first_two(version):
-    first, second = re.findall(r"\d+", version)[:2]
-    return int(first), int(second)
 
 
 def is_its_own_fault(text: str) -> bool:

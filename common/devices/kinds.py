@@ -5,6 +5,7 @@ tried on a stand-in alone; XPUs and MPS follow torch's, and were not tried.
 """
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping
 from typing import Any, Optional
@@ -12,6 +13,12 @@ from typing import Any, Optional
 import torch
 
 from common.errors import UserError
+from common.packages import first_two
+
+TORCH = first_two(torch.__version__)  # (2, 1) and up, for what is called differently in an older one
+
+if TORCH < (2, 5) and importlib.util.find_spec("torch_npu"):  # a newer torch imports it by itself
+    importlib.import_module("torch_npu")
 
 # What a job may need of its device.
 DATA_PARALLEL, DALI, COMPILE, CHANNELS_LAST = "DataParallel", "DALI", "--compile", "the channels-last layout"
@@ -64,6 +71,8 @@ def of(device: torch.device) -> Kind:
 
 def accelerator() -> str:
     """The kind of device for which this torch is made, whether or not there is one; torch knows one kind in a process."""
+    if TORCH < (2, 6):  # before torch.accelerator
+        return "npu" if hasattr(torch, "npu") else "cuda"
     found = torch.accelerator.current_accelerator()
     return found.type if found and found.type in KINDS else "cuda"
 
@@ -80,7 +89,7 @@ def is_ascend() -> bool:
 
 def module() -> Any:
     """What torch offers for the accelerator: torch.cuda, torch.npu, ..."""
-    return torch.get_device_module(accelerator())
+    return getattr(torch, accelerator())
 
 
 def slices() -> list[str]:

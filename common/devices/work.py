@@ -23,9 +23,29 @@ def layout(device: torch.device) -> torch.memory_format:
     return kinds.of(device).layout
 
 
-def fused(device: torch.device) -> bool:
-    """Whether an optimizer can update all weights in one kernel."""
-    return kinds.of(device).fused
+def fused(device: torch.device) -> dict[str, Any]:
+    """The option of an optimizer that updates all weights in one kernel. SGD has one since torch 2.3, a CPU since 2.4."""
+    since = (2, 3) if kinds.is_accelerator(device) else (2, 4)
+    return {"fused": kinds.of(device).fused} if since <= kinds.TORCH else {}
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """What is computed inside `with` has this type. For float32, which a CPU refuses before torch 2.4, nothing is to do."""
+    return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def grad_scaler() -> Any:
+    """torch's class for scaled gradients. Before torch 2.3 each kind of device had its own, which was not told the kind."""
+    if kinds.TORCH >= (2, 3):
+        return torch.amp.GradScaler
+    own: Any = kinds.module().amp.GradScaler
+
+    class GradScaler(own):
+        def __init__(self, device: str, enabled: bool = True, **options: Any):
+            super().__init__(enabled=enabled, **options)
+            self._device = device
+
+    return GradScaler
 
 
 def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
@@ -43,10 +63,12 @@ def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
     """--amp_dtype, or bfloat16 where the hardware computes in it and float16 elsewhere (V100, T4, P100, Ascend 910A)."""
+    if args.amp_dtype == "float16" and not kinds.is_accelerator(device) and kinds.TORCH < (2, 4):
+        raise UserError(f"float16 on a CPU needs torch 2.4 or later, this is {torch.__version__}: give --amp_dtype bfloat16")
     if args.amp_dtype:
         return getattr(torch, args.amp_dtype)
     if kinds.is_nvidia(device):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     if kinds.has_queues(device) and not getattr(kinds.module(), "is_bf16_supported", lambda: True)():
         return torch.float16
     return kinds.of(device).half
@@ -105,7 +127,7 @@ def synchronize(device: torch.device) -> None:
     if kinds.has_queues(device):
         kinds.module().synchronize(device)
     elif kinds.is_accelerator(device):
-        torch.accelerator.synchronize()
+        kinds.module().synchronize()
 
 
 def current() -> torch.device:

@@ -25,14 +25,15 @@ class Meeting:
         """("ranks 1-2", which have not come, or ""; on rank 0: [(node or None, findings, clock ahead)] of the others)"""
         here, keys = self._here, self._store
         node = None if here.local_rank else here.node_rank
-        keys.set(f"{KEYS}/came/{here.rank}", json.dumps({"node": node, "findings": findings}))
+        keys.set(f"{KEYS}/says/{here.rank}", json.dumps({"node": node, "findings": findings}))
+        keys.add(f"{KEYS}/came/{here.rank}", 1)
         missing = self._be_counted() if here.rank else self._count()
         named = naming.describe_ranks(missing) if missing else ""
         if here.rank:
             return named, []
         others = []
         for rank in set(range(1, here.world_size)) - set(missing):
-            theirs, clock = json.loads(keys.get(f"{KEYS}/came/{rank}")), float(keys.get(f"{KEYS}/clock/{rank}"))
+            theirs, clock = json.loads(keys.get(f"{KEYS}/says/{rank}")), float(keys.get(f"{KEYS}/clock/{rank}"))
             others.append((theirs["node"], theirs["findings"], clock - time.time()))
         return named, others
 
@@ -48,7 +49,7 @@ class Meeting:
 
     def _count(self):
         deadline, missing = time.monotonic() + self._seconds, list(range(1, self._here.world_size))
-        while missing := [rank for rank in missing if not self._store.check([f"{KEYS}/came/{rank}"])]:
+        while missing := [rank for rank in missing if not store.count(self._store, f"{KEYS}/came/{rank}")]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)

@@ -12,6 +12,7 @@ from typing import Any, Callable
 from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
 from common.processes.collectives import GROUP, rank_and_size
+from common.processes.store import count
 
 POLL_SECONDS, LINE_SECONDS = 0.1, 10
 BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long, while others wait for it, is dead
@@ -47,10 +48,10 @@ class Board:
         return "/".join(["anyrank", self._what, *map(str, words)])
 
     def _beat(self):
-        count = 0
-        while not self._over.wait(BEAT_SECONDS if count else 0):
-            count += 1
-            self._store.set(self._key("alive", self._rank), str(count))
+        seconds = 0.0
+        while not self._over.wait(seconds):
+            self._store.add(self._key("alive", self._rank), 1)
+            seconds = BEAT_SECONDS
 
     def stop_beating(self) -> None:
         self._over.set()
@@ -58,23 +59,24 @@ class Board:
 
     def post_failure(self, error: BaseException) -> None:
         failure = {"code": getattr(error, "exit_code", 1), "text": f"rank {self._rank}: {one_line(error)[:1000]}"}
-        self._store.set(self._key("failed"), json.dumps(failure))
+        self._store.set(self._key("failure"), json.dumps(failure))
+        self._store.add(self._key("failed"), 1)
 
     def wait(self, world_size: int) -> None:
         """Wait until all are ready; rank 0 prints which rank it waits for."""
-        self._store.set(self._key("ready", self._rank), "1")
+        self._store.add(self._key("ready", self._rank), 1)
         told, shown = time.monotonic(), heartbeat.of_this_process()
         for rank in range(world_size):
-            beat, heard = None, time.monotonic()
-            while not self._store.check([self._key("ready", rank)]):
-                if self._store.check([self._key("failed")]):
-                    failure = json.loads(self._store.get(self._key("failed")))
+            beat, heard = 0, time.monotonic()
+            while not count(self._store, self._key("ready", rank)):
+                if count(self._store, self._key("failed")):
+                    failure = json.loads(self._store.get(self._key("failure")))
                     kind = UserError if failure["code"] == 2 else TrainingFailed
                     raise kind(f"no {self._what}: {failure['text']}")
-                now, alive = time.monotonic(), self._key("alive", rank)
-                if self._store.check([alive]) and self._store.get(alive) != beat:
-                    beat, heard = self._store.get(alive), now
-                    shown.set("fetch", int(beat))  # this rank is not stuck while the other one beats
+                now, counted = time.monotonic(), count(self._store, self._key("alive", rank))
+                if counted != beat:
+                    beat, heard = counted, now
+                    shown.set("fetch", beat)  # this rank is not stuck while the other one beats
                 if now - heard > SILENCE_SECONDS:
                     raise TrainingFailed(f"no {self._what}: rank {rank} has been silent for {now - heard:.0f} s, it has died")
                 if now - told > LINE_SECONDS and self._rank == 0:

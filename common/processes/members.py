@@ -198,6 +198,8 @@ class Work:
 
 def torchft() -> Any:
     """The library, quiet: what fails in it is tried again, and the parents say why."""
+    if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
+        raise UserError(f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: leave it out")
     os.environ.setdefault("RUST_LOG", "error")
     try:
         import torchft.manager

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 from common import arguments, devices
+from common.processes import collectives
 
 # For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15
@@ -67,7 +68,7 @@ class _OverAllRanks(torch.autograd.Function):
         kernels = GpuKernels if devices.of(images.device).norm_kernels else CpuKernels
         mine = torch.cat(kernels.statistics(images, eps))
         ranks = torch.empty(distributed.get_world_size(), len(mine), dtype=mine.dtype, device=mine.device)
-        distributed.all_gather_into_tensor(ranks.view(-1), mine)
+        collectives.All().all_gather(ranks.view(-1), mine).wait()
         means, scales = ranks.chunk(2, dim=1)
         mean, scale = kernels.joined(images, means, scales, running_mean, running_var, eps, momentum)
         ctx.kernels = kernels

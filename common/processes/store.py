@@ -30,6 +30,11 @@ def of_all_ranks(here: World, seconds: float) -> Any:
     return GROUP.store
 
 
+def count(store: Any, key: str) -> int:
+    """How often something was added to a key; 0 where it is not there. Store.check came with torch 2.2, and get would wait."""
+    return store.add(key, 0)
+
+
 def meet(here: World, store: Any, seconds: float) -> None:
     """Wait until every rank has come; rank 0 names those that it waits for."""
     if store.add(f"{CAME}/{here.rank}", 1) > 1:
@@ -41,7 +46,7 @@ def meet(here: World, store: Any, seconds: float) -> None:
         return
     begun = told = time.monotonic()
     missing = list(range(1, here.world_size))
-    while missing := [rank for rank in missing if not store.check([f"{CAME}/{rank}"])]:
+    while missing := [rank for rank in missing if not count(store, f"{CAME}/{rank}")]:
         now = time.monotonic()
         if now - begun > seconds:
             why = f"{naming.describe_ranks(missing)} did not come within {seconds:.0f} s (--join_seconds)"

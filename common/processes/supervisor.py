@@ -120,7 +120,7 @@ class Supervisor(Watch):
         raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s (--join_seconds)")
 
     def _start_workers(self, go, folder):
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+        from torch.distributed.elastic.multiprocessing import SignalException
 
         here = self.here
         shared = {
@@ -145,7 +145,7 @@ class Supervisor(Watch):
         self.say(f"starting {ranks} of {here.world_size} ({here.platform}: {here.rule})")
         handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
         try:
-            started: Any = start_processes("worker", sys.executable, arguments, environments, DefaultLogsSpecs(log_dir=folder))
+            started = start_by_torch(arguments, environments, folder)
             for number, handler in handlers.items():  # the launcher has replaced them
                 signal.signal(number, handler)
         except SignalException as stop:  # nothing has been trained yet, and the workers die with their parent
@@ -254,3 +254,14 @@ class Supervisor(Watch):
             self.hub.close()
         if self.line:
             self.line.close()
+
+
+def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:
+    """A Python process for each number; torch's own files go into an empty folder below this one."""
+    from torch.distributed.elastic import multiprocessing
+
+    logs = os.path.join(folder, "logs")
+    os.mkdir(logs)
+    specs: Any = getattr(multiprocessing, "DefaultLogsSpecs", None)  # since torch 2.3
+    where: dict[str, Any] = {"logs_specs": specs(log_dir=logs)} if specs else {"log_dir": logs}
+    return multiprocessing.start_processes("worker", sys.executable, arguments, environments, **where)

@@ -14,13 +14,14 @@ import json
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
 
-from common import progress
+from common import devices, progress
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, give_name, remove, write_aside, write_atomically
 from common.processes import collectives
@@ -43,6 +44,17 @@ def unwrapped(model: Any) -> torch.nn.Module:
     return model
 
 
+def load(content: bytes) -> Any:
+    """The tensors and plain values in a file of torch.save; nothing in it is run."""
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1 says so of its own code
+    # Before torch 2.6 an archive of TorchScript was run, in spite of weights_only (CVE-2025-32434). torch.load knows it so.
+    if devices.TORCH < (2, 6) and content.startswith(b"PK"):
+        with torch.serialization._open_zipfile_reader(io.BytesIO(content)) as archive:
+            if torch.serialization._is_torchscript_zip(archive):
+                raise pickle.UnpicklingError("it is a program of TorchScript")
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
     """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit()."""
     return fit(network, read_weights(path), path, new_head)
@@ -55,7 +67,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     """
     content = _read_weights(path)
     try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        state = load(content)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
         state = to_take_away(state) if "model" in state else plain_keys(state)
@@ -218,7 +230,7 @@ def _read_manifest(path, content):
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
     """(state, about) in verified bytes. They hold a copy of the manifest, so a changed manifest is noticed."""
     try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        state = load(content)
     except pickle.UnpicklingError:
         raise UserError(f"checkpoint {path} is refused: it holds something other than tensors and plain values") from None
     except Exception as error:  # a whole file of something else can raise anything

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import io
 import os
 import re
 from collections.abc import Iterator
@@ -111,7 +110,7 @@ def from_rank_0(choose: Callable[[], Optional[Checkpoint]]) -> Optional[Checkpoi
             return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
 
     content = on_every_rank("checkpoint", encoded)  # fetching it from a bucket may take long
-    answer = torch.load(io.BytesIO(broadcast(content)), map_location="cpu", weights_only=True)
+    answer = checkpoint.load(broadcast(content))
     if answer["refused"]:
         raise UserError(answer["refused"])
     return answer["found"]

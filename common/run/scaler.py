@@ -4,8 +4,10 @@ from typing import Any, Optional, Union
 
 import torch
 
+from common import devices
 
-class Scaler(torch.amp.GradScaler):
+
+class Scaler(devices.grad_scaler()):
     """torch's, which also knows how many steps it has left out. Counted on the device: only a question waits for it."""
 
     def __init__(self, device: str, enabled: bool = True, **options: Any):

@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import torch
 
+from common import devices
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
 from common.run import checkpoint
@@ -78,13 +79,14 @@ def need_onnx() -> None:
 def as_onnx(network: FromBytes, size: int) -> bytes:
     """By the exporter that needs onnx alone; the newer one needs onnxscript, too."""
     onnx: Any = importlib.import_module("onnx")
+    older: dict[str, Any] = {"dynamo": False} if devices.TORCH >= (2, 5) else {}  # before, there was no other
     batch = {0: "batch"}
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "network.onnx")
         try:
             with _quietly():
                 torch.onnx.export(
-                    network, (_pictures(2, size),), path, dynamo=False, opset_version=OPSET, input_names=["images"],
+                    network, (_pictures(2, size),), path, **older, opset_version=OPSET, input_names=["images"],
                     output_names=["logits"], dynamic_axes={"images": batch, "logits": batch},
                 )  # fmt: skip
         except torch.onnx.errors.OnnxExporterError as error:
@@ -100,11 +102,14 @@ def _pictures(count, size):
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Without the warnings that both exporters are old, and with attention as the operators that they know."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    attention: Any = getattr(torch.backends, "mha", None)  # since torch 2.2
+    fast = attention and attention.get_fastpath_enabled()
+    if attention:
+        attention.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        if attention:
+            attention.set_fastpath_enabled(fast)
