@@ -1,5 +1,1 @@
 """What every job shares."""
-
-from common import packages
-
-packages.check_versions()

@@ -14,12 +14,10 @@ import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import devices, heartbeat, moments, packages, progress, streams
+from common import devices, heartbeat, moments, optional, progress, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
 from common.processes import alone, network
 from common.secrets import mask
-
-packages.check_installed()  # before the job imports the rest of ours, which needs them
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
 DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed
@@ -42,6 +40,8 @@ class _WatchASingleProcess:
 
 class _WriteTheReport:
     def written(self, folder: str, write: Callable[[str, bytes], None]) -> None:
+        if not optional.there(optional.PAGE):
+            return
         from common import report
 
         try:

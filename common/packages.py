@@ -1,60 +1,67 @@
 """What a job needs of Python and of other packages: what is too old or missing is one line, before anything needs it.
 
-An old Python reads this file, too, so it has nothing in it that came later.
+An old Python reads this file, too, so it has nothing in it that came later. What a run can do without is in optional.py.
 """
 
 import importlib.util
 import re
+import signal
 import sys
 
 PYTHON, TORCH = (3, 9), (2, 1)
-PACKAGES = {
-    "numpy": "numpy",
-    "torchvision": "torchvision",
-    "tqdm": "tqdm",
-    "tensorboard": "tensorboard",
-    "matplotlib": "matplotlib",
-    "sklearn": "scikit-learn",
-}
+FOR_NUMPY_2 = (2, 3)  # the first torch that was built for it
+
+NEEDED = ("numpy", "torch", "torchvision")  # an engine has them, and what is uploaded never brings or changes them
 
 ENGINE = (
     "choose an engine or image that has them, such as ModelArts' engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"
 )
-INSTALL = (
-    "on a platform's image requirements.txt (on ModelArts also as pip-requirements.txt) has to lie at the root of the code "
-    "directory; in an image of your own nothing is installed at the start, so install it when you build the image"
-)
 
 
-def too_old(python, torch):
-    """What the jobs cannot run with, in a sentence, or None."""
+def check():
+    """In a job, before it imports torch: end with 2 where it cannot run. Until run_job(), Ctrl-C is no traceback either."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end_with(too_old(sys.version_info[:2]) or missing(importlib.util.find_spec))
+    _end_with(apart(version("torch"), version("numpy")))
+
+
+def version(name):
+    """That of an installed package, which is not imported for it; None where nothing says it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def too_old(python):
+    """What no job can run with, in a sentence, or None."""
     if python < PYTHON:
         return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: {ENGINE}"
+    return None
+
+
+def missing(is_there):
+    """The same of what is not installed."""
+    names = [name for name in NEEDED if not is_there(name)]
+    return f"not installed: {', '.join(names)}; {ENGINE}" if names else None
+
+
+def apart(torch, numpy):
+    """The same of versions: of torch, and of the numpy beside it."""
+    if torch is None:  # built by hand, perhaps
+        return None
     if first_two(torch) < TORCH:
         return f"torch is {torch}, and the jobs need torch 2.1 or later: {ENGINE}"
+    if first_two(torch) < FOR_NUMPY_2 and numpy and first_two(numpy) >= (2, 0):
+        return f"numpy {numpy} does not work with torch {torch}, which was built for numpy 1: pip install 'numpy<2'"
     return None
 
 
 def first_two(version):
     """(2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def not_installed(is_there):
-    """The same for what is missing."""
-    missing = [package for module, package in sorted(PACKAGES.items()) if not is_there(module)]
-    return f"not installed: {', '.join(missing)}; {INSTALL}" if missing else None
-
-
-def check_versions():
-    """In a job, which imports torch first, end with 2 where it cannot run."""
-    if hasattr(sys.modules.get("torch"), "__version__"):
-        _end_with(too_old(sys.version_info[:2], str(sys.modules["torch"].__version__)))
-
-
-def check_installed():
-    """The same for packages; only for the job itself, as a machine that loads for it needs few of them."""
-    _end_with(not_installed(importlib.util.find_spec))
 
 
 def _end_with(sentence):

@@ -4,11 +4,10 @@ import os
 import sys
 import threading
 import time
-from typing import Callable, Optional
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, Optional
 
-from tqdm import tqdm
-
-from common import moments
+from common import moments, optional
 from common.errors import one_line
 from common.files import MIB
 
@@ -42,11 +41,9 @@ class Progress:
         self._lock = threading.Lock()
         # Things may differ in size, so bytes say better how far the work is, where it is known how many there are.
         self._by_bytes = not unit or total_bytes is not None
-        self._bar = None
-        if sys.stderr.isatty():
-            kind = ("B", True, 1024, total_bytes) if self._by_bytes else (f" {unit}", False, 1000, total)
-            unit, scaled, divisor, end = kind
-            self._bar = tqdm(desc=self._what[:40], total=end, unit=unit, unit_scale=scaled, unit_divisor=divisor)
+        kind = ("B", True, 1024, total_bytes) if self._by_bytes else (f" {unit}", False, 1000, total)
+        unit, scaled, divisor, end = kind
+        self._bar = bar(desc=self._what[:40], total=end, unit=unit, unit_scale=scaled, unit_divisor=divisor)
 
     def add(self, things: int = 0, size: int = 0, old: bool = False) -> None:
         """So many things and bytes more are done. `old`: by an earlier start, so they say nothing of the speed."""
@@ -107,9 +104,31 @@ def _of(done: int, total: Optional[int]) -> str:
     return str(done) if total is None else f"{done} of {total}"
 
 
+def bar(**options: Any) -> Any:
+    """tqdm's on a terminal; None elsewhere, and without tqdm: then there are lines."""
+    if not sys.stderr.isatty() or not optional.there(optional.BAR):
+        return None
+    return sys.modules["tqdm"].tqdm(**options)
+
+
+def counted(things: Sequence, what: str, unit: str) -> Iterator:
+    """The same things, with a bar on a terminal until the last of them is done."""
+    shown = bar(total=len(things), desc=what, unit=unit, leave=False)
+    for thing in things:
+        yield thing
+        if shown:
+            shown.update()
+    if shown:
+        shown.close()
+
+
 def say(text: str) -> None:
     """Print a line without secrets, above a bar if there is one. A name in it cannot make it two."""
-    tqdm.write(coloured(one_line(text)), file=sys.stdout)
+    line = coloured(one_line(text))
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
+    else:
+        print(line)
     sys.stdout.flush()
     moments.announce("said", text)
 

@@ -26,26 +26,25 @@ import functools
 import itertools
 import json
 import os
-import signal
 import statistics
 import sys
 import time
-from importlib.util import find_spec
 
 BEGUN = time.perf_counter()
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
-if not find_spec("common"):  # this file was uploaded alone
+try:
+    from common import packages
+except ImportError:  # this file was uploaded alone
     sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
+if __name__ == "__main__":
+    packages.check()  # before torch: what is missing or too old is one line
 
 import torch
 from torch import nn
 from torch.nn import functional
-from tqdm import tqdm
 
-from common import arguments, devices, storage, world
+from common import arguments, devices, progress, storage, world
 from common.errors import UserError
 from common.files import append, drop_half_a_line
 from common.job import run_job
@@ -172,7 +171,7 @@ def run(args, device, train, seed, steps_of_a_size=None):
         model.compile(mode="reduce-overhead", dynamic=False)
 
     model.train()
-    for number, size in enumerate(tqdm(sizes, desc=f"seed {seed}", unit="step", disable=None, leave=False)):
+    for number, size in enumerate(progress.counted(sizes, f"seed {seed}", "step")):
         positions = torch.arange(number * batch, (number + 1) * batch, device=device)
         ids = order[positions]
         mirrored = flipped[ids] ^ (positions // len(images) % 2 == 1)  # in every second pass the other way round

@@ -19,16 +19,16 @@ batch norm statistics and random numbers of its own, and all gradients are added
 """
 ### end EXACT ###
 import os
-import signal
 import sys
-from importlib.util import find_spec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run_job(): Ctrl-C during the imports is no traceback
-if not find_spec("common"):  # this file was uploaded alone
+try:
+    from common import packages
+except ImportError:  # this file was uploaded alone
     sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
+if __name__ == "__main__":
+    packages.check()  # before torch: what is missing or too old is one line
 
 import torch
 

@@ -14,6 +14,7 @@ VERBS = {
     "export": "a trained network as a folder for elsewhere: ONNX, TorchScript, a model package of ModelArts",
     "pack": "photographs as large files, for a bucket or a slow disk",
     "kspeed": "fill the shared sample cache before a job, look at it, empty it",
+    "image": "print the Dockerfile of an image of your own, and the commands that build and push it",
     "container": "print the line that starts the container of Alibaba's KSpeed document",
     "submit": "send a job to ModelArts, PAI-DLC, SageMaker, Kubernetes or SLURM, or run the same here",
     "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",

@@ -1,17 +1,19 @@
 """ModelArts' console, played: what it does between Submit and the log, on hosts that have no Internet.
 
 It copies the code and the input into the container's folders, installs the packages' file, starts the boot file as uid 1000 on
-every node, with the variables and arguments of the manual, and copies the output back.
+every node, with the variables and arguments of the manual, and copies the output back. The container is that of an engine or
+that of an image.
 """
 
-import shlex
 import shutil
 import sys
 import sysconfig
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
+from tests import engine
 from tests.hosts import Hosts, wait_all
 from tests.jobs import PATIENCE
 
@@ -20,18 +22,34 @@ HOME = "/home/ma-user"
 CODE, INPUT, OUTPUT = (f"{HOME}/modelarts/{name}" for name in ("user-job-dir/code", "inputs/data_url_0", "outputs/train_url_0"))
 PYTHON = f"{HOME}/anaconda3/envs/PyTorch/bin/python"
 WORKERS = ("modelarts-job-7-worker-0.modelarts-job-7", "modelarts-job-7-worker-1.modelarts-job-7")
-LEFT_OUT = "tqdm"  # a package that the engine lacks and the platform's index has
+LEFT_OUT = "tqdm"  # a package that our own environment, as an image, is made to lack, and the platform's index has
 
-# Of a node: $1 the code, $2 the data, $3 the output in OBS, $4 the platform's index of packages, $5 the log; then the command.
+
+class Container(NamedTuple):
+    python: Path  # the interpreter
+    packages: list[str]  # what lies in its site-packages
+
+
+def of_engine() -> Container:
+    """pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64: torch 2.1.0 and what it needs, and nothing else."""
+    return Container(engine.made().resolve(), engine.own())
+
+
+def of_image() -> Container:
+    """An image of one's own, with today's torch; without a package that its makers have forgotten."""
+    packages = Path(sysconfig.get_path("purelib")).iterdir()
+    return Container(Path(sys.executable).resolve(), [str(path) for path in packages if not path.name.startswith(LEFT_OUT)])
+
+
+# Of a node: $1 the code, $2 the data, $3 the output in OBS, $4 the platform's index of packages, $5 and $6 the container's
+# interpreter and a list of its packages; then the command.
 START = f"""
-code=$1 data=$2 obs=$3 index=$4; shift 4
+code=$1 data=$2 obs=$3 index=$4 interpreter=$5 packages=$6; shift 6
 mount -t tmpfs tmpfs /home
 mkdir -p {CODE} {INPUT} {OUTPUT} {HOME}/modelarts/log
 cp -r "$code/." {CODE}; cp -r "$data/." {INPUT}; cp -r "$obs/." {OUTPUT}
-{sys.executable} -m venv --without-pip {HOME}/anaconda3/envs/PyTorch
-for package in {shlex.quote(sysconfig.get_path("purelib"))}/*; do
-    case "$(basename "$package")" in {LEFT_OUT}*) ;; *) ln -s "$package" {HOME}/anaconda3/envs/PyTorch/lib/python3.*/site-packages/ ;; esac
-done
+"$interpreter" -m venv --without-pip {HOME}/anaconda3/envs/PyTorch
+while read -r package; do ln -s "$package" {HOME}/anaconda3/envs/PyTorch/lib/python3.*/site-packages/; done < "$packages"
 chown -R -h {USER}:100 {HOME}; chmod -R a-w {CODE}; chmod -R a-w {INPUT}
 {sys.executable} -m http.server --bind 127.0.0.1 --directory "$index" 8888 2> /dev/null & server=$!
 cd {HOME}/modelarts/user-job-dir
@@ -69,10 +87,12 @@ def index_of_packages(folder: Path) -> Path:
 class Console:
     """Create a job, and see how it ends: `play` gives the exit codes and the logs of all nodes."""
 
-    def __init__(self, folder: Path, data: Path, nodes: int = 2):
+    def __init__(self, folder: Path, data: Path, container: Container, nodes: int = 2):
         self.obs = folder / "obs"
         self.obs.mkdir(parents=True)
         self._data, self._index = data, index_of_packages(folder / "index")
+        self._python, self._packages = container.python, folder / "packages"
+        self._packages.write_text("".join(f"{path}\n" for path in container.packages))
         self.hosts = Hosts(nodes, folder, called=WORKERS[:nodes])
 
     def play(self, code: Path, boot: str, image: bool = False, starts: int = 1, **hyperparameters: str):
@@ -97,6 +117,7 @@ class Console:
             node_obs = self.obs if node == 0 else self.obs.parent / f"unused{node}"
             node_obs.mkdir(exist_ok=True)
             script = ["unshare", "-m", "sh", "-ec", START, "sh", code, self._data, node_obs, self._index]
+            script += [self._python, self._packages]
             ends.append(self.hosts.run(node, *script, *words, *injected))
         codes, _ = wait_all(ends, PATIENCE)
         return codes, [self.hosts.log(node) for node in range(nodes)]

@@ -3,8 +3,8 @@
     python -m tests.engine                      all rows of the table, ten minutes; docs/platforms.md has what came out
     python -m tests.engine --only train.py      one of them
 
-The environment is that of ModelArts' newest engine for GPUs: its torch, torchvision and numpy, then what requirements.txt asks
-for, which must leave those alone. It is kept in .tools; delete that to make it anew. Each row runs in a folder of its own, some
+The environment is that of ModelArts' newest engine for GPUs: its torch, torchvision and numpy, then what bundles ask for,
+which must leave those alone. It is kept in .tools; delete that to make it anew. Each row runs in a folder of its own, some
 of its commands with the torch of today.
 """
 
@@ -16,11 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from launch.bundle import requirements
 from tests.jobs import PATIENCE, ROOT, TINY
 from tests.packages import TOOLS
 
 OWN = ["torch==2.1.0", "torchvision==0.16.0", "numpy==1.24.4", "pillow<11"]  # the engine's, and they have to stay
-MORE = ["ray>=2.52", "onnx>=1.16", "pymemcache>=4.0"]  # the extras that some jobs and verbs ask for
+MORE = ["onnx>=1.16", "pymemcache>=4.0"]  # the extras that some verbs ask for
 PYTHON = "python3.10"  # the engine's
 
 SMALL = ["--custom_data", "true", "--max_samples", "32", "--batch_size", "8", "--epochs", "2", "--workers", "0"]
@@ -134,6 +135,7 @@ VERBS = {
     ],
     "pack": [["-c", PHOTOS], verb("pack", "photos", "packed"), verb("pack", "--verify", "packed")],
     "kspeed": [["-c", PHOTOS], [TODAY, "-c", CACHE]],
+    "image": [verb("image", "--platform", "modelarts")],
     "container": [verb("container", "photos")],
     "submit": [verb("submit", "jobs/train.py", "--platform", "local", "--output_url", "out", "--", *TINY)],
     "local": [verb("local", "--nodes", "2", f"{ROOT}/jobs/train_ddp.py", "--", *TINY, "--output_dir", "out")],
@@ -159,14 +161,23 @@ def made() -> Path:
         subprocess.run([PYTHON, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
         subprocess.run([*pip, *OWN], check=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        (folder / "own.txt").write_text("".join(f"{path}\n" for path in sorted(site.iterdir())))
         before = subprocess.check_output([*pip[:3], "freeze"])
-        subprocess.run([*pip, "-r", ROOT / "requirements.txt"], check=True)
+        for job in JOBS:
+            (folder / "requirements.txt").write_text(requirements.text(job))
+            subprocess.run([*pip, "-r", folder / "requirements.txt"], check=True)
         after = subprocess.check_output([*pip[:3], "freeze"])
         changed = set(before.split()) - set(after.split())
-        assert not changed, f"requirements.txt has changed what the engine has: {changed}"
+        assert not changed, f"what bundles ask for has changed what the engine has: {changed}"
         subprocess.run([*pip, *OWN, *MORE], check=True)
         ready.touch()
     return python
+
+
+def own() -> list[str]:
+    """What the engine itself has in its site-packages."""
+    return (made().parent.parent / "own.txt").read_text().splitlines()
 
 
 def outcome(python: Path, row: str) -> str:

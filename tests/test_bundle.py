@@ -233,7 +233,9 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     assert bundle.main([str(ROOT / "jobs" / "train.py"), "--folder", str(empty / "code")]) == 0
     assert "the boot file is jobs/train.py" in capsys.readouterr().out
     found = sorted(str(path.relative_to(empty / "code")) for path in (empty / "code").rglob("*") if path.is_file())
-    assert found == sorted([bundle.MARKER, "jobs/train.py", *bundle.PACKAGES, *bundle.modules_of(ROOT / "jobs" / "train.py")])
+    assert found == sorted(
+        [bundle.MARKER, "jobs/train.py", *bundle.requirements.NAMES, *bundle.modules_of(ROOT / "jobs" / "train.py")]
+    )
     started(empty, empty / "code" / "jobs" / "train.py", *TINY, "--max_steps", 1)
     with pytest.raises(UserError, match="is not empty: give another folder, or --overwrite true"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "code")

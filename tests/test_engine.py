@@ -1,6 +1,11 @@
-"""An older torch: what it lacks is bridged or refused, and a page has what ran on it. The jobs run there by make engine."""
+"""A platform's engine: what its older torch lacks is bridged or refused, what is uploaded leaves its packages alone, and what its
+name says. The jobs run on one by make engine."""
 
 import io
+import json
+import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -11,10 +16,15 @@ from common.devices import kinds
 from common.errors import UserError
 from common.processes import members
 from common.run import checkpoint
+from launch import bundle, engines, image
 from launch.__main__ import VERBS
+from launch.submit import modelarts
 from tests import engine
-from tests.jobs import ROOT
+from tests.jobs import PATIENCE, ROOT
+from tests.test_submit import ask
 
+JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
+NEWEST, OLDEST, ASCEND = engines.MODELARTS
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -29,7 +39,7 @@ def older(monkeypatch):
 
 def test_the_page_has_the_table_and_the_table_has_every_job_and_verb():
     assert engine.table() in (ROOT / "docs" / "platforms.md").read_text()
-    assert {path.name for path in (ROOT / "jobs").glob("*.py")} == set(engine.JOBS)
+    assert set(JOBS) == set(engine.JOBS)
     assert set(engine.VERBS) == set(VERBS)
 
 
@@ -85,3 +95,90 @@ def test_nodes_that_come_and_go_need_a_torch_that_torchft_takes(older):
     older(2, 6)
     with pytest.raises(UserError, match=r"--min_nodes needs torchft, and that torch 2\.7 or later; this is .*: leave it out"):
         members.torchft()
+
+
+# --- Packages -------------------------------------------------------------------------------------------------------------
+
+
+def asked_for(text):
+    return [re.split("[>;]", line)[0] for line in text.splitlines() if not line.startswith("#")]
+
+
+def test_a_job_asks_for_what_it_cannot_train_without():
+    wanted = {name: asked_for(bundle.requirements.text(name)) for name in JOBS}
+    assert (wanted.pop("train_dali.py"), wanted.pop("train_dpex.py")) == (["nvidia-dali-cuda120"], ["ray"])
+    assert not any(wanted.values())
+    assert asked_for(bundle.requirements.text("train.py", at_addresses=True)) == ["boto3"]
+
+
+@pytest.fixture(scope="module")
+def pip_says(tmp_path_factory):
+    """In a folder that plays an engine: the packages that pip would install there for a file of requirements."""
+    folder = tmp_path_factory.mktemp("engine")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    for name, version in (("torch", "2.1.0"), ("torchvision", "0.16.0"), ("torch-npu", "2.1.0"), ("numpy", "1.24.4")):
+        about = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def say(text):
+        (folder / "requirements.txt").write_text(text)
+        pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check", "install"]
+        words = [*pip, "--quiet", "--dry-run", "--report", "-", "-r", folder / "requirements.txt"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
+        return {row["metadata"]["name"].lower() for row in json.loads(done.stdout)["install"]}
+
+    return say
+
+
+ENGINES_OWN = {"torch", "torchvision", "torch-npu", "torch_npu", "numpy"}
+
+
+@pytest.mark.parametrize("job", ["train_ddp.py", "train_dali.py", "train_dpex.py"])
+def test_pip_changes_nothing_that_an_engine_has(pip_says, job):
+    """The other jobs ask for what train_ddp.py asks for."""
+    text = bundle.requirements.text(job, at_addresses=True)
+    new = pip_says(text)
+    assert {name.lower() for name in asked_for(text)} <= new and not new & ENGINES_OWN
+
+
+def test_pip_is_seen_to_change_what_an_engine_has(pip_says):
+    assert pip_says("numpy>=1.25\n") == {"numpy"}
+
+
+# --- Names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_says_what_the_engine_has():
+    assert engines.read(NEWEST) == ((2, 1), (3, 10), False)
+    assert engines.read(ASCEND) == ((2, 1), (3, 9), True)
+    assert engines.read("pytorch_2.8.0-cuda_12.8-py_3.12.3-ubuntu_24.04-x86_64") == ((2, 8), (3, 12), False), (
+        "newer than the list"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        (OLDEST, f"--engine {OLDEST} has torch 1.8, and a job needs 2.1 or later: give {NEWEST}, or an image of your own"),
+        ("pytorch_2.1.0-cann_8.0-py_3.8-euler_2.10-aarch64-snt9b", f"has Python 3.8, and a job needs 3.9 or later: give {ASCEND}"),
+        ("tensorflow_2.1.0-cuda_10.1-py_3.7-ubuntu_18.04-x86_64", "has tensorflow: a job needs PyTorch"),
+        ("pytorch_2.1", "--engine pytorch_2.1 is no engine's name: give it as the console lists it, such as pytorch_2.1.0-cuda"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_train_is_refused_before_anything_is_written_or_sent(tmp_path, capsys, name, words):
+    assert bundle.main([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "out.py"), "--engine", name]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --engine") and words in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert any(words in line for line in modelarts.mistakes(ask("modelarts", engine=name, image=None)))
+
+
+def test_the_dockerfile_is_printed_and_the_commands_are_shown(capsys):
+    assert image.main(["--platform", "modelarts", "--image", "swr.example.com/me/mine:1"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"FROM {image.BASE}\n") and "-c /tmp/keep.txt" in said.out
+    assert re.findall(r"^docker (\w+).* swr.example.com/me/mine:1\b", said.err, re.MULTILINE) == ["build", "run", "push"]
+    assert image.main(["--platform", "modelarts", "--base", "a b"]) == 2
+    assert capsys.readouterr().err.startswith("error: --base is 'a b': give the name of an image")

@@ -15,7 +15,7 @@ from tests.jobs import ROOT, environment
 FLOORS = [
     ["common.packages", "common.secrets"],
     ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
-    ["common.version", "common.streams", "common.typed"],
+    ["common.version", "common.streams", "common.typed", "common.optional"],
     ["common.malloc", "common.devices", "common.progress"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],
@@ -33,13 +33,14 @@ FLOORS = [
     ["datasets.imagenet", "datasets.pairs"],
     ["datasets.facade"],
     ["datasets.drop_in"],
-    ["launch.options"],
+    ["launch.options", "launch.engines"],
     [
         "launch.blocks",
         "launch.bundle",
         "launch.container",
         "launch.doctor",
         "launch.export",
+        "launch.image",
         "launch.kspeed",
         "launch.local",
         "launch.report",
@@ -59,7 +60,7 @@ MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path 
 OPTIONAL = {
     "nvidia", "ray", "pymemcache", "boto3", "torchvision", "sklearn", "matplotlib", "tensorboard", "huaweicloudsdkcore",
     "huaweicloudsdkmodelarts", "alibabacloud_credentials", "alibabacloud_pai_dlc20201203", "alibabacloud_tea_openapi", "kubernetes",
-    "onnx", "jinja2",
+    "onnx", "jinja2", "tqdm",
 }  # fmt: skip
 
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -186,6 +187,9 @@ CUDA_ALONE = {
     "common/devices/work.py": "the room",
     "common/doctor/checks.py": "a sentence for the user names NVIDIA's variable",
     "common/packages.py": "the name of a platform's engine",
+    "launch/bundle/requirements.py": "DALI's package is named after it",
+    "launch/engines.py": "the names of a platform's engines",
+    "launch/image.py": "the name of an image",
     "datasets/dali/batches.py": "DALI's own error messages",
     "datasets/dali/pipeline.py": "DALI knows CUDA alone: its package and an argument are named after it",
     "datasets/facade.py": "an argument that the documents promise",

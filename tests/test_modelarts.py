@@ -26,7 +26,21 @@ from datasets import cifar10, loader
 from launch import bundle
 from launch.submit import command as submit
 from launch.submit import modelarts, request
-from tests.jobs import PATIENCE, ROOT, TINY, command, environment, run, run_forked, run_job, saved, start, wait_for
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    TINY,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    run,
+    run_forked,
+    run_job,
+    saved,
+    start,
+    wait_for,
+)
 from tests.packages import program
 from tests.ranks import changed_loader, children
 from tests.test_data import write_folder
@@ -40,17 +54,21 @@ INPUT, OUTPUT = "/home/ma-user/modelarts/inputs/data_url_0", "/home/ma-user/mode
 
 
 @pytest.mark.parametrize(
-    "python, torch, missing, words",
+    "python, torch, numpy, missing, words",
     [
-        ((3, 11), "2.15.0+cu132", (), None),
-        ((3, 9), "2.1.0a0+git1234", (), None),
-        ((3, 8), "1.13.1", (), "this is Python 3.8, and the jobs need Python 3.9 and torch 2.1, or later: choose an engine"),
-        ((3, 10), "2.0.1", (), "torch is 2.0.1, and the jobs need torch 2.1 or later: choose an engine"),
-        ((3, 9), "2.10.0", ("sklearn", "tqdm"), "not installed: scikit-learn, tqdm; on a platform's image requirements.txt"),
+        ((3, 11), "2.15.0+cu132", "2.4.6", (), None),
+        ((3, 9), "2.1.0a0+git1234", "1.24.4", (), None),
+        ((3, 11), "2.3.0", "2.0.0", (), None),
+        ((3, 10), None, "2.0.0", (), None),
+        ((3, 8), "1.13.1", "1.24.4", (), "this is Python 3.8, and the jobs need Python 3.9 and torch 2.1, or later: choose an eng"),
+        ((3, 9), "2.10.0", None, ("numpy", "torchvision"), "not installed: numpy, torchvision; choose an engine or image that has"),
+        ((3, 10), "2.0.1", "1.24.4", (), "torch is 2.0.1, and the jobs need torch 2.1 or later: choose an engine"),
+        ((3, 10), "2.1.0", "2.0.0", (), "numpy 2.0.0 does not work with torch 2.1.0, which was built for numpy 1: pip install 'numpy<2'"),
     ],
-)
-def test_what_is_too_old_or_missing_is_a_sentence(python, torch, missing, words):
-    said = packages.too_old(python, torch) or packages.not_installed(lambda module: module not in missing)
+)  # fmt: skip
+def test_what_is_too_old_or_missing_is_a_sentence(python, torch, numpy, missing, words):
+    old, lacks = packages.too_old(python), packages.missing(lambda module: module not in missing)
+    said = old or lacks or packages.apart(torch, numpy)
     assert said is None if words is None else said.startswith(words)
 
 
@@ -73,41 +91,62 @@ def test_a_job_without_a_package_ends_with_one_line(tmp_path, form):
     start = f"""
 import runpy, sys, importlib.util as util
 real = util.find_spec
-util.find_spec = lambda name, package=None: None if name in ("sklearn", "tqdm") else real(name, package)
+util.find_spec = lambda name, package=None: None if name in ("numpy", "torchvision") else real(name, package)
 sys.argv = [{str(job)!r}, "--custom_data", "true"]
 runpy.run_path({str(job)!r}, run_name="__main__")
 """
     done = subprocess.run(
         [sys.executable, "-c", start], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert done.returncode == 2 and done.stderr.startswith("error: not installed: scikit-learn, tqdm; on a platform's image ")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: not installed: numpy, torchvision; choose an engine or image"
+    )
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("epochs, steps", [(2, ["1"]), pytest.param(1, [], marks=pytest.mark.rehearsal)])
-def test_a_package_that_is_broken_is_noticed_right_after_the_first_step(tmp_path, epochs, steps):
-    """And where nothing is left to train at once: not in the last moment of a run, when its last file is due."""
-    broken = tmp_path / "broken" / "sklearn"
+def test_an_older_torch_beside_numpy_2_is_one_line_before_torch_is_imported(tmp_path):
+    """Torch itself would print sixty lines when it is imported, and fail at the first array."""
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("raise RuntimeError('too late')")
+    for name, version in (("torch", "2.1.0"), ("numpy", "2.0.0")):
+        about = tmp_path / "site" / f"{name}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    path = {"PYTHONPATH": str(tmp_path / "site")}
+    done = run_job("train", tmp_path, "--custom_data", "true", env=path, check=2, launcher=[sys.executable])
+    assert done.stderr.startswith("error: numpy 2.0.0 does not work with torch 2.1.0, which") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "package, text, why, missing",
+    [
+        ("sklearn", "raise ValueError('numpy.dtype size changed')", "scikit-learn cannot be imported: ValueError: numpy.dtype size", ""),
+        ("matplotlib", None, "matplotlib is not installed", "curves.png"),
+        ("tensorboard", None, "tensorboard is not installed", "tensorboard/events*"),
+        ("jinja2", None, "jinja2 is not installed", "report.html"),
+    ],
+)  # fmt: skip
+def test_a_run_does_without_what_only_looks_on(finished, tmp_path, package, text, why, missing):
+    broken = tmp_path / "broken" / package
     broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ValueError('numpy.dtype size changed')")
-    run_job("train", tmp_path, *TINY, "--epochs", 1)
-    path = {"PYTHONPATH": str(broken.parent)}
-    done = run_job("train", tmp_path, *TINY, "--epochs", epochs, env=path, check=2, launcher=[sys.executable])
-    assert re.findall(r"^epoch=2/2 step=(\d+)/", done.stdout, re.MULTILINE) == steps
-    assert done.stderr.startswith("error: sklearn cannot be imported (ValueError: numpy.dtype size changed): on a platform")
-    assert done.stderr.count("\n") == 1
+    (broken / "__init__.py").write_text(text or f"raise ModuleNotFoundError({package!r}, name={package!r})")
+    done = run_job("train", tmp_path, *TINY, env={"PYTHONPATH": str(broken.parent)}, launcher=[sys.executable])
+    (said,) = re.findall(r"^left out: (.*)$", done.stdout, re.MULTILINE)
+    assert why in said and said.count("(") == 1 and not done.stderr
+    files = {"curves.png", "tensorboard/events*", "report.html", "report.txt"}
+    assert {name for name in files if not list((tmp_path / "out").glob(name))} == ({missing} - {""})
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
 def test_uploads_and_bundles_have_the_packages_under_both_names(tmp_path, capsys):
-    text = (ROOT / "requirements.txt").read_text()
+    names, text = bundle.requirements.NAMES, bundle.requirements.text("train.py")
     job = str(ROOT / "jobs" / "train.py")
     assert bundle.main([job, "--folder", str(tmp_path / "folder")]) == 0
     assert bundle.main([job, "-o", str(tmp_path / "file" / "train.py")]) == 0
     request.stage("jobs/train.py", tmp_path / "upload")
     for folder in ("folder", "file", "upload"):
-        for name in bundle.PACKAGES:
-            assert (tmp_path / folder / name).read_text() == text
-    assert bundle.PACKAGES == ("requirements.txt", "pip-requirements.txt")
+        assert {(tmp_path / folder / name).read_text() for name in names} == {text}
+    assert names == ("requirements.txt", "pip-requirements.txt")
     assert "or with requirements.txt and pip-requirements.txt beside it" in capsys.readouterr().out
     (tmp_path / "file" / "requirements.txt").write_text("mine\n")
     assert bundle.main([job, "-o", str(tmp_path / "file" / "train.py")]) == 0

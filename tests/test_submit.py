@@ -34,7 +34,7 @@ SHARED = {
     "hours": 12.0,
 }
 OWN = {
-    "modelarts": {"region": "cn-north-4", "flavor": "modelarts.p3.large", "engine": "pytorch_2.1", "pool": "pool-1", "code_url": "obs://bkt/code", "data_url": "obs://bkt/cifar/", "output_url": "obs://bkt/runs/7"},
+    "modelarts": {"region": "cn-north-4", "flavor": "modelarts.p3.large", "engine": "pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64", "pool": "pool-1", "code_url": "obs://bkt/code", "data_url": "obs://bkt/cifar/", "output_url": "obs://bkt/runs/7"},
     "pai-dlc": {"region": "cn-hangzhou", "flavor": "ecs.gn7i", "image": "registry/torch:2", "workspace": "42", "code_url": "oss://bkt/code", "data_url": "oss://bkt/cifar/", "output_url": "oss://bkt/runs/7"},
     "sagemaker": {"region": "eu-west-1", "flavor": "ml.p4d.24xlarge", "image": "registry/torch:2", "role": "arn:aws:iam::123456789012:role/train", "code_url": "s3://bkt/code", "data_url": "s3://bkt/cifar/", "output_url": "s3://bkt/runs/7"},
     "kubeflow": {"image": "registry/torch:2", "code_url": "s3://bkt/code", "data_url": "/mnt/cifar", "output_url": "/mnt/runs/7", "volumes": ("shared:/mnt",), "secret": "keys"},
@@ -69,10 +69,10 @@ def test_a_good_request_has_no_mistake(platform):
 GOOD = [
     ("modelarts", {}, "metadata.name", "run-7"),
     ("modelarts", {}, "algorithm.code_dir", "/bkt/code/"),
-    ("modelarts", {"accelerator": "npu", "engine": "pytorch_2.7-cann_8.5-aarch64", "flavor": "modelarts.bm.npu.8"}, "algorithm.environments", {"PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "INFO"}),
+    ("modelarts", {"accelerator": "npu", "engine": "pytorch_2.7.1-cann_8.3.rc1-py_3.11-hce_2.0.2509-aarch64-snt9b", "flavor": "modelarts.bm.npu.8"}, "algorithm.environments", {"PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "INFO"}),
     ("modelarts", {"accelerator": "npu", "engine": None, "image": "swr/torch-npu"}, "algorithm.environments.NPROC_PER_NODE", "8"),
     ("modelarts", {}, "algorithm.boot_file", "/bkt/code/jobs/train_ddp.py"),
-    ("modelarts", {}, "algorithm.engine", {"engine_id": "pytorch_2.1"}),
+    ("modelarts", {}, "algorithm.engine", {"engine_id": "pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"}),
     ("modelarts", {}, "algorithm.parameters", [{"name": "epochs", "value": "2"}, {"name": "lr", "value": "0.1"}]),
     ("modelarts", {}, "algorithm.inputs.0", {"name": "data_url", "access_method": "parameter", "remote": {"obs": {"obs_url": "/bkt/cifar/"}}}),
     ("modelarts", {}, "algorithm.outputs.0.remote.obs.obs_url", "/bkt/runs/7/"),
@@ -162,9 +162,9 @@ BAD = [
     ("slurm", {"job": "jobs/../common/arguments.py"}, "is not a job of this repository"),
     ("modelarts", {"flavor": None}, "modelarts needs --flavor"),
     ("modelarts", {"output_url": None}, "modelarts needs --output_url"),
-    ("modelarts", {"engine": "pytorch_2.7-cann_8.5"}, "--engine pytorch_2.7-cann_8.5 is for NPUs: give --accelerator npu with it"),
+    ("modelarts", {"engine": "pytorch_2.7.1-cann_8.3.rc1-py_3.11-hce_2.0.2509-aarch64-snt9b"}, "--engine pytorch_2.7.1-cann_8.3.rc1-py_3.11-hce_2.0.2509-aarch64-snt9b is for NPUs: give --accelerator npu with it"),
     ("modelarts", {"flavor": "modelarts.bm.8snt9b"}, "--flavor modelarts.bm.8snt9b is for NPUs: give --accelerator npu with it"),
-    ("modelarts", {"accelerator": "npu", "engine": "pytorch_2.1-cuda_12.1"}, "--engine pytorch_2.1-cuda_12.1 is for GPUs: --accelerator npu needs an Ascend one"),
+    ("modelarts", {"accelerator": "npu"}, "--engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64 is for GPUs: --accelerator npu needs an Ascend one"),
     ("modelarts", {"accelerator": "tpu"}, "--accelerator is 'tpu': give gpu or npu"),
     ("modelarts", {"engine": None}, "modelarts needs --engine, one of its own PyTorch images, or --image"),
     ("modelarts", {"image": "x"}, "give one of them"),

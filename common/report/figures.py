@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
+from common import optional
+
 COLOURS = ("#3b82c4", "#d9822b", "#4c9f50", "#b5559e", "#8a6d3b", "#6d6ad1", "#2a9d9d", "#c44e52")  # on white and on black
 MARKS = {"restart": ("#c44e52", "--"), "nodes": ("#8a6d3b", ":"), "best": ("#4c9f50", "-")}
 POINTS = 800  # of a line, at most: a screen shows no more
@@ -26,7 +28,9 @@ def thinned(rows: Sequence, most: int = POINTS) -> list:
 
 
 def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
-    """Curves; `marks`: [(kind, x)] as vertical lines."""
+    """Curves; `marks`: [(kind, x)] as vertical lines. Empty without matplotlib, as every figure."""
+    if not optional.there(optional.FIGURES):
+        return ""
     from matplotlib.ticker import EngFormatter
 
     figure, axes = _empty()
@@ -45,6 +49,8 @@ def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]
 
 def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
     """A bar for each label, of the parts on top of each other."""
+    if not optional.there(optional.FIGURES):
+        return ""
     figure, axes = _empty()
     below = [0.0] * len(labels)
     for colour, heights in zip(COLOURS, parts):

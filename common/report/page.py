@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-from common.errors import count, one_line
+from common import optional
+from common.errors import UserError, count, one_line
 from common.report import figures, template
 from common.report.left import Left
 from common.version import VERSION
@@ -45,6 +46,8 @@ def of_one(left: Left) -> str:
 
 def filled(text: str, title: str, **facts: Any) -> str:
     """The page; jinja2 escapes every fact."""
+    if why := optional.trouble(optional.PAGE):
+        raise UserError(f"the page is made with jinja2: {why}")
     import jinja2
 
     digest = base64.b64encode(hashlib.sha256(template.SCRIPT.encode()).digest()).decode()

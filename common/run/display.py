@@ -4,37 +4,22 @@ On a terminal a bar; in a platform's log a key=value line every few seconds, whi
 """
 
 import datetime
-import importlib
 import io
 import json
 import os
 import shutil
-import sys
 import time
 from typing import Any, Optional
 
 import torch
-from tqdm import tqdm
 
-from common import moments, progress
-from common.errors import UserError, one_line
-from common.packages import INSTALL
+from common import moments, optional, progress
+from common.errors import one_line
 from common.run import events
 from common.run.spare import Spare
 from common.run.timing import Window
 
 MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that are shown of a larger one
-NEEDED_LATER = ("tensorboard.summary.writer.record_writer", "matplotlib.figure", "sklearn.metrics")
-
-
-def import_packages() -> None:
-    """Early, because a run that needs one of them for its last file would otherwise end there with an error."""
-    for name in NEEDED_LATER:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # of a package that does not fit numpy, mostly, whatever that raises
-            package = name.split(".")[0]
-            raise UserError(f"{package} cannot be imported ({type(error).__name__}: {error}): {INSTALL}") from None
 
 
 class Display:
@@ -66,10 +51,10 @@ class Display:
 
     def start_epoch(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         self._window = Window(self._print_freq)
-        if self.active and sys.stderr.isatty():
+        if self.active:
             columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may report 0 columns
             name = f"epoch {epoch + 1}/{epochs}"
-            self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
+            self._bar = progress.bar(total=steps, initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
 
     def step(self, samples: int, seconds: tuple[float, ...]) -> bool:
         """Count one step and its seconds in each phase; True when it is time for a line."""
@@ -99,9 +84,8 @@ class Display:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self.active:
             moments.announce("scalars", step, values)
-        if not self._writes:
-            return
-        self._add_events(step, *(events.scalar(step, name, value) for name, value in values.items()))
+        if self._writes and optional.there(optional.EVENTS):
+            self._add_events(step, *(events.scalar(step, name, value) for name, value in values.items()))
 
     def _add_events(self, step, *records):
         if self._events is None:
@@ -123,12 +107,13 @@ class Display:
     def picture(self, name: str, pixels: torch.Tensor, step: int) -> None:
         if not self._writes:
             return
-        self._add_events(step, events.image(step, name, pixels))
+        if optional.there(optional.EVENTS):
+            self._add_events(step, events.image(step, name, pixels))
         self._spare.write(os.path.join(self.output_dir, "examples", f"{name}.png"), png(pixels))
 
     def curves(self, history: list[dict]) -> None:
         """curves.png: the loss and the metrics of each epoch, one panel each."""
-        if not self._writes or not history:
+        if not self._writes or not history or not optional.there(optional.FIGURES):
             return
         from matplotlib.figure import Figure
 
@@ -149,15 +134,10 @@ class Display:
         if not self._writes or self.scores is None:
             return
         self._write_scores()
-        from sklearn.metrics import classification_report
-
         confusion, classes = self.scores.confusion, [one_line(name) for name in self.scores.classes]  # folders have any name
-        places = confusion.nonzero()  # of ten thousand classes all pairs would take gigabytes
-        true, predicted = places.T.numpy()
-        options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
-        table = classification_report(true, predicted, sample_weight=confusion[tuple(places.T)].numpy(), **options)
-        lines = matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self.scores)
-        self._spare.write(os.path.join(self.output_dir, "report.txt"), "\n".join([str(table), *lines, ""]).encode())
+        lines = [table(confusion, classes)] if optional.there(optional.TABLE) else []
+        lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self.scores)
+        self._spare.write(os.path.join(self.output_dir, "report.txt"), "\n".join([*lines, ""]).encode())
 
     def written(self) -> None:
         """What the newest scores say; then the others may make something of what is there."""
@@ -189,11 +169,21 @@ class Display:
 
 def png(pixels: torch.Tensor) -> bytes:
     """Of uint8 (3, H, W)."""
-    from matplotlib.image import imsave
+    from PIL import Image
 
     encoded = io.BytesIO()
-    imsave(encoded, pixels.permute(1, 2, 0).numpy(), format="png")
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(encoded, format="png")
     return encoded.getvalue()
+
+
+def table(confusion: torch.Tensor, classes: list[str]) -> str:
+    """Precision and recall of every class."""
+    from sklearn.metrics import classification_report
+
+    places = confusion.nonzero()  # of ten thousand classes all pairs would take gigabytes
+    true, predicted = places.T.numpy()
+    options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
+    return str(classification_report(true, predicted, sample_weight=confusion[tuple(places.T)].numpy(), **options))
 
 
 def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:

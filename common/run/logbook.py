@@ -29,12 +29,12 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common import arguments, devices, heartbeat, moments, world
+from common import arguments, devices, heartbeat, moments, optional, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count
 from common.processes import collectives
 from common.run import bucket_run, checkpoint, facts, output, restore, timing
 from common.run.agreement import Agreement
-from common.run.display import Display, import_packages
+from common.run.display import Display
 from common.run.journal import Course, Journal
 from common.run.losses import Losses
 from common.run.saver import Saver
@@ -370,7 +370,8 @@ class Run:
         if self._writes or (self._members and not self.trial):  # then this rank may have to write later, without delay
             began = time.monotonic()
             self._show("start")  # no phase of the training
-            import_packages()
+            if left_out := optional.left_out():
+                self.say(left_out)
             self._display.leave_out(began)
 
     def _skipped(self):
@@ -692,7 +693,8 @@ class Run:
             for name in ("report.html", "metrics.jsonl", "curves.png", "report.txt")
             if os.path.exists(os.path.join(folder, name))
         ]
-        files = f"{', '.join(there)} in {url or folder}; " if there else ""
+        parts = [f"{', '.join(there)} in {url or folder}"] if there else []
         events = self.args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else self.args.tensorboard_dir
-        self.say(f"files: {files}TensorBoard in {events}")
+        parts += [f"TensorBoard in {events}"] if optional.there(optional.EVENTS) else []
+        self.say(f"files: {'; '.join(parts)}")
         self.say(f"next: {then}")

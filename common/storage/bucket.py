@@ -95,6 +95,8 @@ class Bucket:
         self._warned = 0.0
         try:
             self.client, self.settings = _client(self.scheme)
+        except UserError:
+            raise
         except Exception as error:
             raise _refusal(error, f"connect to {self.scheme}://{self.name}") or UserError(describe(error)) from None
         self.endpoint = mask(self.client.meta.endpoint_url)  # for messages
@@ -200,9 +202,14 @@ class Patience:
 
 def _client(scheme: str) -> tuple[Any, Settings]:
     """(boto3 client, the settings that it was made with)"""
-    import boto3
-    from botocore.config import Config
-
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError:
+        raise UserError(
+            f"{scheme}:// is read and written with boto3, which is not installed: pip install boto3, or name it in the "
+            "requirements.txt that is uploaded with the job"
+        ) from None
     session = boto3.Session()
     endpoint, region = settings(scheme, os.environ, session.region_name)
     style = "path" if endpoint and _is_plain_host(endpoint) else "virtual" if scheme in ENDPOINTS else "auto"

@@ -1,5 +1,6 @@
 """How a job becomes one file, or one folder, that needs nothing else of this repository."""
 
-from launch.bundle.command import PACKAGES, bundle, main, option_names
+from launch.bundle import requirements
+from launch.bundle.command import bundle, main, option_names
 
-__all__ = ["PACKAGES", "bundle", "main", "option_names"]
+__all__ = ["bundle", "main", "option_names", "requirements"]

@@ -21,6 +21,8 @@ from typing import Union
 from common.arguments import boolean
 from common.errors import UserError, one_line
 from common.version import VERSION
+from launch import engines
+from launch.bundle import requirements
 from launch.options import exit_code, missing_job, new_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -39,9 +41,6 @@ MARKER = ".bundle"  # in a folder that this verb has written
 
 # The most that ModelArts takes as a code folder; it counts files and folders.
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
-
-# What platforms install at a job's start. ModelArts' older pages have the second name, so there is one of each.
-PACKAGES = ("requirements.txt", "pip-requirements.txt")
 
 
 def modules_of(job: Union[str, Path]) -> list[str]:
@@ -132,12 +131,12 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
     places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in modules_of(job)}}
-    places.update(dict.fromkeys(PACKAGES, ROOT / PACKAGES[0]))
-    size = sum(path.stat().st_size for path in places.values())
+    packages = requirements.text(job)
+    size = sum(path.stat().st_size for path in places.values()) + len(requirements.NAMES) * len(packages)
     folders = {str(parent) for place in places for parent in Path(place).parents} - {"."}
     limits = [
         (size, MOST_BYTES, "bytes"),
-        (len(places) + len(folders), MOST_FILES, "files and folders"),
+        (len(places) + len(requirements.NAMES) + len(folders), MOST_FILES, "files and folders"),
         (max(place.count("/") + 1 for place in places), DEEPEST, "levels of folders"),
     ]
     for count, most, what in limits:
@@ -148,11 +147,15 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
     for place, path in places.items():
         (out / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, out / place)
+    for name in requirements.NAMES:
+        (out / name).write_text(packages)
     (out / MARKER).write_text(f"{MADE_BY} --folder of anyrank {VERSION}\n")
-    return len(places), size
+    return len(places) + len(requirements.NAMES), size
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.engine:
+        engines.read(options.engine)
     if options.folder:
         count, size = write_folder(options.job, options.folder, options.overwrite)
         print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{os.path.basename(options.job)}")
@@ -163,8 +166,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    packages = (ROOT / PACKAGES[0]).read_text()
-    beside = [name for name in PACKAGES if _lay(out.parent / name, packages)]
+    packages = requirements.text(options.job)
+    beside = [name for name in requirements.NAMES if _lay(out.parent / name, packages)]
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}")
 
@@ -181,6 +184,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("job", metavar="JOB", help="the job's file, such as jobs/train_ddp.py")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the one file goes (default: dist/ and the job's name)")
     parser.add_argument("--folder", metavar="FOLDER", help="write a folder instead of one file")
+    parser.add_argument(
+        "--engine", metavar="NAME", help="the platform's engine that will run it: one that is too old is refused"
+    )
     about = "true: replace a folder that launch bundle has written (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
     options = parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """Send a job to a platform: build its request, check it, show it, upload the code, send it, follow it, stop it.
 
     python -m launch submit --platform modelarts jobs/train_ddp.py --nodes 2 --gpus 8 --region cn-north-4 \\
-        --flavor FLAVOR --engine ENGINE --code_url obs://bucket/code --data_url obs://bucket/cifar10 \\
-        --output_url obs://bucket/runs/7 -- --epochs 30
+        --flavor FLAVOR --engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64 \\
+        --code_url obs://bucket/code --data_url obs://bucket/cifar10 --output_url obs://bucket/runs/7 -- --epochs 30
     python -m launch submit --platform local     jobs/train_ddp.py --nodes 2 --gpus 8 ...       the same, on this machine
     python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID
 
@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Callable, Optional
 
@@ -115,7 +115,7 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
         return 0
     client = connected(platform, request)
     if request.upload_url:
-        upload(request.job, request.upload_url, request.region)
+        upload(request.job, request.upload_url, request.region, request.arguments)
     job_id = asked(platform, platform.send, client, request, body)
     if isinstance(job_id, int):  # the exit code of a job that has run, on this machine
         return job_id
@@ -156,12 +156,12 @@ def asked(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -
         raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
 
 
-def upload(job: str, url: str, region: Optional[str]) -> None:
+def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] = ()) -> None:
     """Put the job as one file where the platform takes the code from."""
     if region:
         os.environ.setdefault("AWS_REGION", region)  # the bucket is where the job is
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
-        stage(job, folder)
+        stage(job, folder, arguments)
         storage.publish(folder, url)
     print(f"the code is at {one_line(url)}", flush=True)
 

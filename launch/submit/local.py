@@ -40,7 +40,7 @@ def connect(request: Request) -> None:
 def send(client: Any, request: Request, body: Any) -> int:
     """Run the job to its end; it has no id, so that its exit code is the answer."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
-        requests.stage(request.job, code)
+        requests.stage(request.job, code, request.arguments)
         os.environ.update(body["environment"])
         job = f"CODE/{request.job}"
         return local.main([os.path.join(code, request.job) if word == job else word for word in body["launch local"]])

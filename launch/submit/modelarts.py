@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from common.errors import UserError
 from common.storage import bucket
+from launch import engines
 from launch.submit import request as requests
 from launch.submit.request import Request
 
@@ -30,6 +31,11 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 def mistakes(request: Request) -> Iterator[str]:
     if bool(request.image) == bool(request.engine):
         yield "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one of them"
+    if request.engine:
+        try:
+            engines.read(request.engine)
+        except UserError as error:
+            yield str(error)
     yield from _wrong_accelerator(request)
     if not request.region and not request.endpoint:
         yield "modelarts needs --region, such as cn-north-4, or --endpoint"

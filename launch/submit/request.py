@@ -70,7 +70,7 @@ class Request:
         "where the code is uploaded to, or on a cluster the folder that has it", needed_by=CONTAINERS
     )
     image: Optional[str] = option("container image", used_by=CONTAINERS, needed_by=("pai-dlc", "sagemaker", *CLUSTERS))
-    engine: Optional[str] = option("name of one of the platform's images, with torch 2.6 or later", used_by=("modelarts",))
+    engine: Optional[str] = option("name of one of the platform's images, with torch 2.1 or later", used_by=("modelarts",))
     flavor: Optional[str] = option("type of machine", used_by=CLOUDS, needed_by=("modelarts", "sagemaker"))
     pool: Optional[str] = option(
         "dedicated pool, quota, queue or partition", used_by=("modelarts", "pai-dlc", "volcano", "slurm")
@@ -265,7 +265,7 @@ def given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def stage(job: str, folder: Union[str, Path]) -> None:
+def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> None:
     """Write what is uploaded into `folder`: the job and its modules as one file, the files of packages, SageMaker's boot file.
 
     One file, because an earlier upload to the same address may have left other versions of the modules there.
@@ -273,8 +273,9 @@ def stage(job: str, folder: Union[str, Path]) -> None:
     target = Path(folder, job)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(bundle.bundle(ROOT / job), encoding="utf-8")
-    for name in bundle.PACKAGES:
-        shutil.copyfile(ROOT / bundle.PACKAGES[0], os.path.join(folder, name))
+    packages = bundle.requirements.text(job, at_addresses=any(word.split("=")[-1].startswith(BUCKETS) for word in arguments))
+    for name in bundle.requirements.NAMES:
+        Path(folder, name).write_text(packages)
     shutil.copy(Path(__file__).with_name("boot_sagemaker.py"), folder)
 
 

@@ -1,0 +1,40 @@
+"""What a platform installs before a job starts: the text of the requirements.txt that is uploaded with it.
+
+An engine has torch, torchvision, torch_npu and numpy, which fit each other and its driver: they are never asked for, nor is
+what would bring another numpy. A job asks for what it cannot train without, and does without the rest (common/optional.py).
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Union
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# ModelArts' older pages have the second name, so there is one of each.
+NAMES = ("requirements.txt", "pip-requirements.txt")
+
+OF_JOBS = {"train_dali.py": ("nvidia-dali-cuda120",), "train_dpex.py": ("ray",)}
+OF_ADDRESSES = "boto3"
+
+TEXT = """\
+# Of {job}: what it cannot train without, and an engine for PyTorch lacks. Nothing here changes torch, torchvision or numpy.
+# Left out where it is missing, with a line in the log: what is made by matplotlib, tensorboard and scikit-learn.
+"""
+UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
+
+
+def text(job: Union[str, Path], at_addresses: bool = False) -> str:
+    """The file for this job. `at_addresses`: it reads or writes s3://, obs:// or oss:// itself."""
+    name = os.path.basename(job)
+    lines = [wanted(package) for package in OF_JOBS.get(name, ())]
+    lines.append(wanted(OF_ADDRESSES) if at_addresses else UNUSED + wanted(OF_ADDRESSES))
+    return TEXT.format(job=name) + "".join(f"{line}\n" for line in lines)
+
+
+def wanted(package: str) -> str:
+    """The line for it in requirements.txt or in an extra of pyproject.toml, which say from which version on."""
+    for file, line in (("requirements.txt", rf"^({package}[>=;].*)$"), ("pyproject.toml", rf'"({package}>=[^"]*)"')):
+        if found := re.search(line, (ROOT / file).read_text(), re.MULTILINE):
+            return found[1]
+    raise LookupError(package)

@@ -1,0 +1,43 @@
+"""What the name of a platform's engine says of its torch and Python, and whether a job can use it."""
+
+import re
+from typing import NamedTuple
+
+from common.errors import UserError, one_line
+from common.packages import PYTHON, TORCH, first_two
+
+# Those of ModelArts with PyTorch, as its page listed them on 2026-07-02: the newest for GPUs, an older one, that for NPUs.
+MODELARTS = (
+    "pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64",
+    "pytorch_1.8.0-cuda_10.2-py_3.7-ubuntu_18.04-x86_64",
+    "pytorch_2.1.0-cann_7.0.1.1-py_3.9-euler_2.10.7-aarch64-snt3p",
+)
+FORM = re.compile(r"(\w+?)_([\d.]+)\w*-(?:(cuda|cann)_[\w.]+-)?py_([\d.]+)-\w+_[\w.]+-(?:x86_64|aarch64)(?:-\w+)?", re.ASCII)
+
+
+class Engine(NamedTuple):
+    torch: tuple[int, ...]
+    python: tuple[int, ...]
+    for_npus: bool
+
+
+def read(name: str) -> Engine:
+    """An engine that a job can use; else an error names one that it can."""
+    found = FORM.fullmatch(name)
+    if not found:
+        raise UserError(
+            f"--engine {one_line(name)} is no engine's name: give it as the console lists it, such as {MODELARTS[0]}"
+        )
+    framework, torch, toolkit, python = found.groups()
+    engine = Engine(first_two(torch), first_two(python), toolkit == "cann")
+    fits = MODELARTS[2] if engine.for_npus else MODELARTS[0]
+    if framework != "pytorch":
+        raise UserError(f"--engine {name} has {framework}: a job needs PyTorch, such as {fits}")
+    for what, has, least in (("torch", engine.torch, TORCH), ("Python", engine.python, PYTHON)):
+        if has < least:
+            old, needed = (".".join(map(str, version)) for version in (has, least))
+            raise UserError(
+                f"--engine {name} has {what} {old}, and a job needs {needed} or later: give {fits}, or an image of your own "
+                "(python -m launch image)"
+            )
+    return engine

@@ -1,0 +1,58 @@
+"""The Dockerfile of an image of your own, and the three commands that build, check and push it.
+
+    python -m launch image --platform modelarts > Dockerfile
+
+writes the file and shows the commands. The file belongs beside requirements.txt. The base image keeps its own torch and numpy:
+the packages are installed around them. Choose a base whose CUDA the driver of your resource pool supports.
+"""
+
+import re
+import sys
+
+from common.errors import UserError, one_line
+from launch.options import exit_code, new_parser
+
+BASE = "pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime"
+IMAGE = "swr.cn-north-4.myhuaweicloud.com/ORGANIZATION/anyrank"
+
+DOCKERFILE = """\
+FROM {base}
+
+# ModelArts runs the container as ma-user, uid 1000; its group is 100.
+RUN useradd --uid 1000 --gid 100 --create-home --shell /bin/bash ma-user
+
+# The image's own torch stays: the packages are installed around it. Nothing is installed when a job runs.
+COPY requirements.txt /tmp/requirements.txt
+RUN pip list --format=freeze | grep -iE '^(torch|torchvision|torch[-_]npu|numpy)==' > /tmp/keep.txt && \\
+    pip install --no-cache-dir -r /tmp/requirements.txt -c /tmp/keep.txt
+
+ENV PYTHONUNBUFFERED=1
+USER ma-user
+WORKDIR /home/ma-user
+"""
+COMMANDS = """
+docker build -t {image} .
+docker run --rm {image} python -c "import torch, torchvision, boto3, sklearn, tqdm; print(torch.__version__)"
+docker push {image}
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = new_parser("image", __doc__)
+    parser.add_argument("--platform", required=True, choices=["modelarts"], help="where the image will run")
+    parser.add_argument(
+        "--base", default=BASE, metavar="IMAGE", help=f"the image to start from, which has torch (default: {BASE})"
+    )
+    parser.add_argument(
+        "--image", default=IMAGE, help="the address of yours, in the registry of your region (default: an example)"
+    )
+    options = parser.parse_args(argv)
+    return exit_code(lambda: show(options.base, options.image))
+
+
+def show(base: str, image: str) -> None:
+    for option, name in (("--base", base), ("--image", image)):
+        if not re.fullmatch(r"\w[\w.:@-]*(/[\w.:@-]+)*", name, re.ASCII):
+            raise UserError(f"{option} is {one_line(name)!r}: give the name of an image, such as {BASE}")
+    print(DOCKERFILE.format(base=base), end="", flush=True)
+    print(COMMANDS.format(image=image), end="", file=sys.stderr)
