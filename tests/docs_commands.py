@@ -9,6 +9,9 @@ NOT_RUN = {
         "torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true",
         "python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true",
     ],
+    "tests/test_ddp_start.py runs it with fewer images": [
+        "torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true --max_steps 18 --width 4 --lr 0.01",
+    ],
     "stands for a command on each node; tests/test_ddp_start.py starts such nodes": [
         "python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES",
     ],

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -75,9 +76,20 @@ def page_name(page):
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.parametrize("page, letters", [("README.md", 120), ("README.zh.md", None)])
+def test_the_readme_is_short(page, letters):
+    """A line of Chinese is a paragraph, as a browser would show a space where it is broken."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130 and not [line for line in lines if letters and len(line) > letters]
+
+
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_the_readme_is_short(page):
-    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 150
+def test_the_readme_begins_with_the_code_of_a_job(page):
+    """Its first block is a part of train_ddp.py; without the marked lines it is a part of train.py."""
+    code = re.search(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[1]
+    assert textwrap.indent(code, "    ") in (ROOT / "jobs" / "train_ddp.py").read_text()
+    unmarked = re.sub(r"^### DDP.*?^### end DDP ###\n", "", code, flags=re.DOTALL | re.MULTILINE)
+    assert unmarked != code and textwrap.indent(unmarked, "    ") in (ROOT / "jobs" / "train.py").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -266,8 +266,9 @@ COMMANDS = {
     "python jobs/train_imagenet.py --custom_data true --arch resnet18 --image_size 64 --batch_size 32 --epochs 2": "accuracy",
     "python jobs/train_restore.py --custom_data true --epochs 12": "psnr",
     "python jobs/train.py --custom_data true --epochs 4 --max_samples 256 --batch_size 32 --width 4 --profile true": "profile: 10 steps",
-    "python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true --max_samples 256 --batch_size 32 --width 4"
-    " --epochs 2": "all of them train on the CPU",
+    "python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true --max_steps 9 --width 4 --lr 0.01": (
+        "all of them train on the CPU"
+    ),
 }
 
 
