@@ -17,6 +17,7 @@ from typing import Any, Callable, NoReturn, Optional
 from common import heartbeat, moments, secrets, typed, world
 from common.errors import UserError, one_line, show
 from common.typed import boolean
+from common.version import VERSION
 from common.world import folders
 
 LARGEST = 2**53  # what comes behind computes with whole numbers as it does with floats
@@ -148,6 +149,9 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
 
     add = parser.add_argument_group("short runs and diagnosis").add_argument
     add("--max_samples", type=COUNT, help="use only the first N training images and the first N test images")
+    passes = "an option that the platform adds and this job does not have; several with commas between them"
+    add("--ignore", action="append", default=[], metavar="NAME", help=passes)
+    add("--version", action="version", version=f"anyrank {VERSION}", help="print the version and end")
     return parser
 
 
@@ -221,14 +225,15 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
             parser.set_defaults(**parser.recipes.get(word.partition("=")[2], {}))
     args, unknown = parser.parse_known_args(words)
     args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
-    ignored = typed.judge_unknown(parser, unknown)
+    others = typed.unknown_options(parser, unknown, args.ignore)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     try:
         _which_device(args)
         vars(args).update(folders.resolve(args, environ))
-        folders.refuse_other_names(args, ignored, environ)
+        folders.refuse_other_names(args, others, environ)
     except UserError as error:
         parser.error(one_line(error))
+    typed.refuse_unknown(parser, [name for name, value in others.items() if not folders.is_of_the_platform(value)])
     moments.announce("arguments", args)
     args.world = world.here(args, environ)
     if args.world.rank == 0 and not heartbeat.has_parent():

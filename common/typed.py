@@ -1,25 +1,34 @@
 """From the words of a command line to those that argparse reads, and what becomes of words that no option declares.
 
 Consoles pass every value as a string, as `--x v` or `--x=v`, and append options that no job declared. So booleans can be
-spelled out (`--custom_data true`) or stand alone, and options that platforms are known to append are ignored. What looks like
-a mistyped option of ours is refused with the right name, as is a word that belongs to no option; all others are listed in one
-warning.
+spelled out (`--custom_data true`) or stand alone, and options that platforms are known to append are ignored, as is what
+--ignore names. Every other word that no option has is refused, with the option that it may stand for.
 """
 
 import argparse
 import difflib
 import os
 import re
-import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Optional
 
 from common.errors import one_line
 
-# Options that platforms are known to append and that no job needs: ignored without a warning.
+# Options that platforms are known to append and that no job needs.
 PLATFORM_OPTIONS = {
     "task_index", "num_gpus", "job_name", "ps_hosts", "worker_hosts", "cluster_spec", "model_dir", "log_dir",
     "num_workers_per_node", "local_data_root", "sagemaker_program", "sagemaker_region",
+}  # fmt: skip
+
+# {what other programs call it: our option}
+MEANINGS = {
+    "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "batch": "batch_size", "bs": "batch_size",
+    "gpus": "nproc_per_node", "num_gpu": "nproc_per_node", "nprocs": "nproc_per_node", "model": "arch", "network": "arch",
+    "backbone": "arch", "num_epochs": "epochs", "max_epochs": "epochs", "num_workers": "workers", "data": "data_url",
+    "data_dir": "data_url", "data_path": "data_url", "dataset": "data_url", "output": "output_dir", "save_dir": "output_dir",
+    "scheduler": "schedule", "lr_scheduler": "schedule", "amp": "amp_dtype", "fp16": "amp_dtype", "precision": "amp_dtype",
+    "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size", "pretrained": "weights",
+    "patience": "early_stopping_patience",
 }  # fmt: skip
 
 YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -70,30 +79,41 @@ def _with_value(name, value):
     return [name if value == "--" else f"{name}={value}"]  # `--` would be taken for the end of the options
 
 
-def judge_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> dict[str, str]:
-    """{name: value} of the options that are ignored; what looks like one of ours, or belongs to none, is refused."""
-    known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
-    ignored, words = {}, list(reversed(unknown))
+def names_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+
+
+def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
+    """{name: value} of those that the job, platforms and --ignore do not know. A word that is no option is refused."""
+    passed = {*PLATFORM_OPTIONS, *(plain(name) for names in ignore for name in names.split(","))}
+    found, words = {}, list(reversed(unknown))
     while words:
         name, equals, value = words.pop().partition("=")
         if not name.startswith("--") or name == "--":
-            parser.error(_stands_alone(name + equals + value, known))
+            parser.error(_stands_alone(name + equals + value, names_of(parser)))
         if not equals and words and not words[-1].startswith("-"):
             value = words.pop()
-        if name.lstrip("-") in PLATFORM_OPTIONS:
-            continue
-        if meant := nearest(name, known):
-            parser.error(f"unknown option {one_line(name)[:80]}: did you mean --{meant}?")
-        ignored[name.lstrip("-")] = value
-    if ignored:
-        listed = " ".join(f"--{one_line(name)[:80]}" for name in ignored)[:500]
-        print(f"warning: ignored options that this job does not have: {listed}", file=sys.stderr, flush=True)
-    return ignored
+        if plain(name) not in passed:
+            found[name.lstrip("-")] = value
+    return found
 
 
-def nearest(name: str, known: Iterable[str]) -> Optional[str]:
-    """The option that a mistyped or shortened name may stand for, or None."""
-    meant = name.lstrip("-").replace("-", "_")[:64]
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> None:
+    for name in unknown:
+        meant, shown = nearest(name, names_of(parser)), one_line(name)[:80]
+        or_else = f"did you mean --{meant}?" if meant else f"where the platform adds it, give --ignore {shown}"
+        parser.error(f"unknown option --{shown}: {or_else}")
+
+
+def plain(name: str) -> str:
+    return name.strip().lstrip("-").replace("-", "_")
+
+
+def nearest(name: str, known: Collection[str]) -> Optional[str]:
+    """The option that a mistyped, shortened or other program's name may stand for, or None."""
+    meant = plain(name)[:64]
+    if MEANINGS.get(meant) in known:
+        return MEANINGS[meant]
     begins = [option for option in known if len(meant) > 2 and option.startswith(meant)]
     return next(iter(begins or difflib.get_close_matches(meant, known, n=1, cutoff=0.75)), None)
 

@@ -111,9 +111,11 @@ def _find(args):
             return folder
     archive = os.path.join(root, ARCHIVE)
     if args.data_url and not os.path.exists(archive):
+        photographs = os.path.isdir(os.path.join(root, "train"))
+        instead = "for photographs in train/CLASS take jobs/train_imagenet.py" if photographs else "or --custom_data true"
         raise UserError(
             f"--data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: "
-            f"give the folder that holds one of them ({URL}), or --custom_data true"
+            f"give the folder that holds one of them ({URL}), {instead}"
         )
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = args.input_dir if can_be_made(args.input_dir) else os.path.join(args.output_dir, INPUT_DIR)

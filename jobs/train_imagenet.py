@@ -71,6 +71,7 @@ def main():
     if bound:
         say(bound)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    classifiers.require(args.arch, args.image_size)
     torch.manual_seed(args.seed)
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; the others need no scaling.
@@ -360,7 +361,8 @@ def evaluate(model, loader, classes, autocast):
 
 
 def named(scores):
-    return {"accuracy": scores.accuracy, "top5": scores.top5, "loss": scores.loss}
+    top5 = {"top5": scores.top5} if len(scores.classes) > 5 else {}
+    return {"accuracy": scores.accuracy, **top5, "loss": scores.loss}
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main():
     autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
-    run = Run(args, train_sampler, model, best_by="psnr", optimizer=optimizer, scaler=scaler)
+    run = Run(args, train_sampler, model, best_by="psnr", best_is="highest", optimizer=optimizer, scaler=scaler)
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:
         run.say(

@@ -9,6 +9,7 @@ import pytest
 
 from common import arguments
 from common.errors import UserError
+from common.version import VERSION
 from datasets import cifar10
 from tests.jobs import command, environment, run
 
@@ -90,6 +91,11 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["--schedule", "cosine"], ["--schedule", "one_cycle"]),
         (["--lr", "\x1b[2J"], ["--lr", r"\\x1b"]),
         (["--batch", "3"], ["unknown option --batch: did you mean --batch_size?"]),
+        (["--learning_rate", "3"], ["unknown option --learning_rate: did you mean --lr?"]),
+        (["--wd=1"], ["unknown option --wd: did you mean --weight_decay?"]),
+        (["--num-workers", "3"], ["unknown option --num-workers: did you mean --workers?"]),
+        (["--quota", "3"], ["unknown option --quota: where the platform adds it, give --ignore quota"]),
+        (["--quota", "3", "--ignore", "another"], ["unknown option --quota"]),
         (["--data_url", "ftp://host/x"], ["ftp://host/x", "give a folder, or an address"]),
         (["--data_url", "a\0b"], ["zero byte"]),
     ],
@@ -126,18 +132,35 @@ def test_an_option_without_its_value_is_refused(argv):
     assert refusal(*argv) == "error: argument --resume: expected one argument; --help lists every option"
 
 
-def test_what_platforms_append_is_accepted_and_the_rest_reported_once(capsys):
-    parse("--task_index", "0", "--num_gpus=8", "--job_name", "x", "--zzz_unheard_of=1", "--qqq", "2")
-    errors = capsys.readouterr().err
-    assert errors.count("warning") == 1
-    assert "--zzz_unheard_of" in errors and "--qqq" in errors and "task_index" not in errors
+def test_what_platforms_append_is_accepted_and_so_is_what_the_user_names(capsys):
+    args = parse(
+        "--task_index",
+        "0",
+        "--num_gpus=8",
+        "--job_name",
+        "x",
+        "--zzz-unheard=1",
+        "--qqq",
+        "2",
+        "--ignore",
+        "zzz_unheard,--qqq",
+        "--lr=3",
+    )
+    assert args.lr == 3 and not any(capsys.readouterr())
+    assert parse("--zzz", "1", "--ignore=zzz", "--yyy", "--ignore=yyy").epochs == 30
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--version")
+    assert end.value.code == 0 and capsys.readouterr().out == f"anyrank {VERSION}\n"
 
 
 def test_help_states_every_option_in_a_group_with_its_true_default():
     text = PARSER.format_help()
     defaults = vars(parse())
     for action in PARSER._actions:
-        if action.dest == "help":
+        if action.dest in ("help", "version"):
             continue
         assert action.option_strings[0] in text and action.help
         if action.default is not None:

@@ -103,6 +103,7 @@ def test_a_mistake_is_not_started_again(tmp_path):
 
 def test_who_reads_only_the_first_lines_sees_no_traceback():
     words = ["submit", "jobs/train.py", "--platform", "kubeflow", "--image", "i", "--code_url", "/mnt/c", "--volumes", "v:/mnt"]
+    words += ["--output_url", "/mnt/o"]
     script = [sys.executable, "-m", "launch", *words, "--dry_run", "true"]
     process = subprocess.Popen(script, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()

@@ -122,8 +122,7 @@ def test_the_other_arguments_have_its_names(capsys):
     assert parse("--train_url", "/out").output_dir == "/out"
     parse(*typed_here(TITLE, "other arguments, which are ignored")[0])
     assert not capsys.readouterr().err
-    parse("--quota", "3")
-    assert "warning: ignored options that this job does not have: --quota" in capsys.readouterr().err
+    assert "unknown option --quota: where the platform adds it, give --ignore quota" in refusal("--quota", "3")
     assert "did you mean --epochs?" in refusal("--epoch", "3")
     assert parse(*typed_here(TITLE, "the year as the seed")[0]).seed == 2026 and parse().seed == 0
 

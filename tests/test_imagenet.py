@@ -72,7 +72,7 @@ def test_it_learns_from_photographs_and_says_where_the_time_went(trained):
     assert "learning rate 0.05 for a total batch of 16, in portions of 8 on each device" in log
     assert re.search(r"waiting_for_data=\d+% transfer=\d+% compute=\d+%", log)
     row = last_row(folder)
-    assert row["accuracy"] > 0.6 and row["top5"] == 1.0 and row["samples"] == 144 and row["steps"] == 9
+    assert row["accuracy"] > 0.6 and "top5" not in row and row["samples"] == 144 and row["steps"] == 9
     state = torch.load(folder / "out" / "checkpoints" / "000000000144.pt", weights_only=True)
     assert state["ema"].keys() >= {"n_averaged", "module.fc.weight"}
     assert not torch.equal(state["ema"]["module.fc.weight"], state["model"]["fc.weight"])
@@ -134,9 +134,7 @@ def test_evaluation_alone_gives_the_numbers_of_the_training(trained, photographs
     options = ["--data_url", photographs, *SMALL, "--epochs", 3, "--evaluate", "true"]
     done = run_job("train_imagenet", tmp_path, *options, "--resume", checkpoint)
     row, theirs = json.loads((tmp_path / "out" / "evaluation.json").read_text()), last_row(trained[0])
-    assert {name: row[name] for name in ("accuracy", "top5", "loss")} == {
-        name: theirs[name] for name in ("accuracy", "top5", "loss")
-    }
+    assert {name: row[name] for name in ("accuracy", "loss")} == {name: theirs[name] for name in ("accuracy", "loss")}
     assert 0 < row["latency_p50"] <= row["latency_p95"] <= row["latency_p99"] <= row["latency_max"]
     assert f"accuracy={row['accuracy']:.4f}" in done.stdout
     weights = trained[0] / "out" / "epoch_3.pth"

@@ -423,9 +423,9 @@ def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tm
 
 
 SMALLER = {
-    "train_imagenet": ["--arch", "resnet18", "--image_size", 32, "--workers", 0],
+    "train_imagenet": ["--arch", "resnet18", "--image_size", 32, "--workers", 0, "--ignore", "width"],
     "train_restore": ["--max_samples", 32, "--batch_size", 8, "--workers", 0],
-    "speedrun": ["--net", "small"],
+    "speedrun": ["--net", "small", "--ignore", "batch_size,width,epochs,max_steps"],
 }
 LEAVES = {"speedrun": "runs.jsonl"}  # the others leave checkpoints/*
 

@@ -26,7 +26,8 @@ def choose(args: argparse.Namespace) -> torch.device:
         noun = KINDS[wanted].noun
         promised = f"the platform reports {errors.count(here.gpus_promised, noun)} ({here.platform})"
         given = f"--device {wanted}" if args.device else "--enable_gpu true" if args.enable_gpu else promised
-        raise UserError(f"{given}, but torch sees no {noun}: {diagnosis(wanted)}; or give {TO_THE_CPU}")
+        instead = "--device cpu to train on the CPU" if args.device else TO_THE_CPU
+        raise UserError(f"{given}, but torch sees no {noun}: {diagnosis(wanted)}; or give {instead}")
     if args.enable_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
     if args.enable_gpu is False or not usable:

@@ -16,6 +16,14 @@ NEAREST = {
 }
 
 
+def require(arch: str, image_size: int) -> None:
+    """An error where there is no such network, or it takes no images of this size; without memory, before any data are read."""
+    _named(arch.replace("-", "_"))
+    if not arch.startswith("regnet"):  # it computes widths with tensors, and takes images of any size
+        with torch.device("meta"):
+            classifier(arch, 1, image_size)
+
+
 def classifier(arch: str, num_classes: int, image_size: int) -> torch.nn.Module:
     """In ResNets the last norm of each block begins at zero, so that training begins with a shallow one."""
     arch = arch.replace("-", "_")

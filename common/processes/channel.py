@@ -161,7 +161,8 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
         except OSError as error:  # the name may not resolve yet, or the program not run yet
             now = time.monotonic()
             if now - begun >= seconds:
-                raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}") from None
+                start = "see that the job has been started there, too, and that this port is open"
+                raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {start}") from None
             if now - told >= WAITING_LINE_SECONDS:
                 told = now
                 say(f"waiting for {node_0}, {now - begun:.0f} s: {one_line(error)}")

@@ -73,7 +73,8 @@ class Left:
     def best(self) -> tuple[str, dict]:
         """The metric by which the best epoch is chosen, and that epoch; empty where there is none."""
         by = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
-        return by, max((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
+        choose = min if self.start.get("best_is") == "lowest" else max
+        return by, choose((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
 
     def seconds(self) -> float:
         """From the beginning of each start to the last that is known of it."""

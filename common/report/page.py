@@ -62,11 +62,12 @@ def filled(text: str, title: str, **facts: Any) -> str:
 def outcome(left: Left) -> dict[str, Any]:
     """What the first sentence is made of."""
     (by, best), machine = left.best(), left.start.get("machine")
+    lowest = " (lowest)" if by and left.start.get("best_is") == "lowest" else ""
     last = max((row.get("time", 0) for row in left.journal + left.speed), default=0)
     return {
         "how": left.end.get("how"), "why": one_line(str(left.end.get("why")))[:300],
         "last": _time(last) if last else None, "done": len(left.epochs), "epochs": left.start.get("epochs"),
-        "by": by, "best": best, "ranks": left.start.get("ranks", 1),
+        "by": by + lowest, "best": best, "ranks": left.start.get("ranks", 1),
         "value": f"{best[by]:.4f}" if best else "", "spent": str(datetime.timedelta(seconds=int(left.seconds()))),
         "device": machine.get("device") if isinstance(machine, dict) else None,
     }  # fmt: skip

@@ -5,6 +5,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"device": devices.describe(device), "cpu": cpu, "cores": cores.count(), "memory_gib": round(memory / 2**30)}
 
 
-def command(args: argparse.Namespace, words: list[str]) -> str:
-    """What starts this run again, without what the platform adds for each node; `words`: as in sys.argv."""
+def command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
+    """What starts this run again, without what the platform adds for each node, and these options; `words`: as in sys.argv."""
     kept, taken = [], iter(words)
     for word in taken:
         name, equals, _ = word.partition("=")
         plain = name.lstrip("-").replace("-", "_")
-        if name.startswith("-") and plain in OF_THE_PLATFORM:
+        if name.startswith("-") and plain in {*OF_THE_PLATFORM, *without}:
             None if equals else next(taken, None)
         elif name.startswith("-") and is_secret(plain):
             kept.append(f"{name}={HIDDEN}")

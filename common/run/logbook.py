@@ -39,7 +39,7 @@ from common.run.journal import Course, Journal
 from common.run.losses import Losses
 from common.run.saver import Saver
 from common.run.scaler import Scaler
-from common.run.scores import Scores
+from common.run.scores import Scores, which_is_best
 from common.run.seeds import seed_step
 
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
@@ -54,14 +54,16 @@ class Run:
         sampler: Any,
         model: torch.nn.Module,
         best_by: str = "accuracy",
+        best_is: Optional[str] = None,
         patience: Optional[int] = None,
         prof: Optional[int] = None,
         **parts: Any,
     ):
-        """`best_by`: the metric of end_epoch by which the best checkpoint is kept; more is better. `patience`: the run ends
-        after this many epochs without a better one. `prof`: measure this many steps, then end. `parts`: what else to save."""
+        """`best_by`: the metric of end_epoch by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
+        `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
+        `parts`: what else to save."""
         self.args, self.sampler, self._parts = args, sampler, parts
-        self._best_by, self._patience = best_by, patience
+        self._best_by, self._best_is, self._patience = best_by, which_is_best(best_by, best_is), patience
         self._lock = None  # on the output folder, held until this process ends
         self.arguments = arguments.plain(args)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
@@ -102,6 +104,8 @@ class Run:
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self._parts)
+        if not any(weight.requires_grad for weight in self.model.parameters()):
+            self.say("warning: no weight of the network requires a gradient: nothing is trained")
         self._shares: Any = self._parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
         self._losses = Losses(self.device, 0, 1) if self._shares else Losses(self.device, self.rank, self.world_size)
         self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=False)
@@ -109,6 +113,10 @@ class Run:
         found = None if self.trial else self._find()
         if found:
             self._restore(*found)
+        if self._writes and self.args.checkpoints:
+            parts = [part.state_dict() for part in self._parts.values()]
+            # An optimizer will have as much as the weights, which lie beside the checkpoint as well.
+            output.require_room(self.args, 3 * checkpoint.size_of(self.model.state_dict()) + checkpoint.size_of(parts))
         self._agreement.begin()
         self._last_step = time.monotonic()
         if self._members:
@@ -153,9 +161,10 @@ class Run:
     def _begin_journal(self, goes_on_from):
         self._journal.begin()
         place = {"epoch": self.epoch, "consumed": self.consumed, "samples": self.samples_seen, "steps": self.total_steps}
-        course = {"epochs": self.args.epochs, "samples_per_epoch": self._samples_per_epoch, "best_by": self._best_by}
+        course = {"epochs": self.args.epochs, "samples_per_epoch": self._samples_per_epoch}
+        best = {"best_by": self._best_by, "best_is": self._best_is}
         self._journal.event(
-            "start", run=self._id, goes_on_from=goes_on_from, **place, **course, global_batch=self.sampler.global_batch,
+            "start", run=self._id, goes_on_from=goes_on_from, **place, **course, **best, global_batch=self.sampler.global_batch,
             ranks=self.world_size, synthetic=self.args.input.synthetic, **facts.of_this_start(self.args, self.device),
         )  # fmt: skip
 
@@ -200,8 +209,22 @@ class Run:
             self._epoch_began = time.monotonic()
             steps_done = self.consumed // self.sampler.global_batch
             self._display.start_epoch(self.epoch, self.args.epochs, steps_done + len(self.sampler), steps_done)
+            left, steps, sums = len(self.sampler), self.total_steps, self._sums_of_weights()
             yield self.epoch
+            if left and self.total_steps == steps:
+                raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
+            if self._evaluating:
+                raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
+            if sums and sums == self._sums_of_weights():
+                self.say(
+                    "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
+                )
         self._finish()
+
+    def _sums_of_weights(self):
+        """To see whether an epoch changes anything; empty where nothing is trained, and on ranks that say nothing."""
+        trained = [weight.detach().sum(dtype=torch.float32) for weight in self.model.parameters() if weight.requires_grad]
+        return torch.stack(trained).tolist() if trained and self._display.active else []
 
     def steps(self, loader: Any) -> Iterator:
         if not hasattr(loader, "transfer_seconds"):
@@ -243,6 +266,8 @@ class Run:
 
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
+        if self.total_steps == self._steps_before and not self._shares and not loss.requires_grad:
+            self.say("warning: the loss that run.step() was given depends on no weight: nothing is learnt from it")
         loss, ids = loss.detach(), self._loader.ids
         self._ledger.step(self.epoch, self.consumed, self._counted[2] if self._members else ids)
         self.consumed += self.sampler.global_batch
@@ -287,6 +312,8 @@ class Run:
 
         `scores`: those of the evaluation, for the report.
         """
+        if not self._evaluating and not self.consumed:
+            raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self._busy, self._evaluating = True, False
         self._display.end_epoch()
         self._check_losses()
@@ -342,8 +369,8 @@ class Run:
         row = {**row, "train_loss": self._losses.close_epoch(), **metrics}
         self.history.append(row)
         self._display.metrics(self.history)
-        score = metrics.get(self._best_by)
-        if score is not None and (self.best is None or score > self.best[self._best_by]):
+        score, before = metrics.get(self._best_by), (self.best or {}).get(self._best_by)
+        if score is not None and (before is None or (score < before if self._best_is == "lowest" else score > before)):
             self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, self._best_by: score}
         self.consumed = 0
         self._time_left.epoch()
@@ -396,7 +423,8 @@ class Run:
         if bad:
             step, loss, ids = bad
             where = f"at step {step}, sample ids {ids.tolist()}"
-            raise TrainingFailed(f"the loss is {loss.item()} {where}; {self._saver.last_good()}")
+            try_this = f"lower --lr, which was {self.args.lr:g}, or look at these samples"
+            raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {self._saver.last_good()}")
 
     # --- Saving and restoring ---
 
@@ -607,7 +635,8 @@ class Run:
     def _finish(self):
         self._journal.event("end", how="limit" if self._cut_short() else "finished", why=self._limit(), **self._ends_at())
         self._close()
-        best = f"best {self._best_by} {self.best[self._best_by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
+        which, by = "lowest" if self._best_is == "lowest" else "best", self._best_by
+        best = f"{which} {by} {self.best[by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
         more = ""
         if self.epoch < self.args.epochs and (self._steps_used_up() or self._epochs_used_up()):
             more = f"{self._limit()} is reached, {self.epoch} of {self.args.epochs} epochs are done: "
@@ -684,7 +713,7 @@ class Run:
         self._display.curves(self.history)
 
     def _command(self):
-        return facts.command(self.args, sys.argv)
+        return facts.command(self.args, sys.argv, without=["max_steps"] if self._steps_used_up() else [])
 
     def _tell_what_is_there(self, then):
         folder, url = self.args.output_dir, self.args.output_url

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import struct
 import time
 from typing import Any, Callable
@@ -13,7 +14,7 @@ from typing import Any, Callable
 import torch
 
 from common.errors import TrainingFailed, UserError, of_a_file
-from common.files import TEMPORARY, append, drop_half_a_line, write_atomically
+from common.files import MIB, TEMPORARY, append, drop_half_a_line, write_atomically
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
@@ -35,6 +36,26 @@ def make_folders(args: argparse.Namespace) -> None:
             os.unlink(probe)
         except OSError as error:
             raise _not_writable(folder, error) from None
+
+
+def require_room(args: argparse.Namespace, size: int) -> None:
+    """An error where the run's checkpoints will not fit on the disk. `size`: the bytes of one, and of the weights beside it."""
+    with os.scandir(args.checkpoint_dir) as entries:
+        there = sum(entry.stat().st_size for entry in entries)  # of an earlier start, which make room for those to come
+    number = min(args.keep, 2) + 2  # the last ones, the best, and the next
+    if shutil.disk_usage(args.checkpoint_dir).free + there < number * size:
+        raise UserError(
+            f"{args.checkpoint_dir} has no room for {number} checkpoints: {room_for(args.checkpoint_dir, number * size)}"
+        )
+
+
+def room_for(folder: str, size: int) -> str:
+    """What is needed, what is free, and what to do."""
+    free = shutil.disk_usage(folder).free
+    return (
+        f"{size / MIB:.1f} MiB are needed and {free / MIB:.1f} MiB are free: delete what is not needed there, lower --keep, or "
+        "give another --output_dir"
+    )
 
 
 def _not_writable(folder, error):

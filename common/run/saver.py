@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import contextlib
+import errno
 import os
 from typing import Any, Callable, Optional
 
@@ -83,10 +84,15 @@ class Saver:
     def _write(self, state, about, weights_of_epoch):
         if not checkpoint.finite(state["model"]):
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
-        if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
-            path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
-            checkpoint.write_weights(path, checkpoint.to_take_away(state))
-        checkpoint.write(self._folder, state, about)
+        try:
+            if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
+                path = os.path.join(self._output_dir, f"epoch_{weights_of_epoch}.pth")
+                checkpoint.write_weights(path, checkpoint.to_take_away(state))
+            checkpoint.write(self._folder, state, about)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.strerror = f"{error.strerror}, {output.room_for(self._folder, checkpoint.size_of(state))}"
+            raise
         try:
             checkpoint.prune(self._folder, self._output_dir, self._keep, about)
         except OSError as error:

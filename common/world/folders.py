@@ -114,6 +114,11 @@ def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], env
         raise UserError(f"{name} is {one_line(value)[:200]}, an output that this job does not write to: call it {ours}")
 
 
+def is_of_the_platform(value: str) -> bool:
+    """Whether an option with this value is an input or output of ModelArts, which it adds under any name."""
+    return _is_below(value, (INPUTS, *KEPT["MA_JOB_DIR"]))
+
+
 def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
     """Why the results of this run would go with its container, or None."""
     for variable, kept in KEPT.items():

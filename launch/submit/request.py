@@ -64,7 +64,7 @@ class Request:
     )
     data_url: Optional[str] = option("where the data are")
     output_url: Optional[str] = option(
-        "where checkpoints and results go; a job with the same address goes on from them", needed_by=("modelarts", "sagemaker")
+        "where checkpoints and results go; a job with the same address goes on from them", needed_by=CONTAINERS
     )
     code_url: Optional[str] = option(
         "where the code is uploaded to, or on a cluster the folder that has it", needed_by=CONTAINERS
@@ -207,8 +207,13 @@ def _arguments(request: Request) -> Iterator[str]:
         known = [] if missing_job(request.job, ROOT) else bundle.option_names(ROOT / request.job)
     except SyntaxError as error:
         yield f"{request.job} is no Python: {one_line(error)}"
-    for name, value in _pairs(request.arguments):
-        plain = name.lstrip("-").replace("-", "_")
+    pairs = list(_pairs(request.arguments))
+    passed = {
+        *typed.PLATFORM_OPTIONS,
+        *(typed.plain(word) for name, names in pairs if name == "--ignore" for word in (names or "").split(",")),
+    }
+    for name, value in pairs:
+        plain = typed.plain(name)
         if value is None:
             yield f"the job's option {name!r} does not have the form --NAME VALUE, the only one that every console takes"
         elif plain in ITS_ARGUMENTS:
@@ -217,8 +222,10 @@ def _arguments(request: Request) -> Iterator[str]:
             yield f"{name} is among the job's options: give {PLACES[plain]} before the --, because the platform needs it"
         elif plain in seen:
             yield f"{name} is given twice"
-        elif plain not in known and (meant := typed.nearest(name, known)):
-            yield f"{name} is no option of {request.job}: did you mean --{meant}?"
+        elif known and plain not in {*known, *passed}:
+            near = typed.nearest(name, known)
+            do = f"did you mean --{near}?" if near else f"leave it out, or let it pass with --ignore {plain}"
+            yield f"{name} is no option of {request.job}: {do}"
         seen.add(plain)
 
 

@@ -1,0 +1,148 @@
+"""A mistake in a training loop, an option or a place ends a job with a line, or is a warning; it is never found out the next morning."""
+
+import errno
+import json
+import re
+import types
+
+import pytest
+import torch
+
+from common.errors import UserError
+from common.models import classifiers
+from common.run import checkpoint, facts, output, scores
+from common.run.saver import Saver
+from tests.jobs import ROOT, TINY, module_of, run_forked, run_job
+
+END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
+STEPS = "for images, labels in run.steps(train_loader):"
+BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
+RUN = "run = Run(args, train_sampler, model, optimizer=optimizer)"
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """What jobs/train.py says, with these changes."""
+
+    def train(*changes, check=0):
+        text = (ROOT / "jobs" / "train.py").read_text()
+        text = re.sub(r"^sys.path.insert\(0, .*$", f"sys.path.insert(0, {str(ROOT)!r})", text, flags=re.MULTILINE)
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (tmp_path / "mine.py").write_text(text)
+        return run_forked([tmp_path / "mine.py", *TINY, "--output_dir", tmp_path / "out"], tmp_path, check=check)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ([(END, "")], "the loop over run.epochs() has to call run.end_epoch() once, after run.steps()"),
+        ([(END, END + END)], "run.end_epoch() was called without a step since the last call"),
+        ([(STEPS, "for images, labels in []:"), (END, "")], "an epoch without a step: the loop over run.epochs() has to go through run.steps"),
+    ],
+)  # fmt: skip
+def test_a_loop_that_forgets_a_call_is_an_error_that_names_it(trained, changes, says):
+    assert says in trained(*changes, check=1).stderr
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ([(STEP, "")], ["no weight of the network has changed in this epoch"] * 2),
+        (
+            [(BACKWARD, ""), (STEP, ""), (RUN, f"model.requires_grad_(False); {RUN}")],
+            ["no weight of the network requires a gradient", "the loss that run.step() was given depends on no weight"],
+        ),
+        ([], []),
+    ],
+)
+def test_what_learns_nothing_is_a_warning(trained, changes, says):
+    told = [line for line in trained(*changes).stdout.splitlines() if line.startswith("warning: ") and "synthetic" not in line]
+    assert len(told) == len(says) and all(words in line for words, line in zip(says, told)), told
+
+
+def test_the_lowest_value_is_the_best_where_the_job_says_so(trained, tmp_path):
+    done = trained((RUN, RUN.replace("optimizer=", 'best_by="loss", best_is="lowest", optimizer=')))
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    best = min(rows, key=lambda row: row["loss"])
+    assert f"done: lowest loss {best['loss']:.4f} in epoch {best['epoch']}. " in done.stdout
+    assert f"Best loss (lowest) {best['loss']:.4f}, in epoch {best['epoch']}" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["loss", "val_error", "mae", "log_mse"])
+def test_which_value_is_the_best_has_to_be_said_where_the_name_does_not(trained, name):
+    with pytest.raises(UserError, match=f'best_by="{name}".* does not say which value is better: give best_is="lowest" or'):
+        scores.which_is_best(name, None)
+    assert scores.which_is_best(name, "highest") == "highest" and scores.which_is_best("accuracy", None) == "highest"
+    with pytest.raises(UserError, match="best_is='low'"):
+        scores.which_is_best(name, "low")
+
+
+# --- Before anything is spent -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--arch", "resnet19"], "--arch resnet19 is none of torchvision's"),
+        (["--arch", "vit_b_16", "--image_size", 100], "--arch vit_b_16 takes no --image_size 100"),
+    ],
+)
+def test_a_network_is_refused_before_the_data_are_looked_for(tmp_path, options, says):
+    assert says in run_job("train_imagenet", tmp_path, "--data_url", "/nowhere", *options, check=2).stderr
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "regnet_y_400mf", "vit_b_32", "swin_t", "resnext101_32x4d", "maxvit_t"])
+def test_a_network_that_can_be_built_is_not_refused(arch):
+    classifiers.require(arch, 224)
+
+
+def test_photographs_are_for_another_job(tmp_path):
+    (tmp_path / "photos" / "train" / "cat").mkdir(parents=True)
+    said = run_job("train", tmp_path, "--data_url", tmp_path / "photos", check=2).stderr
+    assert "for photographs in train/CLASS take jobs/train_imagenet.py" in said
+
+
+def test_a_device_that_is_not_there_has_its_own_way_out(tmp_path):
+    said = run_job("train", tmp_path, *TINY, "--device", "cuda", check=2).stderr
+    assert "--device cuda, but torch sees no GPU" in said and "or give --device cpu to train on the CPU" in said
+
+
+def test_checkpoints_that_will_not_fit_are_an_error_before_the_first_step(tmp_path):
+    args = types.SimpleNamespace(checkpoint_dir=str(tmp_path), keep=2)
+    output.require_room(args, 2**10)
+    with pytest.raises(UserError, match=r"no room for 4 checkpoints: .* MiB are needed and .* MiB are free: delete .* --keep"):
+        output.require_room(args, 2**60)
+
+
+def test_a_full_disk_says_what_is_needed_and_what_is_free(tmp_path, monkeypatch):
+    def full(folder, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", f"{folder}/1.pt")
+
+    args = types.SimpleNamespace(
+        checkpoint_dir=str(tmp_path), output_dir=str(tmp_path), keep=2, checkpoints=True, output_url=""
+    )
+    saver = Saver(args, print)
+    monkeypatch.setattr(checkpoint, "write", full)
+    saver.save({"model": {"weight": torch.zeros(2**18)}}, {"total_steps": 1})
+    with pytest.raises(Exception, match=r"1\.0 MiB are needed and [\d.]+ MiB are free: delete .*1\.pt'; no checkpoint yet"):
+        saver.wait()
+
+
+def test_the_next_command_goes_on(tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--max_steps", 2)
+    (command,) = re.findall("^next: (.*)$", done.stdout, re.MULTILINE)
+    assert "--max_steps" not in command and "--epochs 2" in command
+    words = ["jobs/train.py", "--max_steps=2", "--lr", "1", "--max-steps", "3"]
+    args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=1, local_world_size=1))
+    assert facts.command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
+
+
+def test_the_first_five_of_five_classes_say_nothing():
+    imagenet = module_of("train_imagenet")
+    for classes in (5, 6):
+        found = types.SimpleNamespace(classes=["x"] * classes, accuracy=0.5, top5=1.0, loss=1.0)
+        assert ("top5" in imagenet.named(found)) == (classes > 5)
