@@ -239,6 +239,8 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     if args.world.rank == 0 and not heartbeat.has_parent():
         for remark in remarks:
             print(remark, flush=True)
+        if not args.doctor:  # which says it in a table
+            folders.require_writable(args.output_dir)
     args.input = parser.reads(args)
     moments.announce("world", args)
     return args

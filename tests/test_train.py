@@ -387,6 +387,11 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
         ),
         (["--batch_size", "512"], {}, ["256 samples are fewer than one global batch of 512"]),
         (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
+        (
+            ["--output_dir", "/proc/none", "--custom_data", "false", "--data_url", "/nowhere"],
+            {},
+            ["cannot write to /proc/none"],
+        ),
         (["--custom_data", "false", "--data_url", "/no/such"], {}, ["--data_url /no/such does not exist"]),
         (["--ephocs", "3"], {}, ["unknown option --ephocs: did you mean --epochs?"]),
         (

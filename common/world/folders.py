@@ -9,11 +9,12 @@ import fnmatch
 import os
 import re
 import shutil
+import tempfile
 import urllib.parse
 from collections.abc import Mapping
 from typing import Optional
 
-from common.errors import UserError, one_line
+from common.errors import UserError, of_a_file, one_line
 
 # The variables that name each place; the first that is set wins. A name ending in * is the first match in sorted order.
 DATA = [
@@ -112,6 +113,17 @@ def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], env
         name, value = min(outputs.items())
         ours = "model" if name.startswith("PAI_OUTPUT_") else "train_url"
         raise UserError(f"{name} is {one_line(value)[:200]}, an output that this job does not write to: call it {ours}")
+
+
+def require_writable(folder: str) -> None:
+    """An error where it cannot be made or written to: before any data are read."""
+    there = os.path.abspath(folder)
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise of_a_file(error, f"cannot write to {one_line(folder)}: {error.strerror}; give another --output_dir") from None
 
 
 def is_of_the_platform(value: str) -> bool:
