@@ -176,7 +176,7 @@ def test_the_intact_amp_job_has_none_of_these_faults_and_no_other_block(tmp_path
 
 
 EXACT_FAILS = [
-    "name 'exact' is not defined",
+    "unknown option --shares|name 'exact' is not defined",
     "name 'shares' is not defined",
     "has no attribute '_",  # without registration the loop gets no shares
     "no learning rate",

@@ -275,7 +275,7 @@ def test_an_evaluation_in_which_a_rank_is_lost_begins_anew_and_the_block_for_it_
 
 @pytest.mark.rehearsal
 def test_without_exact_a_run_goes_on_too_and_says_what_its_bits_depend_on(nodes):
-    small = ["--arch", "resnet18", "--image_size", 32, "--epochs", 3]
+    small = ["--arch", "resnet18", "--image_size", 32, "--epochs", 3, "--ignore", "width"]
     run = nodes(2, "--min_nodes", 1, *small, "--raport_file", "raport.json", job=ROOT / "jobs" / "train_imagenet.py")
     run.wait_for("epoch=1/3", 0)
     run.kill(0)

@@ -570,6 +570,8 @@ class Run:
         if not self._writes:
             self._writes = True
             self._display.take_over()
+            if left_out := optional.left_out():
+                self.say(left_out)
             self._journal.listen()
             output.make_folders(self.args)
             try:
