@@ -17,13 +17,15 @@ class AfterImport:
     def find_spec(self, name, path=None, target=None):
         if name not in self.actions:
             return None
-        action = self.actions.pop(name)
+        action = self.actions.pop(name)  # or this would ask itself
         spec = importlib.util.find_spec(name)
+        self.actions[name] = action  # whoever asks may only want to know whether there is such a module
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            action(module)
+            if self.actions.pop(name, None):
+                action(module)
 
         spec.loader.exec_module = exec_module
         return spec
