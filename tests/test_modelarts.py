@@ -384,13 +384,14 @@ def test_volcano_does_not_start_a_mistake_again():
 
 
 def test_data_that_cannot_be_read_are_called_so_and_not_missing(tmp_path):
+    (tmp_path / "out").mkdir()
     (closed := tmp_path / "closed").mkdir()
     (closed / "cifar-10-batches-py").mkdir()
     closed.chmod(0)
-    unprivileged = without_rights(command("train", "--data_url", closed), tmp_path)
+    unprivileged = without_rights(command("train", "--data_url", closed, "--output_dir", tmp_path / "out"), tmp_path)
     assert unprivileged.returncode == 2
     assert f"error: --data_url {closed} cannot be read (Permission denied): make it readable" in unprivileged.stderr
-    missing = without_rights(command("train", "--data_url", tmp_path / "none"), tmp_path)
+    missing = without_rights(command("train", "--data_url", tmp_path / "none", "--output_dir", tmp_path / "out"), tmp_path)
     assert f"error: --data_url {tmp_path / 'none'} does not exist: give a folder" in missing.stderr
 
 
