@@ -64,6 +64,17 @@ def test_what_learns_nothing_is_a_warning(trained, changes, says):
     assert len(told) == len(says) and all(words in line for words, line in zip(says, told)), told
 
 
+SAME_SUMS = """\
+            with torch.no_grad():
+                model.dense_layer.weight.zero_()[:2, 0] = torch.tensor([1.0, -1.0]) * (run.total_steps + 1)
+"""
+
+
+def test_weights_that_change_and_add_up_to_the_same_are_no_warning(trained):
+    """As those of a last layer do: the gradients of its classes add up to zero."""
+    assert "no weight of the network has changed" not in trained((STEP, SAME_SUMS)).stdout
+
+
 def test_the_lowest_value_is_the_best_where_the_job_says_so(trained, tmp_path):
     done = trained((RUN, RUN.replace("optimizer=", 'best_by="loss", best_is="lowest", optimizer=')))
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

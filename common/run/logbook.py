@@ -209,22 +209,26 @@ class Run:
             self._epoch_began = time.monotonic()
             steps_done = self.consumed // self.sampler.global_batch
             self._display.start_epoch(self.epoch, self.args.epochs, steps_done + len(self.sampler), steps_done)
-            left, steps, sums = len(self.sampler), self.total_steps, self._sums_of_weights()
+            left, steps, sizes = len(self.sampler), self.total_steps, self._sizes_of_weights()
             yield self.epoch
             if left and self.total_steps == steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
             if self._evaluating:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
-            if sums and sums == self._sums_of_weights():
+            if sizes and sizes == self._sizes_of_weights():
                 self.say(
                     "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
                 )
         self._finish()
 
-    def _sums_of_weights(self):
+    def _sizes_of_weights(self):
         """To see whether an epoch changes anything; empty where nothing is trained, and on ranks that say nothing."""
-        trained = [weight.detach().sum(dtype=torch.float32) for weight in self.model.parameters() if weight.requires_grad]
-        return torch.stack(trained).tolist() if trained and self._display.active else []
+        if not self._display.active:
+            return []
+        # Not sums: the gradients of a last layer add up to zero. In the widest type, in which small steps are seen.
+        trained = [weight.detach() for weight in self.model.parameters() if weight.requires_grad]
+        sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(self.device)) for weight in trained]
+        return torch.stack(sizes).tolist() if sizes else []
 
     def steps(self, loader: Any) -> Iterator:
         if not hasattr(loader, "transfer_seconds"):
