@@ -64,8 +64,9 @@ def test_half_precision_that_an_older_torch_has_not_got_is_refused(older):
 @pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning", "ignore:.*GradScaler:UserWarning")
 def test_the_scaler_of_an_older_torch_is_told_its_device_all_the_same(older):
     older(2, 1)
-    scaler = devices.grad_scaler()("cuda", enabled=False, init_scale=8.0)
+    scaler = devices.grad_scaler()("npu", enabled=False, init_scale=8.0)
     assert isinstance(scaler, torch.cuda.amp.GradScaler) and not scaler.is_enabled()
+    assert scaler._device == "npu", "where it counts the steps that it has left out"
 
 
 def test_without_torch_accelerator_the_device_is_a_gpu_or_an_npu(older, monkeypatch):
