@@ -65,7 +65,7 @@ class All:
         return distributed.all_to_all_single(taken, given, taken_sizes, given_sizes, async_op=True)
 
     def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> Any:
-        if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":  # which had no other form
+        if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":  # that of 2.1 has no other form
             return distributed.all_gather(list(everything.chunk(self.size)), own, async_op=True)
         return distributed.all_gather_into_tensor(everything, own, async_op=True)
 

@@ -31,7 +31,7 @@ def of_all_ranks(here: World, seconds: float) -> Any:
 
 
 def count(store: Any, key: str) -> int:
-    """How often something was added to a key; 0 where it is not there. Store.check came with torch 2.2, and get would wait."""
+    """How often something was added to a key; 0 where it is not there. Torch 2.1 has no Store.check, and get would wait."""
     return store.add(key, 0)
 
 
