@@ -129,6 +129,12 @@ def test_checkpoints_that_will_not_fit_are_an_error_before_the_first_step(tmp_pa
         output.require_room(args, 2**60)
 
 
+def test_a_run_looks_for_that_room(trained, tmp_path):
+    small = f"import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=1000); {RUN}"
+    assert "has no room for 4 checkpoints" in trained((RUN, small), check=2).stderr
+    assert not list((tmp_path / "out").glob("checkpoints/*.pt"))
+
+
 def test_a_full_disk_says_what_is_needed_and_what_is_free(tmp_path, monkeypatch):
     def full(folder, *_):
         raise OSError(errno.ENOSPC, "No space left on device", f"{folder}/1.pt")

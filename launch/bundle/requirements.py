@@ -19,7 +19,7 @@ OF_ADDRESSES = "boto3"
 
 TEXT = """\
 # Of {job}: what it cannot train without, and an engine for PyTorch lacks. Nothing here changes torch, torchvision or numpy.
-# Left out where it is missing, with a line in the log: what is made by matplotlib, tensorboard and scikit-learn.
+# Left out where it is missing, with a line in the log: what matplotlib, tensorboard, scikit-learn and jinja2 make.
 """
 UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
