@@ -71,6 +71,7 @@ def test_it_learns_from_photographs_and_says_where_the_time_went(trained):
     folder, log = trained
     assert "learning rate 0.05 for a total batch of 16, in portions of 8 on each device" in log
     assert re.search(r"waiting_for_data=\d+% transfer=\d+% compute=\d+%", log)
+    assert "warning" not in log
     row = last_row(folder)
     assert row["accuracy"] > 0.6 and "top5" not in row and row["samples"] == 144 and row["steps"] == 9
     state = torch.load(folder / "out" / "checkpoints" / "000000000144.pt", weights_only=True)

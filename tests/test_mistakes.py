@@ -54,7 +54,7 @@ def test_a_loop_that_forgets_a_call_is_an_error_that_names_it(trained, changes, 
         ([(STEP, "")], ["no weight of the network has changed in this epoch"] * 2),
         (
             [(BACKWARD, ""), (STEP, ""), (RUN, f"model.requires_grad_(False); {RUN}")],
-            ["no weight of the network requires a gradient", "the loss that run.step() was given depends on no weight"],
+            ["no weight of the network requires a gradient"],
         ),
         ([], []),
     ],

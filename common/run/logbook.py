@@ -270,8 +270,6 @@ class Run:
 
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
-        if self.total_steps == self._steps_before and not self._shares and not loss.requires_grad:
-            self.say("warning: the loss that run.step() was given depends on no weight: nothing is learnt from it")
         loss, ids = loss.detach(), self._loader.ids
         self._ledger.step(self.epoch, self.consumed, self._counted[2] if self._members else ids)
         self.consumed += self.sampler.global_batch
