@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+from glob import escape, glob
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -111,8 +112,8 @@ def _find(args):
             return folder
     archive = os.path.join(root, ARCHIVE)
     if args.data_url and not os.path.exists(archive):
-        photographs = os.path.isdir(os.path.join(root, "train"))
-        instead = "for photographs in train/CLASS take jobs/train_imagenet.py" if photographs else "or --custom_data true"
+        pictures = glob(os.path.join(escape(root), "*", "*.[jp][pn]*g")) or os.path.isdir(os.path.join(root, "train"))
+        instead = "for pictures in folders by class take jobs/train_imagenet.py" if pictures else "or --custom_data true"
         raise UserError(
             f"--data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: "
             f"give the folder that holds one of them ({URL}), {instead}"

@@ -111,10 +111,12 @@ def test_a_network_that_can_be_built_is_not_refused(arch):
     classifiers.require(arch, 224)
 
 
-def test_photographs_are_for_another_job(tmp_path):
-    (tmp_path / "photos" / "train" / "cat").mkdir(parents=True)
+@pytest.mark.parametrize("file", ["train/cat/1.jpg", "cat/1.jpeg", "cat/1.png"])
+def test_pictures_by_the_class_are_for_another_job(tmp_path, file):
+    (tmp_path / "photos" / file).parent.mkdir(parents=True)
+    (tmp_path / "photos" / file).touch()
     said = run_job("train", tmp_path, "--data_url", tmp_path / "photos", check=2).stderr
-    assert "for photographs in train/CLASS take jobs/train_imagenet.py" in said
+    assert "for pictures in folders by class take jobs/train_imagenet.py" in said
 
 
 def test_a_device_that_is_not_there_has_its_own_way_out(tmp_path):
