@@ -50,6 +50,8 @@ NVIDIA = {
 
 
 def main():
+    if args.freeze_epochs and not args.weights:
+        raise UserError("--freeze_epochs trains the last layer of a network that has learnt before: give --weights FILE, too")
     args = arguments.parse(options())
     if args.early_stopping_patience and args.training_only:
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
@@ -103,6 +105,7 @@ def main():
     # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks go and come.
     divided = args.exact or args.min_nodes
     shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
+    frozen = all_but_the_last_layer(network)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
@@ -153,6 +156,9 @@ def main():
                 scaler.scale(loss).backward()
                 total += loss.detach()
             if shares:
+            if epoch < args.freeze_epochs:
+                for weight in frozen:
+                    weight.grad = None  # so the optimizer passes it over
                 total = shares.mean(total)
                 if total is None:
                     continue
@@ -188,6 +194,8 @@ def options():
     return parser
 
 
+    frozen = "with --weights: train the last layer alone for so many epochs, then all of the network"
+    add("--freeze_epochs", type=number(int, at_least=0), default=0, help=frozen)
 def add_training(add):
     add("--arch", default="resnet50", help="a classification network of torchvision")
     add("--weights", help="weights to begin with, a file or its address in a bucket: an epoch_N.pth, or one of torchvision's")
@@ -276,6 +284,13 @@ def build_optimizer(args, network):
     fused = devices.fused(weights[0].device)
     nesterov = args.nesterov and args.momentum > 0
     return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=nesterov, **fused)
+
+
+def all_but_the_last_layer(network):
+    """The weights that --freeze_epochs leaves as they are."""
+    names = [name for name, _ in network.named_parameters()]
+    last = names[-1].rpartition(".")[0] + "."
+    return [weight for name, weight in network.named_parameters() if not name.startswith(last)]
 
 
 def learning_rate(args, peak, epochs):

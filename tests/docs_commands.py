@@ -58,6 +58,11 @@ NOT_RUN = {
         "python -m launch kspeed preload /data/imagenet --user me",
         "python jobs/train_imagenet.py --data_backend kspeed --kspeed_user me --data_url /data/imagenet",
     ],
+    "needs a file of torchvision's; tests/test_checkpoint.py makes such files": [
+        "python -c \"import torchvision; print(torchvision.models.get_weight('ResNet50_Weights.DEFAULT').url)\"",
+        "python jobs/train_imagenet.py --data_url /data/flowers --weights resnet50-11ad3fa6.pth --epochs 10",
+        "python jobs/train_imagenet.py --data_url /data/flowers --weights obs://bucket/resnet50-11ad3fa6.pth --epochs 10",
+    ],
     "starts a Ray cluster; tests/test_dpex.py has one for all its tests": [
         "ray get-auth-token --generate",
         "ray start --head --port 6379",

@@ -8,11 +8,13 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 
 import pytest
 import torch
+import torchvision
 
 from common.errors import TrainingFailed, UserError
 from common.run import checkpoint
@@ -253,6 +255,31 @@ def test_weights_of_others_are_loaded_and_the_log_says_that_nothing_vouches_for_
     torch.save(network.state_dict(), path := tmp_path / "foreign.pth")
     assert checkpoint.load_weights(network, str(path)) == []
     assert capsys.readouterr().out == f"{path} is unverified: there is no {path}.sha256\n"
+
+
+@pytest.mark.parametrize("arch, zipped", [("resnet18", True), ("densenet121", False)])
+def test_files_of_torchvision_are_taken_as_they_come_and_compared_with_the_digest_in_their_name(tmp_path, capsys, arch, zipped):
+    """Older ones are no archives, and those of DenseNet have the keys of torchvision 0.2."""
+    theirs, ours = (torchvision.models.get_model(arch, weights=None, num_classes=3) for _ in range(2))
+    state = {
+        re.sub(r"(denselayer\d+\.(?:norm|conv))([12])", r"\1.\2", name): tensor for name, tensor in theirs.state_dict().items()
+    }
+    state = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
+    torch.save(state, tmp_path / "plain.pth", _use_new_zipfile_serialization=zipped)
+    content = (tmp_path / "plain.pth").read_bytes()
+    path = tmp_path / f"{arch}-{hashlib.sha256(content).hexdigest()[:8]}.pth"
+    path.write_bytes(content)
+    assert checkpoint.load_weights(ours, str(path)) == [] and not capsys.readouterr().out
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters()))
+    path.rename(tmp_path / "flowers-20240131.pth")  # a date
+    assert (
+        checkpoint.load_weights(ours, str(tmp_path / "flowers-20240131.pth")) == [] and "unverified" in capsys.readouterr().out
+    )
+    path.write_bytes(content[:-1])
+    with pytest.raises(
+        UserError, match=r"is damaged, or not the file of that name: its SHA-256 does not begin with [0-9a-f]{8}"
+    ):
+        checkpoint.load_weights(ours, str(path))
 
 
 def test_a_checkpoint_taken_for_its_weights_is_verified(network, tmp_path, capsys):

@@ -164,6 +164,34 @@ def test_an_evaluation_needs_no_training_images(trained, photographs, tmp_path):
 
 
 def test_weights_for_other_classes_are_taken_but_for_the_last_layer(trained, tmp_path):
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_last_layer_learns_alone_for_as_many_epochs_as_are_asked_for(trained, photographs, tmp_path, exact):
+    weights = trained[0] / "out" / "epoch_1.pth"
+    options = ["--data_url", photographs, *SMALL, "--weights", weights, "--freeze_epochs", 1, "--keep", 9, "--lr", 0.1]
+    run_job("train_imagenet", tmp_path, *options, *(["--exact", "true", "--shares", 2] if exact else []))
+    begun, first, second = (
+        torch.load(path, weights_only=True) for path in (weights, *sorted((tmp_path / "out").glob("*.pth")))
+    )
+    learnt = {name for name in begun if "running" not in name and "num_batches" not in name}
+    assert {name for name in learnt if not torch.equal(begun[name], first[name])} == {"fc.weight", "fc.bias"}
+    later = {name for name in learnt if not torch.equal(first[name], second[name])}
+    assert later >= {"conv1.weight", "layer4.1.conv2.weight", "fc.weight"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_last_layer_learns_alone_for_as_many_epochs_as_are_asked_for(trained, photographs, tmp_path, exact):
+    weights = trained[0] / "out" / "epoch_1.pth"
+    options = ["--data_url", photographs, *SMALL, "--weights", weights, "--freeze_epochs", 1, "--keep", 9, "--lr", 0.1]
+    run_job("train_imagenet", tmp_path, *options, *(["--exact", "true", "--shares", 2] if exact else []))
+    begun, first, second = (
+        torch.load(path, weights_only=True) for path in (weights, *sorted((tmp_path / "out").glob("*.pth")))
+    )
+    learnt = {name for name in begun if "running" not in name and "num_batches" not in name}
+    assert {name for name in learnt if not torch.equal(begun[name], first[name])} == {"fc.weight", "fc.bias"}
+    later = {name for name in learnt if not torch.equal(first[name], second[name])}
+    assert later >= {"conv1.weight", "layer4.1.conv2.weight", "fc.weight"}
+
+
     weights = trained[0] / "out" / "epoch_1.pth"
     done = run_job("train_imagenet", tmp_path, *SYNTHETIC, "--epochs", 1, "--max_steps", 1, "--weights", weights, "--lr", 1e-6)
     assert "is for other classes: fc.weight and fc.bias begin anew" in done.stdout
@@ -220,6 +248,7 @@ def test_the_time_that_is_left_counts_evaluations_only_where_there_are_any(tmp_p
 
 def test_it_gives_up_when_nothing_gets_better(tmp_path):
     options = [*SYNTHETIC, "--max_samples", 16, "--lr", 1e-9, "--epochs", 50, "--early_stopping_patience", 1]
+        ([*SYNTHETIC, "--freeze_epochs", 1], "a network that has learnt before: give --weights FILE, too"),
     done = run_job("train_imagenet", tmp_path, *options)
     best = int(re.search(r"done: best accuracy \S+ in epoch (\d+)", done.stdout)[1])
     assert last_row(tmp_path)["epoch"] == best + 1 < 50

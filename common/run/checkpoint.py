@@ -29,6 +29,9 @@ from common.processes import collectives
 NAME = re.compile(r"(\d{12})\.json")
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
+OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # the end of its files' names is the beginning of their digest
+# In its files of DenseNet: "norm.1.weight" of what is now norm1.
+OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +74,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
         state = to_take_away(state) if "model" in state else plain_keys(state)
+        state = {OLD_KEY.sub(r"\1\2", name): tensor for name, tensor in state.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
     except Exception as error:  # a file of something else can raise anything
@@ -84,6 +88,11 @@ def _read_weights(path):
             return read_verified(path)[1]
         content = Path(path).read_bytes()
         if not os.path.exists(path + DIGEST):
+            begins = OF_TORCHVISION.search(path)
+            if begins and hashlib.sha256(content).hexdigest().startswith(begins[1]):
+                return content
+            if begins and not begins[1].isdigit():  # else it may be a date
+                raise UserError(f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with {begins[1]}")
             if collectives.rank_and_size()[0] == 0:
                 progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
             return content

@@ -41,19 +41,20 @@ def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, par
 
 
 def prepare(parts: dict) -> None:
-    """Set the momentum of SGD to 0: if a scaler skips the first step, torch's fused SGD reads it from uninitialised memory."""
-    if "scaler" in parts and parts["scaler"].is_enabled():
+    """Set the momentum of SGD to 0. Torch's fused SGD wants one of all weights or of none, though in a first step some may have
+    no gradient; and if a scaler skips that step, it reads it from uninitialised memory."""
+    if isinstance(parts.get("optimizer"), torch.optim.SGD):
         for group in parts["optimizer"].param_groups:
-            if isinstance(parts["optimizer"], torch.optim.SGD) and group["momentum"]:
-                for parameter in group["params"]:
-                    parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            for parameter in group["params"] if group["momentum"] else []:
+                parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:
     """Give RMSprop a momentum of 0 where the checkpoint is from a run without momentum."""
     for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
         for parameter in options["params"] if options["momentum"] else []:
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            if optimizer.state.get(parameter):  # one that was frozen has none yet
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
