@@ -154,7 +154,7 @@ class Resident:
     """A loader that costs nothing: one batch of noise, made on the device, in place of each of the sampler's."""
 
     beside = False
-    pixels = None  # nobody needs to see the noise
+    pixels = file_of = None  # nobody needs to see the noise
 
     def __init__(self, data_set: DataSet, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
         self.sampler, self.device, self._layout = sampler, device, layout
@@ -198,4 +198,6 @@ def loader(
         batches = dpex.batches(data_set, sampler, workers)
     else:
         batches = torch_batches(data_set, sampler, workers, prefetch)
-    return DeviceLoader(batches, sampler, device, mean, std, **how)
+    made = DeviceLoader(batches, sampler, device, mean, std, **how)
+    made.file_of = getattr(data_set, "file_of", None)
+    return made

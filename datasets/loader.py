@@ -45,6 +45,7 @@ class DeviceLoader:
         self._batches, self._augment = batches, augment
         self._move = functools.partial(devices.moved, device=device, pin=pin_memory)
         self.ids: Any = None
+        self.file_of: Optional[Callable[[int], str]] = None  # the file of a sample, where it is one
         self._layout = layout or devices.layout(device)
         self.beside = devices.has_queues(device)  # whether the transfer happens during the training step
         self._clock = Clock(device)

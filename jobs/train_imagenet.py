@@ -360,7 +360,7 @@ def evaluate(model, loader, classes, autocast):
     model.eval()
     for buffer in model.buffers():  # the running statistics of rank 0, which the checkpoint has
         distributed.broadcast(buffer, 0)
-    scores, seconds = Scores(classes, loader.device, loader.pixels), []
+    scores, seconds = Scores(classes, loader.device, loader.pixels, loader.file_of), []
     for images, labels in loader:
         began = time.perf_counter()
         with autocast:

@@ -97,10 +97,13 @@ def _checked(scores: dict) -> dict:
         ]
         cells = [(int(true), int(given), int(count)) for true, given, count in scores["confusion"]]
         if all(0 <= true < len(names) and 0 <= given < len(names) and 0 < times < 1e15 for true, given, times in cells):
-            words = ("id", "class", "predicted")
             mistakes = {
                 kind: [
-                    {**{word: one_line(str(one[word])) for word in words}, "sure": float(one["confidence"] or 0)}
+                    {
+                        **{word: one_line(str(one[word])) for word in ("id", "class", "predicted")},
+                        "sure": float(one["confidence"] or 0),
+                        "name": one_line(str(one.get("file", f"#{one['id']}"))),
+                    }
                     for one in found
                 ]
                 for kind, found in scores["mistakes"].items()

@@ -114,8 +114,8 @@ ONE_RUN = """
 <h2>{% if kind == "worst" %}{{ t("The worst mistakes: those with the highest loss", "最严重的错误：损失最高的图像") }}
 {%- else %}{{ t("The surest mistakes: wrong with the highest confidence", "最自信的错误：置信度最高的错误预测") }}{% endif %}</h2>
 <div class="shots">{% for shot in shots %}<figure>
-{%- if shot.image %}<img src="{{ shot.image }}" width="64" height="64" alt="#{{ shot.id }}: {{ shot.class }} → {{ shot.predicted }}">{% endif %}
-<figcaption>#{{ shot.id }}<br>{{ t("is", "真实") }} <b><bdi>{{ shot.class }}</bdi></b><br>{{ t("given", "预测") }}
+{%- if shot.image %}<img src="{{ shot.image }}" width="64" height="64" alt="{{ shot.name }}: {{ shot.class }} → {{ shot.predicted }}">{% endif %}
+<figcaption><bdi>{{ shot.name }}</bdi><br>{{ t("is", "真实") }} <b><bdi>{{ shot.class }}</bdi></b><br>{{ t("given", "预测") }}
 <b><bdi>{{ shot.predicted }}</bdi></b> {{ "{:.0%}".format(shot.sure) }}</figcaption></figure>{% endfor %}</div></section>{% endfor %}
 
 {% if restored %}<section id="restored"><h2>{{ t("Examples after the newest evaluation: " ~ restored.name, "最近一次评估的例子：" ~ restored.name) }}</h2>

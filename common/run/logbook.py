@@ -331,6 +331,8 @@ class Run:
         self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
         if scores is not None:
             self._display.scores = scores
+            if whole and (line := scores.nothing_learnt(self.epoch, self.args)):
+                self.say(line)
             if self._limit():  # before the checkpoint, after which a start does not evaluate again
                 self._display.report()
         self.save(weights_of_epoch=self.epoch if whole else None)

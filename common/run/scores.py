@@ -1,12 +1,14 @@
 """What a network got right: the job's `evaluate` adds logits, labels and sample ids; questions are asked afterwards.
 
 scores = Scores(classes, device, loader.pixels)             # which makes pictures of mistakes, and may be left out
+                                                            # a fourth argument, loader.file_of, names their files
 for images, labels in loader:
     scores.add(model(images), labels, loader.ids, images)
 scores.share()                                              # every rank had its own part of the samples
 scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(), scores.worst, scores.mistakes
 """
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -50,9 +52,12 @@ class Mistake:
 class Scores:
     """Sums are exact: counts are whole numbers, losses are added in float64. Nothing waits for the device before share()."""
 
-    def __init__(self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None):
-        """`pixels`: makes uint8 (N, 3, H, W) of the network's input."""
-        self.classes, self._pixels = classes, pixels
+    def __init__(
+        self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None,
+        file_of: Optional[Callable[[int], str]] = None,
+    ):  # fmt: skip
+        """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`: the name of a sample's file, by its id."""
+        self.classes, self._pixels, self._file_of = classes, pixels, file_of
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
         self._batches = []  # (losses, ids, labels, predicted, confidences)
@@ -143,6 +148,22 @@ class Scores:
         """The mean cross-entropy, without label smoothing."""
         return self._sums[2].item() / self.samples
 
+    @property
+    def chance(self) -> float:
+        """The accuracy that a network without eyes can have: the share of the largest class, and what luck adds to it."""
+        share = self.confusion.sum(dim=1).max().item() / self.samples
+        return share + 2 * math.sqrt(share * (1 - share) / self.samples)
+
+    def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
+        """A warning, where a fifth of the epochs is over and the network does as well as one that has seen nothing."""
+        if epoch != -(-args.epochs // 5) or args.input.synthetic or self.accuracy > self.chance or self.chance >= 1:
+            return None
+        begin = ", --weights FILE to begin with" if "weights" in args and not args.weights else ""
+        return (
+            f"warning: after {epoch} of {args.epochs} epochs nothing is learnt: an accuracy of {self.accuracy:.4f} may be "
+            f"chance. Try a third of --lr {args.lr:g} and three times as much{begin}, and look whether the labels are right"
+        )
+
     def per_class(self) -> list[tuple[str, int, float]]:
         """[(class, samples, share of them that was recognised)] in the order of the classes."""
         counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
@@ -174,6 +195,7 @@ class Scores:
                 {
                     "id": one.id, "class": self.classes[one.label], "predicted": self.classes[one.predicted],
                     "loss": _finite(one.loss), "confidence": _finite(one.confidence),
+                    **({"file": self._file_of(one.id)} if self._file_of else {}),
                 }
                 for one in found
             ]

@@ -43,6 +43,10 @@ class Photos:
             used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
+    def file_of(self, number: int) -> str:
+        """The name of a sample's file, for who looks at a mistake."""
+        return self.tree.names[number]
+
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each picture is cropped in this epoch, and which are flipped."""
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
