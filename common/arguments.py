@@ -24,10 +24,19 @@ LARGEST = 2**53  # what comes behind computes with whole numbers as it does with
 
 
 def number(
-    kind: type, at_least: Optional[float] = None, above: Optional[float] = None, below: Optional[float] = None
+    kind: type,
+    at_least: Optional[float] = None,
+    above: Optional[float] = None,
+    below: Optional[float] = None,
+    at_most: Optional[float] = None,
 ) -> Callable[[str], Any]:
     """A type for argparse: a finite `kind` (int or float) inside the stated bounds."""
-    bounds = [("at least", at_least, operator.ge), ("above", above, operator.gt), ("below", below, operator.lt)]
+    bounds = [
+        ("at least", at_least, operator.ge),
+        ("above", above, operator.gt),
+        ("below", below, operator.lt),
+        ("at most", at_most, operator.le),
+    ]
     bounds = [(word, limit, holds) for word, limit, holds in bounds if limit is not None]
 
     def parse(text):
@@ -220,10 +229,11 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.as_meant(parser, words)
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
-    for word in words:
-        if word.startswith("--recipe="):
-            parser.set_defaults(**parser.recipes.get(word.partition("=")[2], {}))
+    recipes = [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
+    parser.set_defaults(**parser.recipes.get(recipes[-1], {}) if recipes else {})
     args, unknown = parser.parse_known_args(words)
+    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
+    args.given = {action.dest for action in actions if action}
     args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
     others = typed.unknown_options(parser, unknown, args.ignore)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]

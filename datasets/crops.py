@@ -4,8 +4,8 @@ No random generator is used, so a picture looks the same on every rank, in every
 after any restart, and every loader, whatever it decodes with, gets the same numbers.
 
 Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4
-to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. Small images in
-memory are shifted by up to PADDING pixels, a whole batch on its device.
+to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. Where 100 % are
+asked for, it is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
 """
 
 from typing import Any
@@ -29,7 +29,10 @@ def random_windows(
     widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
     ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
     missing = np.arange(len(ids))
-    for attempt in range(ATTEMPTS):
+    if area[0] == 1:  # the whole picture, whatever its ratio
+        windows = np.stack([0 * heights, 0 * widths, heights, widths], axis=1)
+        missing = missing[:0]
+    for attempt in range(ATTEMPTS if len(missing) else 0):
         wide, high = widths[missing], heights[missing]
         draws = uniform(ids[missing], seed, epoch, range(4 * attempt, 4 * attempt + 4))
         pixels = wide * high * (area[0] + draws[0] * (area[1] - area[0]))

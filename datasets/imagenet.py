@@ -8,22 +8,27 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 
-from common import arguments, devices, moments, progress, storage
+from common import arguments, devices, moments, progress, recipe, storage
 from common.errors import UserError, one_line
+from common.processes import collectives
 from common.processes.barrier import on_every_rank
+from common.run import restore
 from common.world.folders import is_address
-from datasets import dpex, kspeed
+from datasets import crops, dpex, kspeed
 from datasets.dali import DaliBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
+from datasets.photos import decode, packed, splits, tree
 from datasets.photos import files as photo_files
-from datasets.photos import packed, tree
 from datasets.photos.labelled import Photos
 from datasets.sampler import Sampler
 from datasets.synthetic import ColouredNoise
 
 BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
 NO_INPUT = ["synthetic", "syntetic"]  # Alibaba's document has the second spelling
-DATA = "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or what launch pack made of it"
+DATA = (
+    "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or with CLASS/*.JPEG, of which a "
+    "fifth is held out; or what launch pack made of the first"
+)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SYNTHETIC = {"train": 1280, "val": 256}
 IMAGENET = {"train": 1_281_167, "val": 50_000}
@@ -57,6 +62,10 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
     data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
                       "resize, which is antialiased; so bilinear is what others call triangular")  # fmt: skip
+    least = "the smallest share of a training picture that a random crop takes; 1: no crops, but the whole picture, squeezed"
+    data.add_argument("--crop_scale", type=arguments.number(float, above=0, at_most=1), default=crops.AREA[0], help=least)
+    evaluated = "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; whole: nothing is"
+    data.add_argument("--resize", choices=["short", "whole"], default="short", help=f"of a picture for {evaluated}")
     data.add_argument("--augmentation", choices=["none", "autoaugment"], default="none",
                       help="of the training pictures, beside the random crop and flip")  # fmt: skip
     data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
@@ -97,39 +106,74 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
     if not args.data_url:
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
-    def prepare() -> list[tree.Tree]:
-        if args.data_backend.startswith("packed"):
-            remote = args.data_backend == "packed-remote"
-            root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
-            return [packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))]
-        root = storage.fetch(args.data_url, inputs=args.input_dir)
-        if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
-            raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
-        return [
-            tree.load(os.path.join(root, split), args.input_dir) for split in _splits(args, root, os.path.join(root, "train"))
-        ]
-
     moments.announce("data", args)
-    splits = [files.within(args.max_megapixels) for files in on_every_rank("data", prepare)]
-    _compare_classes(splits[0], splits[-1])
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for files in splits:
-            progress.say(files.describe())
-    train, val = (spread(files, limit) for files in (splits[0], splits[-1]))
-    args.class_names, args.test_samples = splits[0].classes, len(val)
+    found, classes_alone = on_every_rank("data", lambda: _find(args))
+    found = [files.within(args.max_megapixels) for files in found]
+    lines = [files.describe() for files in found]
+    before = _before(args)
+    if classes_alone:
+        seed = before.get("seed", args.seed) if args.evaluate else args.seed  # or what was trained on would be evaluated
+        found = splits.hold_out(found[0], seed)
+        lines.append(
+            f"{one_line(found[0].folder)} has no train and val: {len(found[1])} of its images, a fifth of each class, are held "
+            f"out for the validation, in every start with --seed {seed} the same"
+        )
+    _compare_classes(found[0], found[-1])
+    settings = _settled(args, found, before)
+    if collectives.rank_and_size()[0] == 0:
+        for line in [*lines, *(splits.remarks(*found) if len(found) > 1 else ()), *([settings] if settings else ())]:
+            progress.say(line)
+    train, val = (spread(files, limit) for files in (found[0], found[-1]))
+    args.class_names, args.test_samples = found[0].classes, len(val)
     if args.data_backend.endswith("kspeed"):
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
     how = {
         "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
         "autoaugmented": args.augmentation == "autoaugment",
     }
-    return Photos(train, size, True, args.seed, **how), Photos(val, size, False, args.seed, **how)
+    short = decode.WHOLE if args.resize == "whole" else None
+    return (
+        Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how),
+        Photos(val, size, False, args.seed, short=short, **how),
+    )
+
+
+def _find(args):
+    """(the trees of the data, whether it is one that has classes, and neither train nor val)"""
+    if args.data_backend.startswith("packed"):
+        remote = args.data_backend == "packed-remote"
+        root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
+        return [
+            packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))
+        ], False
+    root = storage.fetch(args.data_url, inputs=args.input_dir)
+    if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
+        raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
+    if splits.has_classes_alone(root):
+        return [tree.load(root, args.input_dir)], True
+    needed = _splits(args, root, os.path.join(root, "train"))
+    return [tree.load(os.path.join(root, split), args.input_dir) for split in needed], False
+
+
+def _before(args):
+    """The arguments of the run that this start goes on with, or evaluates. Where nodes come and go, rank 0 may have none."""
+    nothing = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
+    return {} if nothing else restore.settings_before(args, progress.say)
+
+
+def _settled(args, found, before):
+    """What to say of the recipe that these many pictures ask for; some of its settings are about the pictures."""
+    if args.evaluate and args.weights and "recipe" not in args.given:
+        return None  # how they were trained cannot be known
+    pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
+    trained_on = min(len(found[0]), args.max_samples or pictures)
+    return recipe.settle(args, pictures, trained_on, collectives.rank_and_size()[1], before)
 
 
 def _splits(args, root, training_images):
     """An evaluation needs no training images; where there are some, their classes are compared."""
     alone = args.evaluate and not is_address(root) and not os.path.exists(training_images)
-    return ("val",) if alone else ("train", "val")
+    return ("val",) if alone else splits.SPLITS
 
 
 def _compare_classes(train, val):

@@ -2,13 +2,15 @@
 
     python jobs/train_imagenet.py --custom_data true --arch resnet18 --image_size 64 --batch_size 32 --epochs 2
     python jobs/train_imagenet.py --data_url /data/imagenet              a folder with {train,val}/CLASS/*.JPEG
+    python jobs/train_imagenet.py --data_url /data/flowers               one with CLASS/*.jpg, of which a fifth is held out
     torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048 --workers 12
     python jobs/train_imagenet.py --data_url /data/imagenet --evaluate true --weights resnet50.pth
     python jobs/train_imagenet.py --data_backend synthetic --prof 100    the speed of everything but the input
 
 Every GPU of every node works, in half precision. Started again, it goes on where it stopped, on any number of GPUs that
-divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further. The
-options of NVIDIA's ResNet-50 script are understood as well: train_imagenet.py FOLDER -a resnet50 -b 256 --amp (docs/from.md).
+divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further. Up to
+5,000 pictures have another one, which the log spells out (docs/data.md). The options of NVIDIA's ResNet-50 script are
+understood as well: train_imagenet.py FOLDER -a resnet50 -b 256 --amp (docs/from.md).
 """
 
 import json
@@ -29,7 +31,7 @@ if __name__ == "__main__":
 import torch
 from torch import distributed
 
-from common import arguments, devices, spellings
+from common import arguments, devices, recipe, spellings
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.errors import UserError
 from common.files import write_atomically
@@ -42,19 +44,14 @@ from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
 
 LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
-# What NVIDIA's ResNet-50 script does unless it is told otherwise.
-NVIDIA = {
-    "lr_batch": 0, "schedule": "step", "warmup": 0, "weight_decay": 1e-4, "label_smoothing": 0.0, "nesterov": False,
-    "amp_dtype": "float32",
-}  # fmt: skip
 
 
 def main():
-    if args.freeze_epochs and not args.weights:
-        raise UserError("--freeze_epochs trains the last layer of a network that has learnt before: give --weights FILE, too")
     args = arguments.parse(options())
     if args.early_stopping_patience and args.training_only:
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
+    if args.freeze_epochs and not args.weights:
+        raise UserError("--freeze_epochs trains the last layer of a network that has learnt before: give --weights FILE, too")
     if args.evaluate or args.find_max_batch:
         args.min_nodes = None  # there are no steps
     if args.exact or args.min_nodes:
@@ -105,10 +102,10 @@ def main():
     # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks go and come.
     divided = args.exact or args.min_nodes
     shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
-    frozen = all_but_the_last_layer(network)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     optimizer = build_optimizer(args, network)
+    frozen = all_but_the_last_layer(network)
 
     classes = [*val_set.classes, *(f"output {number}" for number in range(len(val_set.classes), args.num_classes or 0))]
     args.class_names, args.test_samples = classes, 0 if args.training_only else len(val_set)
@@ -156,12 +153,12 @@ def main():
                 scaler.scale(loss).backward()
                 total += loss.detach()
             if shares:
-            if epoch < args.freeze_epochs:
-                for weight in frozen:
-                    weight.grad = None  # so the optimizer passes it over
                 total = shares.mean(total)
                 if total is None:
                     continue
+            if epoch < args.freeze_epochs:
+                for weight in frozen:
+                    weight.grad = None  # so the optimizer passes it over
             scaler.step(optimizer)
             scaler.update()
 
@@ -181,7 +178,7 @@ def options():
     parser = arguments.general_parser(__doc__, data=imagenet.DATA, workers=None)
     parser.set_defaults(epochs=90, batch_size=256, lr=0.1, weight_decay=5e-5)
     arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of --lr_batch; it grows with that")
-    parser.recipes, parser.respell = {"nvidia": NVIDIA}, spellings.respell
+    parser.recipes, parser.respell = {"nvidia": recipe.NVIDIA}, spellings.respell
     imagenet.add_options(parser)
     group.add_options(parser)
     norms.add_options(parser)
@@ -194,11 +191,11 @@ def options():
     return parser
 
 
-    frozen = "with --weights: train the last layer alone for so many epochs, then all of the network"
-    add("--freeze_epochs", type=number(int, at_least=0), default=0, help=frozen)
 def add_training(add):
     add("--arch", default="resnet50", help="a classification network of torchvision")
     add("--weights", help="weights to begin with, a file or its address in a bucket: an epoch_N.pth, or one of torchvision's")
+    frozen = "with --weights: train the last layer alone for so many epochs, then all of the network"
+    add("--freeze_epochs", type=number(int, at_least=0), default=0, help=frozen)
     add("--num_classes", type=COUNT, help="outputs of the network; unset: the classes of the data")
     add("--val_batch_size", type=COUNT, help="photographs in a batch of the evaluation; unset: batch_size")
     total = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
@@ -211,8 +208,8 @@ def add_training(add):
     add("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine", help=falls)
     add("--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up, half of the run at most")
     add("--end_lr", type=number(float, at_least=0), default=0, help="where cosine and linear end")
-    add("--optimizer", choices=["sgd", "rmsprop"], default="sgd", help="how the gradients change the weights")
-    add("--momentum", type=number(float, at_least=0, below=1), default=0.9, help="of either")
+    add("--optimizer", choices=["sgd", "adamw", "rmsprop"], default="sgd", help="how the gradients change the weights")
+    add("--momentum", type=number(float, at_least=0, below=1), default=0.9, help="of sgd and rmsprop")
     add("--nesterov", type=boolean, default=True, help="Nesterov's momentum for sgd")
     add("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
     add("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
@@ -227,8 +224,9 @@ def add_training(add):
     near = "bind each rank to cores near its GPU: all of its socket's, one of them, or a part that no other rank has"
     add("--gpu_affinity", choices=devices.AFFINITIES, default="none", help=near)
     add("--early_stopping_patience", type=COUNT, help="end after so many epochs without a better accuracy")
-    sets = " ".join(f"--{name} {str(value).lower()}" for name, value in NVIDIA.items())
-    add("--recipe", choices=["nvidia"], help=f"other defaults: nvidia has {sets}")
+    sets = " ".join(f"--{name} {str(value).lower()}" for name, value in recipe.NVIDIA.items())
+    small = f"unset: small for a folder of at most {recipe.SMALL_SET} pictures, which the log then spells out, else imagenet"
+    add("--recipe", choices=recipe.NAMES, help=f"the defaults of other options: nvidia has {sets}; {small}")
 
 
 def add_output(add):
@@ -282,6 +280,8 @@ def build_optimizer(args, network):
     if args.optimizer == "rmsprop":
         return torch.optim.RMSprop(parameters, lr=args.lr, alpha=0.9, eps=1e-3, momentum=args.momentum)
     fused = devices.fused(weights[0].device)
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=args.lr, **fused)
     nesterov = args.nesterov and args.momentum > 0
     return torch.optim.SGD(parameters, lr=args.lr, momentum=args.momentum, nesterov=nesterov, **fused)
 
@@ -341,9 +341,10 @@ def evaluate_alone(args, network, loader, classes, autocast):
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found
         checkpoint.fit(network, checkpoint.to_take_away(state), path, new_head=False)
-        trained = about["arguments"].get("image_size", args.image_size)
-        if trained != args.image_size and distributed.get_rank() == 0:
-            say(f"warning: its run had --image_size {trained}, and this is evaluated with {args.image_size}")
+        for name in ("image_size", "resize"):
+            trained = about["arguments"].get(name, vars(args)[name])
+            if trained != vars(args)[name] and distributed.get_rank() == 0:
+                say(f"warning: its run had --{name} {trained}, and this is evaluated with {vars(args)[name]}")
     scores, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
         metrics = {**named(scores), **latency}

@@ -109,7 +109,9 @@ def test_a_recipe_is_the_options_written_out_and_each_of_them_may_be_given_other
     written = [word for name, value in cifar10.MODELARTS.items() for word in (f"--{name}", str(value))]
     named, spelt = parse("--recipe", "modelarts"), parse(*written)
     assert named.changed == {**spelt.changed, "recipe": None}
-    assert {**vars(named), "changed": {}} == {**vars(spelt), "recipe": "modelarts", "changed": {}}
+    assert named.given == {"recipe"} and spelt.given == {*cifar10.MODELARTS}
+    own = {"changed": {}, "given": {}}
+    assert {**vars(named), **own} == {**vars(spelt), "recipe": "modelarts", **own}
     assert parse("--lr", "0.1", "--recipe=modelarts").lr == 0.1 and parse("--recipe=modelarts", "--epochs", "2").epochs == 2
     assert "--recipe" in refusal("--recipe", "another")
 

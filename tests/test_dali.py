@@ -9,7 +9,7 @@ import torch
 
 from datasets.dali import batches, pipeline
 from datasets.dali.batches import DaliBatches
-from datasets.photos import tree
+from datasets.photos import decode, tree
 from datasets.sampler import InOrder
 from tests.test_photos import assert_close, assert_equal, images_of, many, shard  # noqa: F401 (a fixture)
 
@@ -59,6 +59,15 @@ def test_dali_decodes_what_is_in_no_file_alike(many, train, monkeypatch):
     read, their_order = images_of(many, sampler, train, workers=2, backend="dali-kspeed")
     assert their_order == order and Kept.reads >= len(order)
     assert_equal(read, from_files)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_dali_gives_the_same_whole_pictures(many, train):
+    whole = {"area": (1.0, 1.0), "short": decode.WHOLE}
+    ours, order = images_of(many, lambda count: InOrder(count, 7), train, **whole)
+    theirs, their_order = images_of(many, lambda count: InOrder(count, 7), train, workers=1, backend="dali-cpu", **whole)
+    assert their_order == order
+    assert_close(theirs, ours)
 
 
 def test_dali_goes_on_after_a_picture_that_it_cannot_decode(many, capfd):

@@ -207,7 +207,8 @@ def data(tmp_path_factory):
         for number in range(count):
             pixels = draw.integers(0, 255, (40, 50, 3), np.uint8)
             write(folder / "imagenet" / split / f"class{number % 2}" / f"{number}.JPEG", pixels)
-    shutil.copytree(folder / "imagenet", folder / "flowers")
+    for split in ("train", "val"):
+        shutil.copytree(folder / "imagenet" / split, folder / "flowers", dirs_exist_ok=True)
     pack.main([str(folder / "imagenet"), str(folder / "imagenet-packed")])
     torch.save(resnet18(num_classes=2).state_dict(), folder / "resnet50.pth")  # jobs are made small: see SMALLER
     for split, count in (("train", 8), ("test", 2)):

@@ -151,15 +151,15 @@ def test_the_accuracy_is_that_of_the_run(folders, cifar, trained, photographs, f
     assert found == pytest.approx(best["accuracy"], abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_the_photographs_of_a_validation_set_are_those_of_its_loader(folders, photographs, trained, mode):
+@pytest.mark.parametrize("mode, resize", [("bilinear", "short"), ("bicubic", "short"), ("bilinear", "whole")])
+def test_the_photographs_of_a_validation_set_are_those_of_its_loader(folders, photographs, trained, mode, resize):
     """The bytes that the evaluation normalises, from the file to the batch."""
     found = command.find(str(trained[0] / "out"))
-    found.arguments["interpolation"] = mode
+    found.arguments.update(interpolation=mode, resize=resize)
     how = command.preprocessing(found, SimpleNamespace(image_size=None))
     take = functools.partial(preprocess_of(folders["photos", "onnx"]), how=how)
     files = tree.load(str(photographs / "val"))
-    data = Photos(files, 32, False, 0, mode=mode)
+    data = Photos(files, 32, False, 0, mode=mode, short=decode.WHOLE if resize == "whole" else None)
     loader = imagenet.loader(data, InOrder(len(data), 12), CPU)
     ((images, labels),) = list(loader)
     mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (imagenet.MEAN, imagenet.STD))

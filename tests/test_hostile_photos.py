@@ -7,15 +7,16 @@ import re
 import shutil
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import EpsImagePlugin, Image
 
+from common import arguments
 from common.errors import UserError
 from datasets import imagenet, kspeed
 from datasets.photos import decode, files, tree
 from launch.pack import command as pack
+from tests.jobs import module_of
 from tests.permissions import of_anybody
 from tests.test_photos import JPEG, encoded, folder, picture  # noqa: F401 (folder: a fixture)
 
@@ -89,10 +90,7 @@ def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "1.jpg").write_bytes(JPEG)
     (tmp_path / "train" / "a" / "large.png").write_bytes(encoded(Image.new("1", (10_000, 10_000)), "PNG"))
-    args = SimpleNamespace(
-        custom_data=False, evaluate=False, data_backend="pytorch", data_url=str(tmp_path), max_samples=None, image_size=32, interpolation="bilinear", augmentation="none", seed=0, input_dir="input_dir",
-        max_megapixels=files.MEGAPIXELS,
-    )  # fmt: skip
+    args = arguments.parse(module_of("train_imagenet").options(), ["--data_url", str(tmp_path)], environ={})
     assert [len(split) for split in imagenet.load(args)] == [1, 1]
     assert "left out, more than 80 million pixels (--max_megapixels): 1 (the first is a/large.png)" in capsys.readouterr().out
     args.max_megapixels = 100

@@ -19,7 +19,7 @@ FLOORS = [
     ["common.malloc", "common.devices", "common.progress"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],
-    ["common.spellings"],
+    ["common.spellings", "common.recipe"],
     ["common.processes"],
     ["common.run"],
     ["common.doctor", "common.report"],

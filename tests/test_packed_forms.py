@@ -26,7 +26,8 @@ from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
 FORMS = ["320", "256", "raw"]
 SIZE = 96  # of the network's pictures
 SHARD_MB = 0.5  # so that every form has several shards
-SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--warmup", 0, "--data_backend", "packed"]
+SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--warmup", 0, "--recipe", "imagenet"]
+SMALL += ["--data_backend", "packed"]
 
 # Mean absolute difference, of 255, from torchvision's transforms of the original: of the pictures below, and of real photographs.
 TOLERANCE = {"320": 2.5, "256": 3.0, "raw": 1.0}

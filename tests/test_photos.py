@@ -5,7 +5,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +12,13 @@ import torch
 import torchvision
 from PIL import Image
 
+from common import arguments
 from common.errors import TrainingFailed, UserError
 from datasets import crops, imagenet, synthetic
 from datasets.photos import decode, files, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
+from tests.jobs import module_of
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -107,19 +108,7 @@ def test_both_splits_have_the_same_classes(tmp_path, monkeypatch, capsys):
             (tmp_path / split / name / "1.jpg").write_bytes(JPEG)
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
     (tmp_path / "train" / "a" / "0.jpg").write_bytes(b"")
-    args = SimpleNamespace(
-        custom_data=False,
-        evaluate=False,
-        data_backend="pytorch",
-        data_url=str(tmp_path),
-        max_samples=None,
-        image_size=32,
-        interpolation="bilinear",
-        augmentation="none",
-        seed=0,
-        input_dir="input_dir",
-        max_megapixels=80,
-    )
+    args = arguments.parse(module_of("train_imagenet").options(), ["--data_url", str(tmp_path)], environ={})
     assert [len(split) for split in imagenet.load(args)] == [2, 2]
     said = capsys.readouterr().out
     assert "train: 2 images of 2 classes; left out, empty: 1 (the first is a/0.jpg)" in said
@@ -251,6 +240,22 @@ def test_the_pixels_are_those_of_torchvision(name):
     )
 
 
+@pytest.mark.parametrize("name", ["plain.JPEG", "cmyk.jpg", "alpha.png"])
+def test_nothing_is_cut_off_where_the_whole_picture_is_asked_for(name):
+    content, (special, width, height) = FILES[name]
+    (window,), _ = crops.random_windows(np.array([5]), [width], [height], 0, 0, area=(1.0, 1.0))
+    assert window.tolist() == [0, 0, height, width]
+    squeezed = torchvision.transforms.Resize((32, 32))(Image.open(io.BytesIO(content)).convert("RGB"))
+    expected = torch.from_numpy(np.array(squeezed)).permute(2, 0, 1)
+    for found in (
+        decode.test_picture(content, special, 32, decode.WHOLE),
+        decode.test_picture(content, special, 32, decode.WHOLE, whole=(2 * height, 3 * width)),  # of a pack of smaller ones
+        decode.train_picture(content, special, window, False, 32),
+    ):
+        assert difference(found, expected) < TOLERANCE
+    assert difference(decode.test_picture(content, special, 32, 37), expected) > 3 * TOLERANCE
+
+
 def test_a_shifted_window_would_be_noticed():
     content, window = FILES["plain.JPEG"][0], np.array([3, 4, 30, 40])
     found = decode.train_picture(content, 0, window, False, 32)
@@ -272,9 +277,9 @@ def test_a_file_that_only_looks_like_a_picture_is_undecodable():
 # --- Batches -------------------------------------------------------------------------------------------------------------
 
 
-def images_of(folder, sampler, train=True, workers=0, seed=0, backend="pytorch"):
+def images_of(folder, sampler, train=True, workers=0, seed=0, backend="pytorch", **how):
     """{id: (pixels, label)} of everything that the loader gives, and the ids in order."""
-    data = labelled.Photos(tree.load(str(folder)), 32, train, seed)
+    data = labelled.Photos(tree.load(str(folder)), 32, train, seed, **how)
     loader = imagenet.loader(data, sampler(len(data)), torch.device("cpu"), workers, backend)
     found, order = {}, []
     for images, labels in loader:

@@ -474,9 +474,8 @@ class Run:
         self._identity = restore.identity(self.args, self.sampler, self.model, self._parts)
         if self._members:
             return self._choose() if self._writes else None  # the others get its state
-        if self.world_size == 1:
-            return self._choose()
-        collectives.compare(self._identity)
+        if self.world_size > 1:
+            collectives.compare(self._identity)
         return restore.from_rank_0(self._choose)
 
     def _choose(self):

@@ -12,7 +12,7 @@ import torch
 from common import devices
 from common.errors import UserError, count
 from common.processes.barrier import on_every_rank
-from common.processes.collectives import broadcast
+from common.processes.collectives import broadcast, rank_and_size
 from common.run import bucket_run, checkpoint, output
 from common.version import VERSION
 from common.world import folders
@@ -23,7 +23,7 @@ Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
     "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema", "image_size", "resize", "crop",
-    "data_backend",
+    "crop_scale", "data_backend",
 ]  # fmt: skip
 
 
@@ -99,8 +99,10 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
     return found
 
 
-def from_rank_0(choose: Callable[[], Optional[Checkpoint]]) -> Optional[Checkpoint]:
+def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpoint") -> Optional[Checkpoint]:
     """The result of choose() on rank 0, whose disk has the checkpoints, on every rank; so is its UserError."""
+    if rank_and_size()[1] == 1:
+        return choose()
 
     def encoded():
         if torch.distributed.get_rank() != 0:
@@ -110,7 +112,7 @@ def from_rank_0(choose: Callable[[], Optional[Checkpoint]]) -> Optional[Checkpoi
         except UserError as error:
             return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
 
-    content = on_every_rank("checkpoint", encoded)  # fetching it from a bucket may take long
+    content = on_every_rank(what, encoded)  # fetching it from a bucket may take long
     answer = checkpoint.load(broadcast(content))
     if answer["refused"]:
         raise UserError(answer["refused"])
@@ -124,6 +126,19 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
     if args.output_url:
         bucket_run.bring_newest(args, say)
     return checkpoint.newest(args.checkpoint_dir, say)
+
+
+def settings_before(args: argparse.Namespace, say: Callable) -> dict:
+    """The arguments of the run that this start will go on with, on every rank; none where it is new, or no start of one."""
+    if args.trial or (args.resume == "never" and not args.world.restart_count):
+        return {}
+
+    def look():
+        found = to_evaluate(args, say)
+        return ({}, {"arguments": found[1]["arguments"]}, found[2]) if found else None
+
+    found = from_rank_0(look, "settings")
+    return found[1]["arguments"] if found else {}
 
 
 def _from_path(args, say):

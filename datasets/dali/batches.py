@@ -175,7 +175,7 @@ def _whole_graph(contents, ids, size, decoder):
 def _test_plan(data, ids, _epoch):
     """Its size when resized, and where its middle begins in that."""
     heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
-    sizes = np.array([decode.resized(height, width, data.short) for height, width in zip(heights, widths)])
+    sizes = np.array([decode.resized(height, width, data.short, data.size) for height, width in zip(heights, widths)])
     middle = np.array([decode.middle(height, width, data.size) for height, width in sizes])
     return sizes.astype(np.float32), middle.astype(np.float32)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FILTERS = {"bilinear": 1, "bicubic": 2}  # how many pixels of the larger of two sizes a resized one depends on, to each side
+WHOLE = 0  # in place of a short side: the whole picture is squeezed into the square, and nothing is cut off
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
@@ -121,7 +122,7 @@ def test_picture(
     content: Content, special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
-    """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it.
+    """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it, or all of it (WHOLE).
 
     `whole`: (height, width) of the original, where the picture is a smaller one.
     """
@@ -149,7 +150,7 @@ def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
 
 def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
     """The part of a picture on which the pixels that test_cut cuts out of it depend, and a little more."""
-    out = resized(*whole, short)
+    out = resized(*whole, short, size)
     spans = []
     for length, to, first in zip(stored, out, middle(*out, size)):
         scale = length / to
@@ -165,14 +166,16 @@ def test_cut(
 ) -> torch.Tensor:
     """The same of a picture that has been decoded."""
     height, width = whole or picture.shape[1:]
-    height, width = resized(height, width, short)
+    height, width = resized(height, width, short, size)
     picture = resize(picture, height, width, mode)
     top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
 
 
-def resized(height: int, width: int, short: int) -> tuple[int, int]:
-    """(height, width) of a whole picture whose short side has been resized for evaluation."""
+def resized(height: int, width: int, short: int, size: int = 0) -> tuple[int, int]:
+    """(height, width) of a whole picture that has been resized for evaluation."""
+    if short == WHOLE:
+        return size, size
     return (short, int(short * width / height)) if height < width else (int(short * height / width), short)
 
 

@@ -21,10 +21,10 @@ class Photos:
         self, files: tree.Tree, size: int, train: bool, seed: int, area: tuple[float, float] = crops.AREA,
         short: Optional[int] = None, mode: str = "bilinear", autoaugmented: bool = False,
     ) -> None:  # fmt: skip
-        """`area`: which shares of a picture a crop may take; `short`: what the short side is resized to for evaluation;
-        `mode`: bilinear or bicubic; `autoaugmented`: whether AutoAugment changes the pictures for training."""
+        """`area`: which shares of a picture a crop may take; `short`: what the short side is resized to for evaluation, or
+        WHOLE; `mode`: bilinear or bicubic; `autoaugmented`: whether AutoAugment changes the pictures for training."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
-        self.area, self.short, self.mode = area, short or decode.short_side(size), mode
+        self.area, self.short, self.mode = area, decode.short_side(size) if short is None else short, mode
         self.autoaugmented = autoaugmented and train
         self.classes, self.special = files.classes, files.special
         self._substitutes = decode.Substitutes("images", SUBSTITUTES)

@@ -118,11 +118,12 @@ def preprocessing(found: Found, options: argparse.Namespace) -> dict[str, Any]:
     size = options.image_size or (found.arguments.get("image_size") if photographs else CIFAR_SIZE)
     if not size:
         raise UserError(f"{one_line(found.path)} does not say the size of its pictures: give --image_size")
+    whole = found.arguments.get("resize") == "whole"
     mean, std = (imagenet.MEAN, imagenet.STD) if photographs else (cifar10.MEAN, cifar10.STD)
     return {
         "size": size,
-        "resize": decode.short_side(size) if photographs else size,
-        "crop": "center",
+        "resize": decode.short_side(size) if photographs and not whole else size,
+        "crop": "none" if whole else "center",
         "interpolation": "bicubic" if found.arguments.get("interpolation") == "bicubic" else "bilinear",
         "antialiased": True,
         "colours": "RGB",

@@ -25,12 +25,16 @@ def settings() -> dict[str, Any]:
 
 
 def preprocess(picture: Any, how: dict[str, Any] | None = None) -> np.ndarray:
-    """uint8 (3, size, size): the middle of the picture, whose short side has been resized. `how`: instead of settings()."""
+    """uint8 (3, size, size): the middle of the picture, whose short side has been resized, or all of it, squeezed.
+
+    `how`: instead of settings()."""
     how = how or settings()
     pixels, size = decoded(picture), how["size"]
     height, width = pixels.shape[:2]
     short = how["resize"]
-    if height < width:
+    if how["crop"] == "none":
+        height = width = size
+    elif height < width:
         height, width = short, int(short * width / height)
     else:
         height, width = int(short * height / width), short

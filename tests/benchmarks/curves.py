@@ -26,6 +26,7 @@ def train(folder, name, data, backend, seed=0):
     """The mean training loss of each epoch."""
     options = ["--arch", "resnet18", "--image_size", 64, "--batch_size", BATCH, "--lr", 0.02, "--label_smoothing", 0]
     options += ["--data_url", data, "--data_backend", backend, "--seed", seed, "--max_steps", STEPS]
+    options += ["--recipe", "imagenet"]
     pictures = sum(1 for _ in (folder / "photographs" / "train").rglob("*.JPEG"))
     options += ["--epochs", STEPS // (pictures // BATCH), "--output_dir", folder / name, "--workers", 0]
     subprocess.run(command("train_imagenet", *options), cwd=folder, env=environment(), check=True, capture_output=True)

@@ -1,0 +1,107 @@
+"""The training and the validation pictures of a folder: those of ROOT/train and ROOT/val, or, of ROOT/CLASS, a fifth held out.
+
+And what spoils either: classes of almost no pictures, and the same picture on both sides.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from common.errors import UserError, count, one_line
+from datasets.photos import files, tree
+
+SPLITS = ("train", "val")
+# What may be called so, also in capitals, is no class.
+OTHER_NAMES = (*SPLITS, "eval", "test", "testing", "training", "valid", "validation")
+SHARE = 5  # one picture of so many is held out
+FEW = 2  # pictures of a class of which nothing can be learnt
+MOST_COMPARED = 20_000  # pictures whose sizes are looked up at each start, to find copies
+NAMED = 5  # of those classes and copies
+
+
+def has_classes_alone(root: str) -> bool:
+    """Whether it has a folder for each class, and neither train nor val."""
+    if any(os.path.exists(os.path.join(root, split)) for split in SPLITS) or not os.path.isdir(root):
+        return False
+    classes = list(files.classes(root))
+    other = [name for name in classes if name.lower() in OTHER_NAMES]
+    if other:
+        raise UserError(
+            f"{one_line(root)} has a folder {other[0]} and no train and val: give those names to the two that have the "
+            "classes, or, if it is a class, another name to this one"
+        )
+    if len(classes) == 1:
+        raise UserError(
+            f"{one_line(root)} has one folder, {one_line(classes[0])}, and so one class: give the folder that has one for each"
+        )
+    return True
+
+
+def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
+    """(training, validation). By seed and name: pictures that are added later hardly change where the others are."""
+    draws = [hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).digest() for name in whole.names]
+    order = np.array(sorted(range(len(whole)), key=lambda number: (whole.labels[number], draws[number])))
+    labels, counts = whole.labels[order], np.bincount(whole.labels, minlength=len(whole.classes))
+    place = np.arange(len(whole)) - (np.cumsum(counts) - counts)[labels]  # within its class
+    most = np.maximum(np.rint(counts / SHARE), counts > 1)
+    held = np.zeros(len(whole), bool)
+    held[order] = place < most[labels]
+    if not held.any():
+        raise UserError(f"{one_line(whole.folder)} has one picture of each class, so there is none to validate with: add some")
+    return whole.pick(np.flatnonzero(~held)), whole.pick(np.flatnonzero(held))
+
+
+def remarks(train: tree.Tree, val: tree.Tree) -> Iterator[str]:
+    """A warning for each thing that makes the accuracy worse, or better than it is."""
+    trained, held = (np.bincount(part.labels, minlength=len(train.classes)) for part in (train, val))
+    counts = trained + held
+    few = [f"{one_line(train.classes[label])} ({counts[label]})" for label in np.flatnonzero(counts <= FEW)]
+    if few:
+        yield f"warning: {count(len(few), 'class has', 'classes have')} {FEW} pictures or fewer: {_some(few)}"
+    pairs = copies(train, val)
+    if pairs:
+        shown = _some([f"{one_line(held)} is {one_line(used)}" for held, used in pairs])
+        yield (
+            f"warning: {count(len(pairs), 'picture')} of the validation, byte for byte, {'are' if len(pairs) > 1 else 'is'} in "
+            f"the training, too, so the accuracy says too much: {shown}"
+        )
+
+
+def _some(texts):
+    return ", ".join(texts[:NAMED]) + (f", and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
+
+
+def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
+    """[(file of val, file of train)] with the same bytes; none where the pictures are no files, or very many."""
+    if not (train.in_files and val.in_files) or len(train) + len(val) > MOST_COMPARED:
+        return []
+    with ThreadPoolExecutor(tree.THREADS) as pool:
+        by_size = [_found(pool, part, range(len(part)), lambda path: os.stat(path).st_size) for part in (train, val)]
+        alike = by_size[0].keys() & by_size[1].keys()
+        rest = [sorted(number for size in alike for number in sizes[size]) for sizes in by_size]
+        by_content = [_found(pool, part, numbers, _digest) for part, numbers in zip((train, val), rest)]
+    there = by_content[0]
+    pairs = [(number, there[digest][0]) for digest, numbers in by_content[1].items() if digest in there for number in numbers]
+    return [(val.path(held), train.path(used)) for held, used in sorted(pairs)]
+
+
+def _found(pool, part, numbers, of_a_file):
+    """{what `of_a_file` says: samples}, without files that have gone since they were indexed"""
+
+    def asked(number):
+        with contextlib.suppress(OSError):
+            return of_a_file(part.path(number))
+
+    found = {}
+    for number, what in zip(numbers, pool.map(asked, numbers)):
+        if what is not None:
+            found.setdefault(what, []).append(number)
+    return found
+
+
+def _digest(path):
+    return hashlib.sha256(files.read(path)).digest()
