@@ -169,10 +169,11 @@ def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
     run_job("train_imagenet", shapes.parent, *words, "--max_steps", 5)
     manifest = json.loads(sorted(shapes.parent.glob("out/checkpoints/*.json"))[-1].read_text())["arguments"]
     assert (manifest["recipe"], manifest["optimizer"], manifest["resize"]) == ("small", "adamw", "whole")
-    log = run_job("train_imagenet", shapes.parent, *words).stdout
-    assert "going on from" in log and "other settings" not in log and "global batch 4" in log
+    log = run_job("train_imagenet", shapes.parent, *words, "--epochs", 4).stdout  # which alone would have another warm-up
+    assert "going on from" in log and "global batch 4" in log
+    assert "warning: going on with other settings than before: epochs 2 -> 4\n" in log
     later = json.loads(sorted(shapes.parent.glob("out/checkpoints/*.json"))[-1].read_text())["arguments"]
-    assert {**later, "max_steps": 0} == {**manifest, "max_steps": 0}
+    assert {**later, "max_steps": 0, "epochs": 0} == {**manifest, "max_steps": 0, "epochs": 0}
 
 
 # --- What comes of it -------------------------------------------------------------------------------------------------------
@@ -217,15 +218,15 @@ def test_an_evaluation_of_a_run_holds_out_what_the_run_did(shapes):
 
 
 def test_an_evaluation_cuts_the_pictures_as_the_run_did(shapes):
-    """Also where `val` alone is there, so that the number of the pictures says nothing."""
-    words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0, "--epochs", 1, "--recipe", "small"]
-    run_job("train_imagenet", shapes.parent, *words)
+    """Not as so few pictures are cut where nobody says otherwise; also where `val` alone is there."""
+    words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0]
+    run_job("train_imagenet", shapes.parent, *words, "--epochs", 1, "--recipe", "imagenet", "--batch_size", 8)
     words[1] = shapes.parent / "later"
     _, held = loaded(shapes)
     for number in range(len(held)):
         (words[1] / "val" / held.names[number]).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(held.path(number), words[1] / "val" / held.names[number])
-    done = run_job("train_imagenet", shapes.parent, *words[:-4], "--evaluate", "true")
+    done = run_job("train_imagenet", shapes.parent, *words, "--evaluate", "true")
     assert "warning" not in done.stdout
     found = json.loads((shapes.parent / "out" / "evaluation.json").read_text())
     assert found["loss"] == pytest.approx(rows_of(shapes.parent)[-1]["loss"], rel=1e-5)

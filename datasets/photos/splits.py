@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from common.errors import UserError, count, one_line
+from common.files import sha256
 from datasets.photos import files, tree
 
 SPLITS = ("train", "val")
@@ -83,7 +84,7 @@ def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
         by_size = [_found(pool, part, range(len(part)), lambda path: os.stat(path).st_size) for part in (train, val)]
         alike = by_size[0].keys() & by_size[1].keys()
         rest = [sorted(number for size in alike for number in sizes[size]) for sizes in by_size]
-        by_content = [_found(pool, part, numbers, _digest) for part, numbers in zip((train, val), rest)]
+        by_content = [_found(pool, part, numbers, sha256) for part, numbers in zip((train, val), rest)]
     there = by_content[0]
     pairs = [(number, there[digest][0]) for digest, numbers in by_content[1].items() if digest in there for number in numbers]
     return [(val.path(held), train.path(used)) for held, used in sorted(pairs)]
@@ -101,7 +102,3 @@ def _found(pool, part, numbers, of_a_file):
         if what is not None:
             found.setdefault(what, []).append(number)
     return found
-
-
-def _digest(path):
-    return hashlib.sha256(files.read(path)).digest()
