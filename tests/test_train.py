@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import arguments
-from common.models.resnet import resnet18
+from common.models.resnet import FEW, Across, resnet18
 from common.run import output, restore
 from common.run.logbook import Run
 from common.version import VERSION
@@ -128,6 +128,20 @@ def test_the_weights_are_those_of_the_modelarts_sample(finished):
         "conv3.0.shortcut.1.bias",
         "dense_layer.bias",
     } <= weights.keys()
+
+
+@pytest.mark.parametrize("channels", [FEW - 1, FEW])
+def test_few_channels_overwrite_no_memory_and_have_the_gradients_of_a_convolution(channels):
+    """With torch's own layer this process is killed where a CPU has AVX2 alone."""
+    layer = Across(channels, 16, kernel_size=1, stride=2, bias=False).to(memory_format=torch.channels_last)
+    images = torch.randn(64, channels, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
+    for _ in range(10):
+        images.grad = layer.weight.grad = None
+        layer(images).square().sum().backward()
+    found, (images.grad, layer.weight.grad) = (images.grad, layer.weight.grad), (None, None)
+    torch.einsum("bihw,oi->bohw", images[:, :, ::2, ::2], layer.weight[:, :, 0, 0]).square().sum().backward()
+    for ours, expected in zip(found, (images.grad, layer.weight.grad)):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_network_learns(tmp_path):
