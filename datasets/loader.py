@@ -7,6 +7,7 @@ that on a second stream, during the training step.
 import argparse
 import atexit
 import functools
+import os
 import queue
 import signal
 import sys
@@ -14,15 +15,19 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Callable, Optional
 
 import torch
+from torch.utils.data._utils import collate, worker
 
-from common import devices, malloc
+from common import devices, malloc, progress
 from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
-from datasets import handover
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
+LITTLE = 1 << 30  # bytes of /dev/shm for each rank: torch's loader processes put batches there; a container often has 64 MiB
+COLLATED = collate.default_collate_fn_map  # its documentation names it for functions of one's own
+ORIGINAL = COLLATED[torch.Tensor]
 
 
 class DeviceLoader:
@@ -84,7 +89,7 @@ class DeviceLoader:
                 return
             if isinstance(batch, Exception):
                 raise batch
-            images, labels, ids = batch
+            images, labels, ids = batch[0], *map(_of_its_own, batch[1:])
             with self._clock as clock:
                 images = self._move(images)
                 if augment:
@@ -93,6 +98,11 @@ class DeviceLoader:
                 images = images.mul_(self._scale).add_(self._shift).to(self.dtype)
                 labels = self._move(labels)
             yield images, labels, ids, clock.end
+
+
+def _of_its_own(kept):
+    """Labels and ids are kept for a whole epoch, and torch keeps a descriptor open for each tensor of a loader process."""
+    return kept.clone() if isinstance(kept, torch.Tensor) else kept
 
 
 class Clock:
@@ -177,6 +187,8 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
 
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
     """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
+    if workers and has_little_shared_memory():
+        _advise_more()
     loader = Batches(
         HandsOnErrors(data_set),
         sampler=WithEpoch(sampler),
@@ -288,7 +300,9 @@ def begin_worker(_worker: int) -> None:
     A platform sends them to every process, but the loader must live until the job has saved.
     """
     malloc.keep()
-    handover.begin()
+    if has_little_shared_memory():  # a process that finds none left is killed
+        ForkingPickler.register(torch.UntypedStorage, _within_the_message)
+        collate_in_own_memory()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _but_for_a_lost_reader
@@ -298,3 +312,42 @@ def _but_for_a_lost_reader(kind, error, trace):
     """What a thread of this process could not hand over, because the job takes no more batches, is no error."""
     if not issubclass(kind, ConnectionError):
         sys.__excepthook__(kind, error, trace)
+
+
+def has_little_shared_memory() -> bool:
+    if not os.path.isdir("/dev/shm"):
+        return False
+    of_it = os.statvfs("/dev/shm")
+    return of_it.f_blocks * of_it.f_frsize < LITTLE * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+@functools.cache
+def _advise_more():
+    """Once."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        progress.warn(
+            "/dev/shm has less than 1 GiB for each rank, so loader processes send their batches through pipes, which takes "
+            "longer: start the container with more (--shm-size)"
+        )
+
+
+def _within_the_message(storage):
+    """How a tensor's bytes are pickled there, in place of torch's way."""
+    return _stored, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
+
+
+def _stored(content):
+    return torch.from_numpy(content).untyped_storage()
+
+
+def collate_in_own_memory() -> None:
+    """In a loader process default_collate puts tensors into /dev/shm, which is of no use where they do not travel that way."""
+    COLLATED[torch.Tensor] = _collated
+
+
+def _collated(batch, **how):
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        return ORIGINAL(batch, **how)
+    finally:
+        worker._worker_info = info

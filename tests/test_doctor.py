@@ -123,7 +123,7 @@ def in_a_room_of_its_own(script, folder, *options):
 
 
 def test_a_read_only_output_and_a_batch_that_no_data_fill(tmp_path):
-    """Batches of 6 MiB, and no room for one in /dev/shm, which they do not need."""
+    """Batches of 6 MiB, and no room for one in /dev/shm, so that they go through pipes."""
     script = f"mount -t tmpfs -o size=4m none /dev/shm\nmkdir {tmp_path}/out\nmount -t tmpfs -o ro none {tmp_path}/out"
     done = in_a_room_of_its_own(script, tmp_path, *TINY, "--workers", 2, "--batch_size", 2048)
     found = faults(done.stdout)

@@ -25,7 +25,6 @@ FLOORS = [
     ["common.doctor", "common.report"],
     ["common.job"],
     ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc", "datasets.memory"],
-    ["datasets.handover"],
     ["datasets.loader"],
     ["datasets.augment"],
     ["datasets.photos", "datasets.cifar10"],

@@ -387,3 +387,19 @@ class Unheard(torch.utils.data.Dataset):
 def test_a_loader_process_says_nothing_of_a_batch_that_nobody_takes(capfd, error, shown):
     list(torch_batches(Unheard(error), EpochSampler(4, 2, seed=0), workers=1))
     assert (repr(str(error))[1:-1] in capfd.readouterr().err) is shown
+
+
+class Labelled:
+    def __getitem__(self, place):
+        return torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), torch.from_numpy(place[1])
+
+
+def test_labels_and_ids_that_are_kept_need_no_open_file():
+    """A run keeps those of a whole evaluation, and torch a descriptor for each tensor of a loader process."""
+    sampler, kept = InOrder(60, 1), []
+    loader = DeviceLoader(torch_batches(Labelled(), sampler, 1), sampler, CPU, (0.5,) * 3, (0.5,) * 3)
+    for _, labels in loader:
+        kept.append((labels, loader.ids))
+        if len(kept) == 5:
+            before = len(os.listdir("/proc/self/fd"))
+    assert len(kept) == 60 and len(os.listdir("/proc/self/fd")) <= before + 10

@@ -145,7 +145,7 @@ def check_clock(ahead: float, other: str) -> Finding:
 
 
 def shared_memory(args: argparse.Namespace) -> int:
-    """Bytes that the ranks of this node may need in /dev/shm, for NCCL: the batches of loader processes are not there."""
+    """Bytes that the ranks of this node need in /dev/shm, for NCCL: batches of loader processes go elsewhere without enough."""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
 
