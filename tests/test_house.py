@@ -24,7 +24,7 @@ FLOORS = [
     ["common.run"],
     ["common.doctor", "common.report"],
     ["common.job"],
-    ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc", "datasets.memory"],
+    ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc"],
     ["datasets.loader"],
     ["datasets.augment"],
     ["datasets.photos", "datasets.cifar10"],

@@ -1,52 +1,75 @@
-"""The Ray cluster of a loader: join the user's own or the one that we start, place workers on its nodes."""
+"""The Ray cluster of a loader: join the user's, or start one here; place workers on its nodes."""
 
+import contextlib
+import functools
 import inspect
 import logging
 import os
+import secrets
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Optional
+from typing import Any
 
 from common.errors import UserError
-from datasets.dpex import own_cluster
+from datasets.dpex.child import START_SECONDS, repository
 
 REACH_SECONDS = 2.0
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine
+PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
+EQUAL = {"RAY_worker_niceness": "0"}  # torch's workers have the rank's priority, too; Ray's give way to all that a machine does
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Of the cluster that we start. Workers reserve no CPU, so one is enough, and Ray starts no process for each of the others.
+OWN = {"address": "local", "num_cpus": 1, "include_dashboard": False}
 
 
-def connect(head_address: str, leader: int) -> "Cluster":
-    """Join the cluster. `leader`: the process whose ranks share a cluster of our own."""
+def connect(head_address: str) -> "Cluster":
+    """Join the user's cluster. Where there is none, start one: of this process alone, with which it ends."""
     address = _users_address(head_address)
     if address is None:
-        address, lock = own_cluster.join(leader)
-        _init(address, own=True)
-        return Cluster(address, True, lock)
+        _prepare_our_own()
+        with contextlib.suppress(UserError):  # Ray gives its processes half a minute, which on a busy machine may be too short
+            return Cluster(_init(OWN, ""), own=True)
+        return Cluster(_init(OWN, "cannot start Ray on this machine: {reason}"), own=True)
     _require_token()
     if not reachable(address):
         raise UserError(
             f"no Ray cluster answers at {address}: set head_address or RAY_ADDRESS to the host:port of its head, or to 'local'"
         )
     if address.startswith(("127.", "localhost:")):
-        os.environ.update(own_cluster.LOOPBACK)  # else Ray would look for it at this machine's external address
-    _init(address, own=False)
-    return Cluster(address, False)
+        os.environ.update(LOOPBACK)  # else Ray would look for it at this machine's external address
+    does_not_join = (
+        f"cannot join the Ray cluster at {address}: {{reason}}; this machine has to be a node of it (ray start --address "
+        f"{address}) and use the same token"
+    )
+    return Cluster(_init({"address": address}, does_not_join), own=False)
 
 
-def _init(address, own):
-    os.environ.update(own_cluster.QUIET)
+def _prepare_our_own():
+    """It listens on the loopback interface only and requires a token. Its workers find the modules that this process finds."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:  # of another cluster
+        del os.environ[name]
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **LOOPBACK, **PATIENT, **EQUAL})
+    os.environ["PYTHONPATH"] = os.pathsep.join([repository(), *filter(None, sys.path)])
+
+
+def _init(how, failed) -> str:
+    """The address of the cluster that this process has joined."""
+    os.environ.update(QUIET)
     import ray
 
     if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 52):
         raise UserError(f"Ray {ray.__version__} does not support tokens: pip install 'ray>=2.52'")
     try:
-        ray.init(address=address, logging_level=logging.ERROR, configure_logging=False)
+        ray.init(logging_level=logging.ERROR, configure_logging=False, **how)
     except Exception as error:
+        ray.shutdown()
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"cannot join the Ray cluster at {address}: {reason}; this machine has to be a node of it (ray start --address "
-            f"{address}) and use the same token" + (" (the cluster was started by this job)" if own else "")
-        ) from None
+        raise UserError(failed.format(reason=reason)) from None
+    return ray.get_runtime_context().gcs_address
 
 
 def _users_address(head_address):
@@ -95,31 +118,33 @@ def raylet(node: dict[str, Any]) -> str:
 
 
 class Cluster:
-    """A cluster that this process has joined, until it ends. `lock`: see own_cluster.join."""
+    """A cluster that this process has joined, until it ends."""
 
-    def __init__(self, address: str, own: bool, lock: Optional[IO] = None):
+    def __init__(self, address: str, own: bool):
         import ray
 
-        self.address, self.own, self._lock = address, own, lock
+        self.address, self.own = address, own
         self.node = ray.get_runtime_context().get_node_id()  # of this machine
 
-    def choose_nodes(self, taken: Iterable[str], count: int, avoid: Optional[str] = None) -> list[str]:
-        """The nodes of `count` more workers, besides those on the `taken` nodes: in proportion to the CPUs of each."""
+    def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
+        """The nodes of so many workers: in proportion to the CPUs of each."""
         import ray
 
-        alive = [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]  # Ray may not know yet
+        while not (
+            alive := [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]
+        ):  # Ray may not know yet
+            time.sleep(1)  # until the bridge is ended, as this machine's node is lost, too
         cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
         if any(cpus.values()):  # a node declared without CPUs, usually the head, gets no worker
             cpus = {name: number for name, number in cpus.items() if number}
         if len(cpus) > 1:
             cpus.pop(avoid, None)
-        taken, chosen = list(taken), []
+        chosen = []
         for _ in range(count):
-            chosen.append(min(sorted(cpus), key=lambda name: (taken.count(name) + 1) / max(cpus[name], 0.5)))
-            taken.append(chosen[-1])
+            chosen.append(min(sorted(cpus), key=lambda name: (chosen.count(name) + 1) / max(cpus[name], 0.5)))
         return chosen
 
-    def start_worker(self, node: str, packages: Iterable[str]) -> Any:
+    def start_worker(self, node: str, packages: Iterable[str], again: bool = False) -> Any:
         """An actor on that node. It reserves no CPU: on a full cluster it would wait. The user chooses how many there are."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -133,26 +158,19 @@ class Cluster:
             with tempfile.TemporaryDirectory() as folder:
                 modules = {"py_modules": sorted(packages)}
                 options["runtime_env"] = upload_py_modules_if_needed(modules, scratch_dir=folder, **more)
-        return ray.remote(Actor).options(**options).remote()
+        return ray.remote(Actor).options(**options).remote(again)
 
 
 class Actor:
     """The worker as a Ray actor. Imports torch only where it runs: the process that starts it does not need it."""
 
-    def __init__(self):
+    def __init__(self, again: bool):
         from datasets.dpex.worker import Worker
 
-        self._worker = Worker()
+        self._worker = Worker(again)
 
-    def begin(self, task: list, *how: Any) -> None:
-        """`task`: a reference, in a list so that Ray does not resolve it, to the pickled task and its buffers."""
+    def fetch(self, index: list, task: list, *where: Any) -> list:
+        """`task`: a reference, in a list so that Ray does not resolve it, to the packed task."""
         import ray
 
-        header, *buffers = ray.get(task[0])
-        self._worker.begin(header, buffers, *how)
-
-    def resume(self) -> None:
-        self._worker.resume()
-
-    def fetch(self, index: list, key: int) -> Optional[list]:
-        return self._worker.fetch(index, key)
+        return self._worker.fetch(index, functools.partial(ray.get, task[0]), *where)

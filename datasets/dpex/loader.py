@@ -10,7 +10,6 @@ cluster of our own on this machine; or host:port. head_lost: what to do when the
 of this machine, "stop" to end with an error.
 """
 
-import functools
 import itertools
 import multiprocessing
 import os
@@ -26,14 +25,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from common import arguments
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import TrainingFailed, UserError
 from datasets import cifar10
-from datasets.dpex.client import Bridge, ClusterLost, IdleWorkers, Workers, bridge
+from datasets.dpex.child import START_SECONDS
+from datasets.dpex.client import Bridge, ClusterLost, Workers, bridge
 from datasets.dpex.worker import End
 from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch, begin_worker
 
 DEFAULT_WORKERS = 2  # of a job without --workers
-WINDOW_BYTES = 1 << 30  # of requested batches, at most
 
 
 class DpexDataLoader(DataLoader):
@@ -53,15 +52,14 @@ class DpexDataLoader(DataLoader):
                 "workers of this machine, 'stop' ends with an error"
             )
         self.distribute_mode = bool(distribute_mode) and num_workers > 0
-        self.head_address, self.head_lost, self._idle_workers = head_address, head_lost, IdleWorkers()
+        self.head_address, self.head_lost = head_address, head_lost
+        self._idle_workers: list[Workers] = []  # of passes that are over
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=persistent_workers, **others,
         )  # fmt: skip
-        if self.distribute_mode:
-            bridge(head_address).add_user(self)
-            weakref.finalize(self, self._idle_workers.close)
+        self._bridge = bridge(head_address) if self.distribute_mode else None
 
     def check_worker_number_rationality(self) -> None:
         if not self.distribute_mode:  # torch counts the processors of this machine only
@@ -70,7 +68,7 @@ class DpexDataLoader(DataLoader):
     def _get_iterator(self):
         if not self.distribute_mode:
             return super()._get_iterator()
-        process = bridge(self.head_address)
+        self._bridge = process = bridge(self.head_address)
         if process.lost:
             super().check_worker_number_rationality()
             return _MultiProcessingDataLoaderIter(self)
@@ -81,23 +79,24 @@ class RayIterator(_BaseDataLoaderIter):
     """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster: it requests
     batches ahead from them, gives them in order, and survives the cluster."""
 
-    def __init__(self, loader: DataLoader, bridge: Bridge, idle_workers: IdleWorkers, stop_when_lost: bool):
+    def __init__(self, loader: DataLoader, bridge: Bridge, idle_workers: list[Workers], stop_when_lost: bool):
         generator = torch.default_generator if loader.generator is None else loader.generator
         self._generator_state = generator.get_state()  # before the base class draws the seeds of the workers
         super().__init__(loader)
         self._bridge, self._stop_when_lost = bridge, stop_when_lost
-        self._in_order, self._prefetch = getattr(loader, "in_order", True), max(1, loader.prefetch_factor or 1)
+        self._in_order = getattr(loader, "in_order", True) or self._dataset_kind == _DatasetKind.Iterable
+        self._prefetch = max(1, loader.prefetch_factor or 1)
         self._worker_init_fn, self._batch_size = loader.worker_init_fn, loader.batch_size
         self._context = loader.multiprocessing_context
         self._workers: Optional[Workers] = None  # None: this pass is over, or the cluster is lost
         self._rest: Iterator = iter(())  # what torch's own workers make after that
         self._warned, self._passes = False, 0
+        self._awake: set[int] = set()  # the workers that have delivered something
         self._start_counting()
         try:
-            self._workers = workers = idle_workers.take(bridge)
-            # Not in __del__: where iterator and connection are collected together, the connection may be deleted first.
-            end = workers.close if self._persistent_workers else functools.partial(idle_workers.give_back, workers)
-            self._release = weakref.finalize(self, end)
+            idle = idle_workers.pop() if idle_workers else None
+            self._workers = workers = idle if idle and idle.is_usable() else Workers(bridge)
+            self._release = weakref.finalize(self, idle_workers.append, workers)
             self._begin(workers)
             self._request_ahead(workers)
         except ClusterLost:
@@ -119,11 +118,10 @@ class RayIterator(_BaseDataLoaderIter):
 
     def _start_counting(self):
         self._sent = self._next = 0  # numbers of batches
-        self._requested: dict[int, tuple[int, Any]] = {}  # {number: (worker, index)}
+        self._requested: dict[int, tuple[int, Any]] = {}  # {number: (worker, index)}, until it is given
         self._arrived: dict[int, Any] = {}  # {number: batch}
         self._has_more = [True] * self._num_workers
         self._turns, self._exhausted = itertools.cycle(range(self._num_workers)), False
-        self._largest: Optional[int] = None  # bytes of a batch
 
     def _begin(self, workers):
         iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -133,18 +131,13 @@ class RayIterator(_BaseDataLoaderIter):
             "num_workers": self._num_workers, "folder": os.getcwd(),
             "any_index": [None] * self._batch_size if iterable and self._batch_size else None,
         }  # fmt: skip
-        workers.begin(task, self._num_workers, self._base_seed, iterable, wait=self._timeout > 0)
+        workers.begin(task, self._num_workers, self._base_seed)
 
     # --- Requests --------------------------------------------------------------------------------------------------------
 
-    def _window(self):
-        """How many batches may be requested ahead: as many as torch would, but not more than WINDOW_BYTES."""
-        if self._largest is None:
-            return self._num_workers  # one each, until their size is known
-        return max(1, min(self._prefetch * self._num_workers, WINDOW_BYTES // max(self._largest, 1)))
-
     def _request_ahead(self, workers, more=0):
-        while len(self._requested) + len(self._arrived) < self._window() + more and any(self._has_more) and not self._exhausted:
+        window = self._prefetch * self._num_workers + more
+        while len(self._requested) < window and any(self._has_more) and not self._exhausted:
             try:
                 index = self._next_index()
             except StopIteration:
@@ -168,13 +161,16 @@ class RayIterator(_BaseDataLoaderIter):
     def _from_workers(self, workers):
         while True:
             self._request_ahead(workers)
-            if not self._requested and not self._arrived:
-                self._finish()
+            if not self._requested:
+                if not self._persistent_workers:
+                    self._release()  # they wait for the next pass of the same loader
+                    self._workers = None
                 raise StopIteration
             ready = self._next if self._in_order else next(iter(self._arrived), None)
             if ready in self._arrived:
                 self._request_ahead(workers, more=1)  # first: where the cluster is lost here, the batch must still be there
                 data = self._arrived.pop(ready)
+                del self._requested[ready]
                 self._next += 1
                 if isinstance(data, ExceptionWrapper):
                     data.reraise()
@@ -185,42 +181,36 @@ class RayIterator(_BaseDataLoaderIter):
             self._receive(workers)
 
     def _receive(self, workers):
-        message = workers.receive(self._timeout)
+        worker = next((its for number, (its, _) in self._requested.items() if number not in self._arrived), None)
+        starts = START_SECONDS if worker not in self._awake else 0  # the timeout is of batches, not of the start of workers
+        message = workers.receive(self._timeout + starts if self._timeout else None)
         if message is None:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         verb, *words = message
-        if verb == "lost":
-            self._warn_of_loss(*words)
-        elif verb == "failed":
+        if verb == "failed":
             raise RuntimeError(f"DataLoader over Ray: {words[0]}")
-        else:
-            self._accept(*words)
-
-    def _accept(self, number, data, size):
+        if verb == "lost":
+            self._awake.discard(words[0])
+            self._warn_of_loss(*words)
+            return
+        number, data = words
         if number not in self._requested:  # requested from a worker that had no more
             return
-        worker, _ = self._requested.pop(number)
+        worker, _ = self._requested[number]
+        self._awake.add(worker)
         if isinstance(data, End):
             self._has_more[worker] = False
-            # Its earlier batches may still arrive.
-            self._requested = {other: task for other, task in self._requested.items() if task[0] != worker or other < number}
-            return
-        self._arrived[number] = data
-        self._largest = max(self._largest or 0, size)
+            for other in [other for other, (its, _) in self._requested.items() if its == worker and other not in self._arrived]:
+                del self._requested[other]
+        else:
+            self._arrived[number] = data
 
     def _warn_of_loss(self, worker, reason):
         if not self._warned:
             self._warned = True
-            consequence = "made again elsewhere"
-            if self._dataset_kind != _DatasetKind.Iterable:
-                consequence += "; a transform that draws from the worker's global random generator draws anew in them"
-            warnings.warn(f"Ray worker {worker} was lost ({one_line(reason)}): its batches are {consequence}", stacklevel=2)
-
-    def _finish(self):
-        """The workers of a finished pass wait for the next pass of the same loader."""
-        if not self._persistent_workers and self._workers:
-            self._release()
-            self._workers = None
+            drawn = "; a transform that draws from the worker's global random generator draws anew in them"
+            drawn = "" if self._dataset_kind == _DatasetKind.Iterable else drawn
+            warnings.warn(f"Ray worker {worker} was lost ({reason}): its batches are made again{drawn}", stacklevel=2)
 
     # --- Without the cluster -----------------------------------------------------------------------------------------------
 
@@ -235,19 +225,10 @@ class RayIterator(_BaseDataLoaderIter):
         self._bridge.warn_once()
         again = self._passes == 0 and self._dataset_kind == _DatasetKind.Iterable  # from the start, with the same seeds
         missing = (index for _, (_, index) in sorted(self._requested.items()))
-        rest = iter(self._loader_here(itertools.chain(missing, self._sampler_iter), again))
+        self._rest = iter(self._loader_here(itertools.chain(missing, self._sampler_iter), again))
         if self._dataset_kind == _DatasetKind.Iterable:
             for _ in range(self._num_yielded):
-                next(rest)
-            self._rest = rest
-        else:
-            self._rest = self._merged(sorted([*self._requested, *self._arrived]), self._arrived, rest)
-
-    @staticmethod
-    def _merged(numbers, arrived, rest):
-        for number in numbers:
-            yield arrived.pop(number) if number in arrived else next(rest)
-        yield from rest
+                next(self._rest)
 
     def _loader_here(self, indices, again=False):
         """torch's loader for these indices; with the seeds of the cluster's workers `again`, or with new ones."""

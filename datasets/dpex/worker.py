@@ -1,43 +1,22 @@
 """One worker of a loader, as it runs on a node of the Ray cluster. It does what a worker process of torch's DataLoader does."""
 
 import contextlib
-import functools
 import os
 import random
 import socket
-from typing import Any, Optional
+from typing import Callable
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.collate import default_collate_fn_map as COLLATED
 
 from common import malloc
-from datasets.dpex.near import Sender
 from datasets.dpex.wire import pack, unpack
-from datasets.memory import LARGE, Memory
+from datasets.loader import collate_in_own_memory
 
-ORIGINAL = COLLATED[torch.Tensor]
-
-
-def stacked(memory: Memory, batch: list, **how: Any) -> Any:
-    """What torch's default_collate makes of tensors, in memory that the training process will see; torch would take new memory.
-
-    Its documentation names COLLATED as the place for such a function."""
-    first = batch[0]
-    alike = all(type(one) is torch.Tensor and (one.shape, one.dtype) == (first.shape, first.dtype) for one in batch)
-    plain = first.layout == torch.strided and first.device.type == "cpu" and not first.is_quantized
-    size = len(batch) * first.nbytes if alike and plain and not any(one.requires_grad for one in batch) else 0
-    if size < LARGE:
-        return ORIGINAL(batch, **how)
-    try:
-        room = memory.take(size)
-    except OSError:
-        return ORIGINAL(batch, **how)
-    made = torch.frombuffer(room, dtype=first.dtype).view(len(batch), *first.shape)
-    return torch.stack(batch, out=made)
+OTHER = 1_000_003  # far from the seeds of other workers, and in the lower 32 bits: torch's generator takes no more
 
 
 class End:
@@ -45,73 +24,85 @@ class End:
 
 
 class Worker:
-    """Created once; `begin` or `resume` at each epoch, then `fetch` for one batch after the other."""
+    """Makes one batch after the other. Each request says all that it depends on: it may replace (`again`) a lost worker."""
 
-    def __init__(self):
+    def __init__(self, again: bool):
+        self._again, self._epoch, self._is_stream = again, None, False
         torch.set_num_threads(1)
         malloc.keep()
-        self._memory = Memory()
+        collate_in_own_memory()
 
-    def begin(
-        self, header: bytes, buffers: list, worker_id: int, near: Optional[str], seed: int, passes: int, skip: int
-    ) -> None:
-        """A new copy of the data set. It replaces a lost worker, which had made `passes` over an IterableDataset and
-        delivered `skip` batches of the next. `near`: where to send batches on the training process's own machine."""
-        self._id, self._failed, self._near = worker_id, None, Sender(near, self._memory)
-        COLLATED[torch.Tensor] = functools.partial(stacked, self._memory) if self._near.connected else ORIGINAL
+    def fetch(
+        self, index: list, task: Callable, worker: int, seed: int, epoch: int, counts: tuple[int, ...], place: int
+    ) -> list:
+        """A batch, the error that it ended in, or End; packed.
+
+        An epoch begins with a new copy of the data set, from `task`. Of an IterableDataset there were passes with so many
+        batches, `counts`, and `place` batches of the present one.
+        """
+        if is_new := epoch != self._epoch:
+            self._epoch, self._draws_anew, self._again = epoch, self._again, False
+        if is_new or (self._is_stream and (len(counts), place) < self._place):
+            self._place = 0, 0
+            self._failed = self._attempt(self._begin, task, worker, seed)
+        batch = self._failed or self._attempt(self._next, unpack(list(map(bytearray, index))), counts, place)
         try:
-            # A copy of its own, because a data set may be written to: all workers of the node share the object store's.
-            self._task = unpack(header, [bytearray(buffer) for buffer in buffers])
-            with contextlib.suppress(OSError):
-                os.chdir(self._task["folder"])  # paths in the data set may be relative
-            self._seed(seed)
-            if self._task["worker_init_fn"]:
-                self._task["worker_init_fn"](worker_id)
-            self.resume()
-            for _ in range(passes):
-                with contextlib.suppress(StopIteration):
-                    while True:
-                        self._fetcher.fetch(self._task["any_index"])
-                self.resume()
-            for _ in range(skip):
-                self._fetcher.fetch(self._task["any_index"])
+            parts = pack(batch).parts
         except Exception:
-            self._failed = self._wrapped()
+            parts = pack(self._wrapped()).parts
+        return [np.frombuffer(part, np.uint8) for part in parts]
 
-    def resume(self) -> None:
-        """Another epoch with the same copy of the data set: persistent_workers."""
-        task = self._task
-        self._fetcher = _DatasetKind.create_fetcher(
-            task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
-        )
-
-    def fetch(self, index: list, key: int) -> Optional[list]:
-        """A batch, the error that it ended in, or End; packed. None where it went the near way, under this key."""
-        batch = self._failed or self._fetch(unpack(index[0], [bytearray(buffer) for buffer in index[1:]]))
-        try:
-            packed = pack(batch)
-        except Exception:
-            packed = pack(self._wrapped())
-        if self._near.send(key, packed):
-            return None
-        return [packed.header, *(np.frombuffer(buffer, np.uint8) for buffer in packed.buffers)]
-
-    def _fetch(self, index):
-        try:
-            return self._fetcher.fetch(index)
-        except StopIteration:
-            return End() if self._task["kind"] == _DatasetKind.Iterable else self._wrapped()
-        except Exception:
-            return self._wrapped()
+    def _begin(self, task, worker, seed):
+        self._worker = worker
+        # A copy of its own, because a data set may be written to: all workers of the node share the object store's.
+        self._task = unpack(list(map(bytearray, task())))
+        self._is_stream = self._task["kind"] == _DatasetKind.Iterable
+        with contextlib.suppress(OSError):
+            os.chdir(self._task["folder"])  # paths in the data set may be relative
+        # The batches of a stream follow from the seed; else a replacement's draws differ from those that were made.
+        self._seed(seed if self._is_stream or not self._draws_anew else seed + OTHER * os.getpid())
+        if self._task["worker_init_fn"]:
+            self._task["worker_init_fn"](worker)
+        self._start_pass()
 
     def _seed(self, seed):
         """As torch seeds its workers."""
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(seed - self._id, self._id))
+        np.random.seed(torch_worker._generate_state(seed - self._worker, self._worker))
         torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self._id, num_workers=self._task["num_workers"], seed=seed, dataset=self._task["dataset"]
+            id=self._worker, num_workers=self._task["num_workers"], seed=seed, dataset=self._task["dataset"]
         )
 
+    def _start_pass(self):
+        task = self._task
+        self._fetcher = _DatasetKind.create_fetcher(
+            task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
+        )
+
+    def _next(self, index, counts, place):
+        for count in counts[self._place[0] :]:
+            self._catch_up(count)
+            self._start_pass()
+            self._place = self._place[0] + 1, 0
+        self._catch_up(place)
+        self._place = len(counts), place + 1
+        return self._fetcher.fetch(index)
+
+    def _catch_up(self, place):
+        """What the worker that was lost has given of a stream comes again, up to there: also its errors, which were told."""
+        while self._is_stream and self._place[1] < place:
+            self._place = self._place[0], self._place[1] + 1
+            with contextlib.suppress(Exception):
+                self._fetcher.fetch(self._task["any_index"])
+
+    def _attempt(self, action, *arguments):
+        try:
+            return action(*arguments)
+        except StopIteration:
+            return End() if self._is_stream else self._wrapped()
+        except Exception:
+            return self._wrapped()
+
     def _wrapped(self):
-        return ExceptionWrapper(where=f"in DataLoader worker process {self._id} (Ray, {socket.gethostname()})")
+        return ExceptionWrapper(where=f"in DataLoader worker process {self._worker} (Ray, {socket.gethostname()})")

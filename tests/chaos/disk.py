@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from datasets.dpex.own_cluster import LOOPBACK
+from datasets.dpex.cluster import LOOPBACK
 from tests import packages
 from tests.chaos import disk_cases, disk_point
 from tests.chaos.disk_cases import CASES
