@@ -1,8 +1,9 @@
-"""What version 0.1.0 has written is still read. tests/formats/0.1.0 was made by it, of synthetic images:
+"""What earlier versions have written is still read. tests/formats has what they made of synthetic images:
 
-run/      jobs/train.py --custom_data true --max_samples 64 --batch_size 16 --width 1 --epochs 3 --max_steps 6 --ledger true
-pack-*/   launch pack of photos/ (noise, eight small JPEGs) --shard_mb 0.02, with --form original and raw
-index/    the index of photos/train, which had one file more, empty
+0.1.0/run/      jobs/train.py --custom_data true --max_samples 64 --batch_size 16 --width 1 --epochs 3 --max_steps 6 --ledger true
+0.1.0/pack-*/   launch pack of photos/ (noise, eight small JPEGs) --shard_mb 0.02, with --form original and raw
+0.1.0/index/    the index of photos/train, which had one file more, empty
+0.2.0/run/      jobs/train_exact.py with these options, --batch_size 8 --shares 2 --keep 1; its packs are those of 0.1.0, byte for byte
 """
 
 import json
@@ -20,37 +21,51 @@ from common.storage.index import Index, Parts, left_of_old
 from common.world.folders import FETCHING
 from datasets.photos import decode, packed, tree
 from datasets.photos import files as photo_files
-from tests.jobs import ROOT, run_job
+from tests.jobs import ROOT, command, run_forked, run_job
+from tests.stores import store_environment
 
 OLD = ROOT / "tests" / "formats" / "0.1.0"
 
 
 def test_they_are_small():
-    assert sum(path.stat().st_size for path in OLD.rglob("*") if path.is_file()) < 200_000
+    assert sum(path.stat().st_size for path in OLD.parent.rglob("*") if path.is_file()) < 400_000
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path):
-    shutil.copytree(OLD / "run", tmp_path / "out")
-    options = [
-        "--custom_data",
-        "true",
-        "--max_samples",
-        64,
-        "--batch_size",
-        16,
-        "--width",
-        1,
-        "--epochs",
-        3,
-        "--ledger",
-        "true",
-    ]
-    done = run_job("train", tmp_path, *options, "--keep", 3)
-    assert "going on from" in done.stdout and "epoch 2, after 32 of its samples, step 6" in done.stdout
-    rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert rows[0] == (OLD / "run" / "metrics.jsonl").read_text().splitlines()[0] and len(rows) == 3
+OPTIONS = "--custom_data true --max_samples 64 --width 1 --epochs 3 --ledger true --keep 3".split()
+RUNS = {"0.1.0": ("train", "--batch_size", 16), "0.2.0": ("train_exact", "--batch_size", 8)}
+
+
+@pytest.mark.parametrize("version", RUNS)
+def test_a_run_goes_on_where_it_stopped(tmp_path, version):
+    shutil.copytree(OLD.parent / version / "run", tmp_path / "out")
+    job, *options = RUNS[version]
+    done = run_job(job, tmp_path, *OPTIONS, *options)
+    went_on(OLD.parent / version / "run", tmp_path / "out", done.stdout)
+
+
+@pytest.mark.usefixtures("reachable")
+def test_a_run_in_a_bucket_goes_on_where_it_stopped(tmp_path, store):
+    before = OLD.parent / "0.2.0" / "run"
+    for path in before.rglob("*.*"):
+        name = f"runs/old/{path.relative_to(before).as_posix()}"
+        store.client().put_object(Bucket="data", Key=name, Body=path.read_bytes())
+    job, *options = RUNS["0.2.0"]
+    words = [*command(job, *OPTIONS, *options)[1:], "--output_dir", "s3://data/runs/old"]
+    done = run_forked(words, tmp_path, store_environment())
+    went_on(before, tmp_path / "output_dir/s3/data/runs/old", done.stdout)
+    rows = store.client().get_object(Bucket="data", Key="runs/old/metrics.jsonl")["Body"].read()
+    assert len(rows.splitlines()) == 3
+
+
+def went_on(before, after, printed):
+    assert "going on from" in printed and "epoch 2, after 32 of its samples, step 6" in printed
+    rows = (after / "metrics.jsonl").read_text().splitlines()
+    assert rows[0] == (before / "metrics.jsonl").read_text().splitlines()[0] and len(rows) == 3
+    for path in before.glob("*.jsonl"):
+        assert (after / path.name).read_bytes().startswith(path.read_bytes()), path.name
+    assert json.loads((after / "state.json").read_text()) == {"finished": True, "epoch": 3, "epochs": 3}
     check = [sys.executable, str(ROOT / "tests" / "check_ledger.py"), "--samples", "64", "--global_batch", "16"]
-    ledger = subprocess.run([*check, str(tmp_path / "out")], capture_output=True, text=True)
+    ledger = subprocess.run([*check, str(after)], capture_output=True, text=True)
     assert ledger.returncode == 0, ledger.stdout
 
 
