@@ -1,7 +1,8 @@
 """The options of a job: their groups and defaults. How they may be typed is in typed.py.
 
 parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
-args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read
+args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read;
+                                                     # args.given: the options that were given, as they were
 """
 
 import argparse
@@ -71,6 +72,16 @@ class Input:
     needs: tuple[str, ...] = ()  # what its loader needs of the device (common/devices/kinds.py)
 
 
+class Arguments(argparse.Namespace):
+    """The options of a job. Once they are parsed nobody changes them, so that all parts of a job see the same ones."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"args.{name} cannot be set: args stay as they were given; what you compute has a name of its own")
+
+
 class Parser(argparse.ArgumentParser):
     """`reads(args)` says what the job will read: the data set sets it, and another loader may replace it.
 
@@ -127,8 +138,6 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "run_epochs": None,
     }
     parser.set_defaults(**absent, needs=())  # only some jobs have options for these, or need what not every device has
-    # Of the data set, once it is loaded: for who reads the checkpoints, and to guess how long an evaluation takes.
-    parser.set_defaults(class_names=(), test_samples=0)
     rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument
@@ -224,7 +233,7 @@ def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
     return next(group for group in parser._action_groups if (group.title or "").startswith(title))
 
 
-def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> Arguments:
     """The arguments, with the folders and the place of this process as the platform gives them. Exits with 2 on a mistake."""
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.as_meant(parser, words)
@@ -233,7 +242,8 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     parser.set_defaults(**parser.recipes.get(recipes[-1], {}) if recipes else {})
     args, unknown = parser.parse_known_args(words)
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
-    args.given = {action.dest for action in actions if action}
+    given = {action.dest for action in actions if action}
+    args.given = {name: value for name, value in vars(args).items() if name in given}
     args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
     others = typed.unknown_options(parser, unknown, args.ignore)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
@@ -253,7 +263,12 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
             folders.require_writable(args.output_dir)
     args.input = parser.reads(args)
     moments.announce("world", args)
-    return args
+    return Arguments(**vars(args))
+
+
+def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
+    """The arguments with other values, where a job settles what was left open; args.given still says what was asked."""
+    return Arguments(**{**vars(args), **values})
 
 
 def _which_device(args):
@@ -264,9 +279,9 @@ def _which_device(args):
         raise UserError(f"--enable_gpu {str(args.enable_gpu).lower()} and --device {args.device}: give one of them")
 
 
-def plain(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that are plain values, given or by default: those that a checkpoint can hold; without secrets."""
-    values = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, bool, type(None)))}
+def plain(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of vars(args), or of args.given, the values that a checkpoint can hold; without secrets."""
+    values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None)))}
     return {
         name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)
         for name, value in values.items()

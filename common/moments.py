@@ -1,11 +1,12 @@
 """The moments that a job announces. The code that announces does not depend on the listeners.
 
 A listener is an object with a method for each moment that it needs:
-    arguments(args)              the options are parsed; args may still be changed
+    arguments(args)              the options are parsed; args may still be changed, and not after the next moment
     world(args)                  the place of this process is known
     supervisor(supervisor)       this process is about to start the workers of its node
     supervised(supervisor, code) they have ended
-    meeting(args)                the ranks are about to form a process group
+    meeting(args)                the ranks are about to form a process group; a listener may return how many seconds
+                                 one of their collectives may take
     joined(device)               they have
     data(args)                   the data are about to be fetched and opened
     batches(run, loader)         the first step of an epoch is about to be taken; a listener may return an iterator of batches

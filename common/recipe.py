@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from common import arguments
+
 NAMES = ["imagenet", "small", "nvidia"]
 SMALL_SET = 5000  # pictures, with those of the validation
 
@@ -27,28 +29,29 @@ RATES = {"adamw": (3e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}
 WITH_WEIGHTS = 0.1  # of that lr, so that what they have learnt is not lost: usual, and not chosen on those pictures
 
 
-def settle(args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, before: Mapping[str, Any]) -> Optional[str]:
-    """Settle on a recipe by the number of pictures, and take what it sets and nobody gave; returns what to say of it.
+def settled(
+    args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, before: Mapping[str, Any]
+) -> tuple[argparse.Namespace, Optional[str]]:
+    """The arguments with a recipe that suits so many pictures, and what it sets and nobody gave; and what to say of it.
 
     `trained_on`: how many of them are for the training; `before`: the arguments of the run that goes on, whose recipe and
     settings stay.
     """
     if "recipe" not in args.given:
-        args.recipe = (before.get("recipe") or "imagenet") if before else "small" if pictures <= SMALL_SET else "imagenet"
+        recipe = (before.get("recipe") or "imagenet") if before else "small" if pictures <= SMALL_SET else "imagenet"
+        args = arguments.replaced(args, recipe=recipe)
     if args.recipe != "small":
-        return None
+        return args, None
     values = _of_a_small_folder(args, trained_on, ranks)
     if before.get("recipe") == "small":
         own = [] if args.exact else ["batch_size"]  # the ranks may be others, which have the same total together
         values = {name: value if name in own else before.get(name, value) for name, value in values.items()}
     values = {name: value for name, value in values.items() if name not in args.given}
-    for name, value in values.items():
-        if value != vars(args)[name]:
-            args.changed.setdefault(name, vars(args)[name])
-            setattr(args, name, value)
+    changed = {name: vars(args)[name] for name, value in values.items() if value != vars(args)[name]}
+    args = arguments.replaced(args, **values, changed={**args.changed, **changed})
     shown = " ".join(f"--{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in values.items())
     why = f"{pictures} pictures are few, so this run has" if "recipe" not in args.given else "--recipe small has"
-    return f"{why} {shown} (--recipe imagenet: the settings of ImageNet)"
+    return args, f"{why} {shown} (--recipe imagenet: the settings of ImageNet)"
 
 
 def _of_a_small_folder(args, trained_on, ranks) -> dict[str, Any]:

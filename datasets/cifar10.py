@@ -97,7 +97,6 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
         train, test = _read(folder, TRAIN_FILES), _read(folder, TEST_FILES)
         classes = CLASSES
     train_set, test_set = (ImageArrays(*split, classes, args.max_samples) for split in (train, test))
-    args.class_names, args.test_samples = classes, len(test_set)
     return train_set, test_set
 
 

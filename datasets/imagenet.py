@@ -94,15 +94,14 @@ def _remedies(args):
         yield "--data_backend dali-gpu where there is a GPU"
 
 
-def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
-    """The training and the validation set that the arguments ask for."""
+def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
+    """The training and the validation set that the arguments ask for; first the arguments, as a small set may settle others."""
     size, limit = args.image_size, args.max_samples
     if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         counts = {split: min(count, limit or count) for split, count in counts.items()}
         train, val = (ColouredNoise(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
-        args.class_names, args.test_samples = train.classes, len(val)
-        return train, val
+        return args, train, val
     if not args.data_url:
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
@@ -119,12 +118,11 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
             f"out for the validation, in every start with --seed {seed} the same"
         )
     _compare_classes(found[0], found[-1])
-    settings = _settled(args, found, before)
+    args, settings = _settled(args, found, before)
     if collectives.rank_and_size()[0] == 0:
         for line in [*lines, *(splits.remarks(*found) if len(found) > 1 else ()), *([settings] if settings else ())]:
             progress.say(line)
     train, val = (spread(files, limit) for files in (found[0], found[-1]))
-    args.class_names, args.test_samples = found[0].classes, len(val)
     if args.data_backend.endswith("kspeed"):
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
     how = {
@@ -132,10 +130,8 @@ def load(args: argparse.Namespace) -> tuple[DataSet, DataSet]:
         "autoaugmented": args.augmentation == "autoaugment",
     }
     short = decode.WHOLE if args.resize == "whole" else None
-    return (
-        Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how),
-        Photos(val, size, False, args.seed, short=short, **how),
-    )
+    train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how)
+    return args, train_set, Photos(val, size, False, args.seed, short=short, **how)
 
 
 def _find(args):
@@ -162,12 +158,12 @@ def _before(args):
 
 
 def _settled(args, found, before):
-    """What to say of the recipe that these many pictures ask for; some of its settings are about the pictures."""
+    """The arguments with the recipe that so many pictures ask for, as some of its settings are about them; and a line on it."""
     if args.evaluate and args.weights and "recipe" not in args.given:
-        return None  # how they were trained cannot be known
+        return args, None  # how they were trained cannot be known
     pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
     trained_on = min(len(found[0]), args.max_samples or pictures)
-    return recipe.settle(args, pictures, trained_on, collectives.rank_and_size()[1], before)
+    return recipe.settled(args, pictures, trained_on, collectives.rank_and_size()[1], before)
 
 
 def _splits(args, root, training_images):

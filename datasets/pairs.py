@@ -52,7 +52,6 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
         if crop > SYNTHETIC_SIZE:
             raise UserError(f"--crop {crop} is too large: the synthetic pictures have {SYNTHETIC_SIZE} pixels a side")
         train, test = (SyntheticPairs(split, args.max_samples, crop, args.seed) for split in ("train", "test"))
-        args.test_samples = len(test)
         return train, test
     if not args.data_url:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
@@ -63,7 +62,6 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
     train, test = (Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))
     for pairs in (train, test):
         pairs.keep_first(args.max_samples)
-    args.test_samples = len(test)
     return train, test
 
 

@@ -70,7 +70,8 @@ SEEN_OF_FOUR = [4, 5, 7, 8, 3, 4, 6, 7, 1, 2, 4, 5, 0, 1, 3, 4]  # by which of 9
 def main():
     args = asked()
     device = devices.choose(args)
-    args.target = args.target or (0.94 if device.type != "cpu" and args.net == "resnet18" else 0.80)
+    usual = 0.94 if device.type != "cpu" and args.net == "resnet18" else 0.80
+    args = arguments.replaced(args, target=args.target or usual)
     if (args.net, args.target) not in RECIPES:
         raise UserError(f"there is no recipe for --net {args.net} --target {args.target}: give one of {sorted(RECIPES)}")
     print(f"{devices.describe(device)}, torch {torch.__version__}: {time.perf_counter() - BEGUN:.1f} s to import", flush=True)

@@ -78,7 +78,7 @@ def main():
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
     # The logbook: shows progress, saves, and stops when it is told to.
-    run = Run(args, train_sampler, model, optimizer=optimizer)
+    run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
 
     # Goes on from the newest checkpoint in the output folder, if there is one.
     run.resume()
@@ -86,12 +86,13 @@ def main():
     # With --compile true: faster steps after slow first ones.
     devices.compile_network(args, model)
 
+    peak = args.lr
     for epoch in run.epochs():
         model.train()
 
         for images, labels in run.steps(train_loader):
             for parameters in optimizer.param_groups:
-                parameters["lr"] = learning_rate(args, run.progress)
+                parameters["lr"] = learning_rate(args, peak, run.progress)
 
             loss = loss_fn(model(images), labels)
 
@@ -107,10 +108,10 @@ def main():
         run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)
 
 
-def learning_rate(args, progress):
+def learning_rate(args, peak, progress):
     """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
     share = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
-    return args.lr * share
+    return peak * share
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ def main():
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
     # The logbook: shows progress, saves, and stops when it is told to.
-    run = Run(args, train_sampler, model, optimizer=optimizer)
+    run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
     ### AMP: the scale is part of what a restart goes on from ###
     run.register(scaler=scaler)
     ### end AMP ###
@@ -123,16 +123,17 @@ def main():
     # With --compile true: faster steps after slow first ones.
     devices.compile_network(args, model)
 
+    peak = args.lr
     ### DDP: a step sees more samples, so it may be larger ###
-    args.lr *= run.global_batch / args.batch_size
-    run.say(f"learning rate {args.lr:g} for a global batch of {run.global_batch}")
+    peak *= run.global_batch / args.batch_size
+    run.say(f"learning rate {peak:g} for a global batch of {run.global_batch}")
     ### end DDP ###
     for epoch in run.epochs():
         model.train()
 
         for images, labels in run.steps(train_loader):
             for parameters in optimizer.param_groups:
-                parameters["lr"] = learning_rate(args, run.progress)
+                parameters["lr"] = learning_rate(args, peak, run.progress)
 
             ### AMP: forward pass in half precision ###
             # was: loss = loss_fn(model(images), labels)
@@ -159,10 +160,10 @@ def main():
         run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)
 
 
-def learning_rate(args, progress):
+def learning_rate(args, peak, progress):
     """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
     share = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
-    return args.lr * share
+    return peak * share
 
 
 @torch.no_grad()

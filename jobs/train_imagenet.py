@@ -47,25 +47,13 @@ LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
 
 
 def main():
-    args = arguments.parse(options())
-    if args.early_stopping_patience and args.training_only:
-        raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
-    if args.freeze_epochs and not args.weights:
-        raise UserError("--freeze_epochs trains the last layer of a network that has learnt before: give --weights FILE, too")
-    if args.evaluate or args.find_max_batch:
-        args.min_nodes = None  # there are no steps
-    if args.exact or args.min_nodes:
-        exact.settle(args, same_bits=args.exact)
-    elif args.shares:
-        raise UserError(f"--shares {args.shares} is for --exact true, or for --min_nodes: give one of them, too")
-    if args.min_nodes and args.data_backend.startswith("dali"):
-        raise UserError(f"--min_nodes deals the photographs anew, which --data_backend {args.data_backend} cannot: use pytorch")
+    args = settled(arguments.parse(options()))
     group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
     device = devices.choose(args)
     group.join(args, device)
     if args.memory_format == "nhwc":
         devices.refuse(device, devices.CHANNELS_LAST)
-    args.workers = devices.loader_workers(args)
+    args = arguments.replaced(args, workers=devices.loader_workers(args))
     bound = devices.bind(args, device)
     if bound:
         say(bound)
@@ -79,7 +67,7 @@ def main():
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16, **scaling(args))
 
     # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
-    train_set, val_set = imagenet.load(args)
+    args, train_set, val_set = imagenet.load(args)
     train_sampler = EpochSampler(len(train_set), 1, seed=args.seed)
     val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
@@ -108,14 +96,13 @@ def main():
     frozen = all_but_the_last_layer(network)
 
     classes = [*val_set.classes, *(f"output {number}" for number in range(len(val_set.classes), args.num_classes or 0))]
-    args.class_names, args.test_samples = classes, 0 if args.training_only else len(val_set)
     if args.evaluate:
         return evaluate_alone(args, network, val_loader, classes, autocast)
     if args.find_max_batch:
         return find_max_batch(args, network, loss_fn, optimizer, device, layout, autocast)
 
-    run = Run(args, train_sampler, model, patience=args.early_stopping_patience, prof=args.prof,
-              optimizer=optimizer, scaler=scaler)  # fmt: skip
+    run = Run(args, train_sampler, model, classes=classes, test_samples=0 if args.training_only else len(val_set),
+              patience=args.early_stopping_patience, prof=args.prof, optimizer=optimizer, scaler=scaler)  # fmt: skip
     if ema:
         run.register(ema=ema)
     if shares:
@@ -172,6 +159,23 @@ def main():
         else:
             scores, _ = run.together(evaluate, ema.module if ema else network, val_loader, classes, autocast)
             run.end_epoch(scores, **named(scores))
+
+
+def settled(args):
+    """The arguments as some of them decide on others, or refuse them."""
+    if args.early_stopping_patience and args.training_only:
+        raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
+    if args.freeze_epochs and not args.weights:
+        raise UserError("--freeze_epochs trains the last layer of a network that has learnt before: give --weights FILE, too")
+    if args.evaluate or args.find_max_batch:
+        args = arguments.replaced(args, min_nodes=None)  # there are no steps
+    if args.exact or args.min_nodes:
+        args = exact.settled(args, same_bits=args.exact)
+    elif args.shares:
+        raise UserError(f"--shares {args.shares} is for --exact true, or for --min_nodes: give one of them, too")
+    if args.min_nodes and args.data_backend.startswith("dali"):
+        raise UserError(f"--min_nodes deals the photographs anew, which --data_backend {args.data_backend} cannot: use pytorch")
+    return args
 
 
 def options():

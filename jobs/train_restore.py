@@ -40,7 +40,7 @@ def main():
     group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
     device = devices.choose(args)
     group.join(args, device)
-    args.workers = devices.loader_workers(args)
+    args = arguments.replaced(args, workers=devices.loader_workers(args))
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(args.seed)
     watch.lap("parameters")
@@ -65,7 +65,8 @@ def main():
     autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
-    run = Run(args, train_sampler, model, best_by="psnr", best_is="highest", optimizer=optimizer, scaler=scaler)
+    run = Run(args, train_sampler, model, test_samples=len(test_set), best_by="psnr", best_is="highest",
+              optimizer=optimizer, scaler=scaler)  # fmt: skip
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:
         run.say(

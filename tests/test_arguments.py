@@ -1,8 +1,10 @@
 """What a job accepts, and what it answers to everything else."""
 
 import contextlib
+import copy
 import io
 import os
+import pickle
 import random
 
 import pytest
@@ -109,7 +111,7 @@ def test_a_recipe_is_the_options_written_out_and_each_of_them_may_be_given_other
     written = [word for name, value in cifar10.MODELARTS.items() for word in (f"--{name}", str(value))]
     named, spelt = parse("--recipe", "modelarts"), parse(*written)
     assert named.changed == {**spelt.changed, "recipe": None}
-    assert named.given == {"recipe"} and spelt.given == {*cifar10.MODELARTS}
+    assert named.given == {"recipe": "modelarts"} and spelt.given == cifar10.MODELARTS
     own = {"changed": {}, "given": {}}
     assert {**vars(named), **own} == {**vars(spelt), "recipe": "modelarts", **own}
     assert parse("--lr", "0.1", "--recipe=modelarts").lr == 0.1 and parse("--recipe=modelarts", "--epochs", "2").epochs == 2
@@ -238,3 +240,15 @@ def test_random_argument_lists_as_whole_processes(tmp_path):
         assert done.returncode in (0, 2), (words, done.stderr)
         assert "Traceback" not in done.stderr, (words, done.stderr)
         assert not os.path.exists(folder / "etc")
+
+
+def test_nobody_changes_the_arguments_of_a_job():
+    args = parse("--lr", 3)
+    with pytest.raises(AttributeError, match=r"args\.lr cannot be set: args stay as they were given"):
+        args.lr *= 2
+    settled = arguments.replaced(args, lr=6.0, optimizer="adam")
+    assert (args.lr, settled.lr, settled.optimizer) == (3, 6, "adam") and settled.given == {"lr": 3}
+    for same in (copy.deepcopy(settled), pickle.loads(pickle.dumps(settled))):  # as a process that is spawned gets them
+        assert vars(same) == vars(settled)
+        with pytest.raises(AttributeError, match=r"args\.lr cannot be set"):
+            same.lr = 3

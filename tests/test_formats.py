@@ -31,7 +31,7 @@ def test_they_are_small():
     assert sum(path.stat().st_size for path in OLD.parent.rglob("*") if path.is_file()) < 400_000
 
 
-OPTIONS = "--custom_data true --max_samples 64 --width 1 --epochs 3 --ledger true --keep 3".split()
+OPTIONS = ["--custom_data", "true", "--max_samples", 64, "--width", 1, "--epochs", 3, "--ledger", "true", "--keep", 3]
 RUNS = {"0.1.0": ("train", "--batch_size", 16), "0.2.0": ("train_exact", "--batch_size", 8)}
 
 

@@ -26,7 +26,7 @@ def shapes(tmp_path, monkeypatch):
 def loaded(folder, *words):
     """(training, validation)"""
     args = arguments.parse(module_of("train_imagenet").options(), ["--data_url", str(folder), *words], environ={})
-    return tuple(data.tree for data in imagenet.load(args))
+    return tuple(data.tree for data in imagenet.load(args)[1:])
 
 
 def test_a_fifth_of_each_class_is_held_out_and_one_line_says_so(shapes, capsys):
@@ -108,7 +108,7 @@ def test_other_names_for_train_and_val_are_not_taken_for_classes(shapes):
 def settled(pictures, *words, ranks=1, before=None):
     """(arguments, what is said)"""
     args = arguments.parse(module_of("train_imagenet").options(), list(words), environ={})
-    return args, recipe.settle(args, pictures, pictures, ranks, before or {})
+    return recipe.settled(args, pictures, pictures, ranks, before or {})
 
 
 def test_a_small_folder_has_settings_of_its_own_which_one_line_spells_out():
@@ -167,8 +167,10 @@ def test_a_run_keeps_its_recipe_also_where_it_was_begun_before_there_were_severa
 def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
     words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0, "--epochs", 2]
     run_job("train_imagenet", shapes.parent, *words, "--max_steps", 5)
-    manifest = json.loads(sorted(shapes.parent.glob("out/checkpoints/*.json"))[-1].read_text())["arguments"]
+    about = json.loads(sorted(shapes.parent.glob("out/checkpoints/*.json"))[-1].read_text())
+    manifest, given = about["arguments"], {"data_url", "arch", "image_size", "workers", "epochs", "max_steps", "output_dir"}
     assert (manifest["recipe"], manifest["optimizer"], manifest["resize"]) == ("small", "adamw", "whole")
+    assert about["asked"] == {name: manifest[name] for name in given}
     log = run_job("train_imagenet", shapes.parent, *words, "--epochs", 4).stdout  # which alone would have another warm-up
     assert "going on from" in log and "global batch 4" in log
     assert "warning: going on with other settings than before: epochs 2 -> 4\n" in log

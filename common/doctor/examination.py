@@ -39,7 +39,6 @@ class Examination:
     """Listens to the moments of a job, and collects findings."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args = args
         self.findings: list[Located] = []
         self.here: Any = None  # the World, once it is known
         self._rate = self._meeting = self._supervisor = None
@@ -107,12 +106,14 @@ class Examination:
 
     # --- The ranks, where the platform started each of them ---
 
-    def meeting(self, args: argparse.Namespace) -> None:
+    def meeting(self, args: argparse.Namespace) -> float:
         """Which ranks have come, and their clocks: before the process group is made, which would wait for missing ranks."""
-        args.collective_seconds = measure.HANG_SECONDS + 30
         here = self.here
-        if here.level == "node" or here.world_size == 1 or heartbeat.has_parent():
-            return
+        if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
+            self._meet(here)
+        return measure.HANG_SECONDS + 30
+
+    def _meet(self, here):
         try:
             self._meeting = Meeting(here, self._seconds)
             missing, others = self._meeting.hold(self.findings)
@@ -154,13 +155,13 @@ class Examination:
     def batches(self, run: Any, loader: Any) -> Iterator:
         """The first step: measure the loader, and give the job one of its batches for a few steps."""
         self._guard.start()
-        batch, load_seconds = measure.time_loader(loader, self.args.workers or 0)
+        batch, load_seconds = measure.time_loader(loader, run.args.workers or 0)
         return self._take_steps(run, loader, batch, load_seconds)
 
     def _take_steps(self, run, loader, batch, load_seconds):
         seconds = yield from measure.time_steps(run, batch)
         self._guard.cancel()
-        args, here = self.args, self.here
+        args, here = run.args, self.here
         sampler, samples = run.sampler, run.global_batch // run.world_size
         overlap = loader.beside or bool(args.workers)
         self.add(checks.check_batches(sampler.num_samples, run.global_batch, run.world_size, args.epochs))

@@ -46,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--join_seconds", type=arguments.POSITIVE, default=900.0, help="how long the nodes wait for each other")
     elastic = "nodes may go and come, and the others go on while there are this many; unset: all stop (docs/elastic.md)"
     add("--min_nodes", type=arguments.WORKERS, help=elastic)
-    parser.set_defaults(collective_seconds=TIMEOUT.total_seconds())
 
 
 def start_workers(args: argparse.Namespace) -> None:
@@ -93,11 +92,11 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         raise UserError(
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
-    moments.announce("meeting", args)
+    seconds = moments.announce("meeting", args) or TIMEOUT.total_seconds()
     # Imported after that, as DistributedDataParallel does, its functions keep the group as a default argument: then
     # destroy_process_group cannot end Gloo's threads, and one that lets go of its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    backend, timeout = devices.collectives_of(device), datetime.timedelta(seconds=args.collective_seconds)
+    backend, timeout = devices.collectives_of(device), datetime.timedelta(seconds=seconds)
     if here.num_nodes > 1:
         if wrong := network.not_here(os.environ, backend):
             raise UserError(wrong)
@@ -153,7 +152,7 @@ def finished() -> None:
 
 def _alike(args):
     """What has to be the same on every node and rank."""
-    same = {name: value for name, value in arguments.plain(args).items() if name not in OWN_OPTIONS}
+    same = {name: value for name, value in arguments.plain(vars(args)).items() if name not in OWN_OPTIONS}
     settings = " ".join(f"{name}={value}" for name, value in sorted(same.items()))
     return {"code": code_digest(os.path.abspath(sys.argv[0])), "arguments": settings, "torch": str(torch.__version__)}
 

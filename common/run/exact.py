@@ -37,9 +37,9 @@ def add_options(parser: arguments.Parser) -> None:
     parser.set_defaults(deterministic=True, sync_bn=False)
 
 
-def settle(args: argparse.Namespace, same_bits: bool) -> None:
+def settled(args: argparse.Namespace, same_bits: bool) -> argparse.Namespace:
     """The same in a job that trains so only if it is asked to; without `same_bits` it has shares for another reason."""
-    args.deterministic, args.sync_bn = args.deterministic or same_bits, bool(args.sync_bn)
+    return arguments.replaced(args, deterministic=args.deterministic or same_bits, sync_bn=bool(args.sync_bn))
 
 
 class Shares:
@@ -55,7 +55,7 @@ class Shares:
             raise UserError(
                 "--sync_bn true has one statistic for all samples of a step, and each share has its own: leave it out"
             )
-        self._args, self._model, self._sampler, self._base_lr = args, model, train_sampler, args.lr
+        self._args, self._model, self._sampler = args, model, train_sampler
         self._global_batch = global_batch
         self._test_sampler = test_sampler
         self._members = collectives.GROUP.members
@@ -111,7 +111,7 @@ class Shares:
 
     def learning_rate(self, run: Any) -> float:
         """--lr, which is for a share, for as many samples as a step has."""
-        return self._base_lr * run.global_batch / self._args.batch_size
+        return self._args.lr * run.global_batch / self._args.batch_size
 
     def of(self, batch: Sequence[torch.Tensor], samples_seen: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """This rank's batch, a share at a time."""

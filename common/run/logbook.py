@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -53,19 +53,22 @@ class Run:
         args: argparse.Namespace,
         sampler: Any,
         model: torch.nn.Module,
+        *,
+        classes: Sequence[str] = (),
+        test_samples: int = 0,
         best_by: str = "accuracy",
         best_is: Optional[str] = None,
         patience: Optional[int] = None,
         prof: Optional[int] = None,
         **parts: Any,
     ):
-        """`best_by`: the metric of end_epoch by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
+        """`classes`: their names, for who reads the checkpoints. `test_samples`: in an evaluation, to guess how long one takes.
+        `best_by`: the metric of end_epoch by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `parts`: what else to save."""
-        self.args, self.sampler, self._parts = args, sampler, parts
+        self.args, self.sampler, self._parts, self.classes = args, sampler, parts, list(classes)
         self._best_by, self._best_is, self._patience = best_by, which_is_best(best_by, best_is), patience
         self._lock = None  # on the output folder, held until this process ends
-        self.arguments = arguments.plain(args)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
         self.device = next(self.model.parameters()).device
@@ -82,7 +85,7 @@ class Run:
         self.say = self._display.say
         self._heartbeat = heartbeat.of_this_process()
         self._course, self._journal = Course(), Journal(args.output_dir, self.say, self._display.written)
-        self._time_left = timing.TimeLeft(args.test_samples)
+        self._time_left = timing.TimeLeft(test_samples)
         if self._writes:
             self._journal.listen()
         self._saver = Saver(args, self.say)
@@ -447,7 +450,7 @@ class Run:
         manifest = {
             **self._about(),
             "job": self.args.world.job_id,
-            "classes": list(self.args.class_names),
+            "classes": self.classes,
             "versions": facts.versions(),
         }
         self._saver.save(checkpoint.snapshot(self.state()), manifest, weights_of_epoch)
@@ -459,7 +462,8 @@ class Run:
             "world_size": self.world_size,
             "run": self._id,
             "identity": self._identity,
-            "arguments": self.arguments,
+            "asked": arguments.plain(self.args.given),
+            "arguments": arguments.plain(vars(self.args)),
         }
 
     def state(self) -> dict:
@@ -502,7 +506,7 @@ class Run:
         self._id = about.get("run", self._id)
         self._losses.load_state_dict(state["run"])
         self.history = state["run"]["history"]
-        sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], self.arguments)]
+        sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(self.args))]
         if sizes[0] == sizes[1]:
             self.sampler.set_global_batch(about["global_batch"])
 

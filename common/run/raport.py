@@ -26,7 +26,7 @@ class Raport:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._path, self._spare, self._began = os.path.join(args.output_dir, args.raport_file), Spare(say), time.monotonic()
-        self._arguments: Optional[dict] = arguments.plain(args)
+        self._arguments: Optional[dict] = arguments.plain(vars(args))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self._arguments:

@@ -213,7 +213,7 @@ def _course(run):
     """How long, on what, to where."""
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
-    classes = f" of {count(len(args.class_names), 'class', 'classes')}" if args.class_names else ""
+    classes = f" of {count(len(run.classes), 'class', 'classes')}" if run.classes else ""
     source = (
         "made up" + (" (--custom_data true)" if args.custom_data else "")
         if args.input.synthetic
@@ -234,7 +234,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) 
     )
     if found:
         _, about, path = found
-        changed = changes(about["arguments"], run.arguments)
+        changed = changes(about["arguments"], vars(args))
         if changed:
             yield f"warning: going on with other settings than before: {', '.join(changed)}"
         within = f"epoch {run.epoch + 1}, after {run.consumed} of its samples"

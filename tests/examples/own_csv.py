@@ -13,7 +13,7 @@ loader = own_folder.loader
 def load(args):
     folder = storage.fetch(args.data_url)
     tables = [read(os.path.join(folder, f"{split}.csv")) for split in ("train", "test")]
-    args.class_names = classes = sorted({row["label"] for row in tables[0]})
+    classes = sorted({row["label"] for row in tables[0]})
     return tuple(own_folder.Pictures(*columns(folder, table, classes), classes) for table in tables)
 
 

@@ -34,7 +34,7 @@ def decoded(path):
 
 def load(args):
     folder = storage.fetch(args.data_url)
-    args.class_names = classes = sorted(os.listdir(os.path.join(folder, "train")))  # for who reads the checkpoints
+    classes = sorted(os.listdir(os.path.join(folder, "train")))
     return split(folder, "train", classes), split(folder, "test", classes)
 
 
