@@ -186,9 +186,7 @@ def test_with_loader_workers_it_gives_the_bits_of_the_repositorys_job(empty):
 def test_a_spawned_process_finds_the_modules_too(empty):
     def change(text):
         spawning = "import multiprocessing\n\n    print(multiprocessing.get_context('spawn').Pool(1).apply(learning_rate, (arguments, 0.25, 0.5)))"
-        return text.replace(
-            "def main():\n", f"class arguments:\n    schedule = 'constant'\n\n\ndef main():\n    {spawning}\n"
-        )
+        return text.replace("def main():\n", f"class arguments:\n    schedule = 'constant'\n\n\ndef main():\n    {spawning}\n")
 
     path = write(
         empty,

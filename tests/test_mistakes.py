@@ -10,7 +10,8 @@ import torch
 
 from common.errors import UserError
 from common.models import classifiers
-from common.run import checkpoint, facts, output, scores
+from common.run import checkpoint, facts, output
+from common.run.results import Results
 from common.run.saver import Saver
 from tests.jobs import ROOT, TINY, module_of, run_forked, run_job
 
@@ -84,12 +85,12 @@ def test_the_lowest_value_is_the_best_where_the_job_says_so(trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["loss", "val_error", "mae", "log_mse"])
-def test_which_value_is_the_best_has_to_be_said_where_the_name_does_not(trained, name):
+def test_which_value_is_the_best_has_to_be_said_where_the_name_does_not(name):
     with pytest.raises(UserError, match=f'best_by="{name}".* does not say which value is better: give best_is="lowest" or'):
-        scores.which_is_best(name, None)
-    assert scores.which_is_best(name, "highest") == "highest" and scores.which_is_best("accuracy", None) == "highest"
+        Results(name)
+    assert Results(name, "highest").best_is == "highest" and Results("accuracy").best_is == "highest"
     with pytest.raises(UserError, match="best_is='low'"):
-        scores.which_is_best(name, "low")
+        Results(name, "low")
 
 
 # --- Before anything is spent -----------------------------------------------------------------------------------------------

@@ -49,10 +49,13 @@ class Group:
 GROUP = Group()
 
 
+def grouped() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def rank_and_size() -> tuple[int, int]:
     """(this process's rank, the number of ranks); (0, 1) in a job without a process group."""
-    grouped = distributed.is_available() and distributed.is_initialized()
-    return (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
+    return (distributed.get_rank(), distributed.get_world_size()) if grouped() else (0, 1)
 
 
 class All:

@@ -19,6 +19,8 @@ from common.run import events
 from common.run.spare import Spare
 from common.run.timing import Window
 
+CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
+REPORT_SECONDS = 180  # and between two of the report; where that takes long, a hundred times as long
 MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that are shown of a larger one
 
 
@@ -38,6 +40,11 @@ class Display:
         self._window = Window(print_freq)
         self.scores: Any = None  # of the newest evaluation
         self._scores_written: Any = None
+        self.begin()
+
+    def begin(self) -> None:
+        """From here on, count the time until the curves and the report are due."""
+        self._curves_drawn, self._report_due = time.monotonic(), time.monotonic() + REPORT_SECONDS
 
     def say(self, text: str) -> None:
         if self.active:
@@ -111,8 +118,12 @@ class Display:
             self._add_events(step, events.image(step, name, pixels))
         self._spare.write(os.path.join(self.output_dir, "examples", f"{name}.png"), png(pixels))
 
+    def curves_are_due(self) -> bool:
+        return time.monotonic() - self._curves_drawn >= CURVES_SECONDS
+
     def curves(self, history: list[dict]) -> None:
         """curves.png: the loss and the metrics of each epoch, one panel each."""
+        self._curves_drawn = time.monotonic()
         if not self._writes or not history or not optional.there(optional.FIGURES):
             return
         from matplotlib.figure import Figure
@@ -139,13 +150,17 @@ class Display:
         lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self.scores)
         self._spare.write(os.path.join(self.output_dir, "report.txt"), "\n".join([*lines, ""]).encode())
 
+    def report_is_due(self) -> bool:
+        return self._writes and time.monotonic() >= self._report_due
+
     def written(self) -> None:
         """What the newest scores say; then the others may make something of what is there."""
         if not self._writes:
             return
-        self._write_scores()
         write, began = self._spare.write, time.monotonic()
+        self._write_scores()
         moments.announce("written", self.output_dir, lambda name, content: write(os.path.join(self.output_dir, name), content))
+        self._report_due = time.monotonic() + max(REPORT_SECONDS, 100 * (time.monotonic() - began))
         self.leave_out(began)
 
     def _write_scores(self):

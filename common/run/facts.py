@@ -55,14 +55,24 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
     return " ".join([*started, shlex.join(kept)])
 
 
-def of_this_start(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def of_this_start(run: Any) -> dict[str, Any]:
+    args, at = run.args, run.position
     changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
     shown = {name: HIDDEN if is_secret(name) else mask(vars(args)[name]) for name in changed}
     return {
+        **at.row(at.epoch),
+        "consumed": at.consumed,
+        "epochs": args.epochs,
+        "samples_per_epoch": run.sampler.samples_per_epoch,
+        "best_by": run.results.best_by,
+        "best_is": run.results.best_is,
+        "global_batch": run.global_batch,
+        "ranks": run.world_size,
+        "synthetic": args.input.synthetic,
         "job": args.job,
         "command": command(args, sys.argv),
         "options": {name: [shown[name], str(default)] for name, default in changed.items()},
-        "machine": machine(device),
+        "machine": machine(run.device),
         "versions": versions(),
         "platform": args.world.platform,
         "nodes": args.world.num_nodes,

@@ -78,17 +78,6 @@ class Journal:
         for row in early:
             self._append("journal.jsonl", row)
 
-    def rate_before(self) -> Optional[float]:
-        """The images a second in the last rows of the starts before, if there are any."""
-        rates = []
-        with (
-            contextlib.suppress(OSError, ValueError, AttributeError),
-            open(os.path.join(self._folder, "speed.jsonl"), "rb") as file,
-        ):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            rates = [rate for line in file.readlines()[1:] if (rate := json.loads(line).get("images_per_s"))]
-        return statistics.median(rates) if rates else None
-
     def event(self, event: str, **facts: Any) -> None:
         row = {"time": round(time.time(), 3), "event": event, **facts}
         if self._active:
@@ -128,3 +117,12 @@ class Journal:
             self.event("end", how="failed", why=one_line(f"{type(error).__name__}: {error}")[:500])
             with contextlib.suppress(Exception):  # the error itself is what the user has to see
                 self._at_failure()
+
+
+def rate_before(folder: str) -> Optional[float]:
+    """The images a second in the last rows of the starts before, if there are any."""
+    rates = []
+    with contextlib.suppress(OSError, ValueError, AttributeError), open(os.path.join(folder, "speed.jsonl"), "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        rates = [rate for line in file.readlines()[1:] if (rate := json.loads(line).get("images_per_s"))]
+    return statistics.median(rates) if rates else None

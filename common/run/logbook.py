@@ -18,8 +18,6 @@ already all it needed is ahead of the others by that step or evaluation: they ta
 
 import argparse
 import contextlib
-import datetime
-import os
 import signal
 import sys
 import time
@@ -37,14 +35,13 @@ from common.run.agreement import Agreement
 from common.run.display import Display
 from common.run.journal import Course, Journal
 from common.run.losses import Losses
+from common.run.plan import Plan
+from common.run.position import Position
+from common.run.results import Results
 from common.run.saver import Saver
 from common.run.scaler import Scaler
-from common.run.scores import Scores, which_is_best
+from common.run.scores import Scores
 from common.run.seeds import seed_step
-
-CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
-REPORT_SECONDS = 180  # and between two of the report; where that takes long, a hundred times as long
-POSITION = ("samples_seen", "total_steps", "epoch", "consumed", "best")  # as a checkpoint names it
 
 
 class Run:
@@ -67,8 +64,8 @@ class Run:
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `parts`: what else to save."""
         self.args, self.sampler, self._parts, self.classes = args, sampler, parts, list(classes)
-        self._best_by, self._best_is, self._patience = best_by, which_is_best(best_by, best_is), patience
-        self._lock = None  # on the output folder, held until this process ends
+        self.position, self.results, self._patience = Position(), Results(best_by, best_is), patience
+        self.plan: Any = None  # a Plan, once the run has resumed
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
         self.device = next(self.model.parameters()).device
@@ -76,8 +73,7 @@ class Run:
         self.rank, self.world_size = group.rank, group.size
         self._members = collectives.GROUP.members  # where nodes come and go
         shows = self.rank == 0 and not (self._members and self._members.comes_later)
-        self.grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not self.grouped:
+        if not collectives.grouped():
             world.require_one_device(args)
         self.trial = bool(args.trial or prof)
         self._writes = shows and not self.trial
@@ -90,9 +86,7 @@ class Run:
             self._journal.listen()
         self._saver = Saver(args, self.say)
         self._agreement = Agreement(args.max_hours, args.save_seconds)
-        self._advised, self._resumed, self._goes_on = None, False, False
-        self.samples_seen = self.total_steps = self.epoch = self.consumed = 0
-        self.best, self.history, self._id = None, [], uuid.uuid4().hex
+        self._advised, self._goes_on, self._id = None, False, uuid.uuid4().hex
         self._busy, self._evaluating = True, False
         self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
         self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step, where nodes come and go
@@ -130,28 +124,24 @@ class Run:
                 )
             self._shares.before_it_counts = self._exchange
             self._form()
-        self._goes_on = bool(found) or self.total_steps > 0
-        self._epoch_began = self._curves_drawn = time.monotonic()
-        self._report_due, self._row_of = time.monotonic() + REPORT_SECONDS, self.epoch + 1
-        self._steps_before, self._epochs_before, self._samples_before = self.total_steps, self.epoch, self.samples_seen
-        self._saved_place = self._place() if found else None
-        self.sampler.start_at(self.epoch, self.consumed)
-        self._samples_per_epoch, self._resumed = self.sampler.samples_per_epoch, True
-        if self._limit() or self.consumed >= self._samples_per_epoch:
+        self._goes_on = bool(found) or self.position.total_steps > 0
+        self._display.begin()
+        self._epoch_began, self._row_of = time.monotonic(), self.position.epoch + 1
+        self._saved_at = self.position if found else None
+        self.sampler.start_at(self.position.epoch, self.position.consumed)
+        self.plan = Plan(self.args, self.sampler, self.position, self._patience)
+        if self.plan.limit(self.position) or self.plan.epoch_is_over(self.position):
             self._import_packages()
         self._ledger = self._new_ledger(active=self._writes or not self._members)
-        self._ledger.start(self.epoch, self.consumed)
+        self._ledger.start(self.position.epoch, self.position.consumed)
         if self._writes and not self._attempt.active:
             self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
         if not self.trial:
             for line in restore.first_lines(self, found, self._attempt):
                 self.say(line)
-            if found and (rate := self._journal.rate_before()):
-                left = datetime.timedelta(seconds=int(self._samples_left() / rate))
-                self.say(f"about {left} left at the {rate:.0f} images a second of the last start")
             if self._writes:
                 self._begin_journal(found[2] if found else None)
-            self._display.metrics(self.history)
+            self._display.metrics(self.results.history)
             self._tell_state()
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
@@ -163,13 +153,7 @@ class Run:
 
     def _begin_journal(self, goes_on_from):
         self._journal.begin()
-        place = {"epoch": self.epoch, "consumed": self.consumed, "samples": self.samples_seen, "steps": self.total_steps}
-        course = {"epochs": self.args.epochs, "samples_per_epoch": self._samples_per_epoch}
-        best = {"best_by": self._best_by, "best_is": self._best_is}
-        self._journal.event(
-            "start", run=self._id, goes_on_from=goes_on_from, **place, **course, **best, global_batch=self.sampler.global_batch,
-            ranks=self.world_size, synthetic=self.args.input.synthetic, **facts.of_this_start(self.args, self.device),
-        )  # fmt: skip
+        self._journal.event("start", run=self._id, goes_on_from=goes_on_from, **facts.of_this_start(self))
 
     # --- Where the run stands ---
 
@@ -183,8 +167,7 @@ class Run:
     def progress(self) -> float:
         """Share of the run's samples seen, at the middle of the coming step: what a schedule should depend on."""
         self._require_resumed("run.progress")
-        in_epoch = (self.consumed + self.sampler.global_batch / 2) / self._samples_per_epoch
-        return min(1.0, (self.epoch + in_epoch) / self.args.epochs)
+        return self.plan.progress(self.position)
 
     @property
     def goes_on(self) -> bool:
@@ -193,45 +176,42 @@ class Run:
         return self._goes_on or self.trial
 
     def _require_resumed(self, asked):
-        if not self._resumed:
+        if self.plan is None:
             raise RuntimeError(f"{asked} was used before run.resume(): call that first, after the last run.register()")
 
-    def _place(self):
-        return self.samples_seen, self.epoch, self.consumed
+    @property
+    def epoch(self) -> int:
+        """How many are done."""
+        return self.position.epoch
+
+    @property
+    def total_steps(self) -> int:
+        """How many the run has taken, of all its starts."""
+        return self.position.total_steps
 
     # --- The loop ---
 
     def epochs(self) -> Iterator[int]:
         self._require_resumed("run.epochs()")
-        if limit := self._limit():
+        if limit := self.plan.limit(self.position):
             place = f"{self.epoch} epochs, {self.total_steps} steps"
             self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}")
-        while not self._limit():
-            self.sampler.start_at(self.epoch, self.consumed)
-            self._samples_per_epoch = self.sampler.samples_per_epoch
-            self._epoch_began = time.monotonic()
-            steps_done = self.consumed // self.sampler.global_batch
-            self._display.start_epoch(self.epoch, self.args.epochs, steps_done + len(self.sampler), steps_done)
-            left, steps, sizes = len(self.sampler), self.total_steps, self._sizes_of_weights()
-            yield self.epoch
-            if left and self.total_steps == steps:
+        while not self.plan.limit(self.position):
+            began, self._epoch_began = self.position, time.monotonic()
+            self.sampler.start_at(began.epoch, began.consumed)
+            left, done = len(self.sampler), began.consumed // self.sampler.global_batch
+            self._display.start_epoch(began.epoch, self.args.epochs, done + left, done)
+            sizes = sizes_of_weights(self.model) if self._display.active else []
+            yield began.epoch
+            if left and self.position.total_steps == began.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
             if self._evaluating:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
-            if sizes and sizes == self._sizes_of_weights():
+            if sizes and sizes == sizes_of_weights(self.model):
                 self.say(
                     "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
                 )
         self._finish()
-
-    def _sizes_of_weights(self):
-        """To see whether an epoch changes anything; empty where nothing is trained, and on ranks that say nothing."""
-        if not self._display.active:
-            return []
-        # Not sums: the gradients of a last layer add up to zero. In the widest type, in which small steps are seen.
-        trained = [weight.detach() for weight in self.model.parameters() if weight.requires_grad]
-        sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(self.device)) for weight in trained]
-        return torch.stack(sizes).tolist() if sizes else []
 
     def steps(self, loader: Any) -> Iterator:
         if not hasattr(loader, "transfer_seconds"):
@@ -242,28 +222,28 @@ class Run:
         self._loader = loader
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
-        while others or (self.consumed < self._samples_per_epoch and not self._steps_used_up()):
+        while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             asked = time.monotonic()
             self._show("data")
             batch = next(batches)
             self._given, moved = time.monotonic(), loader.transfer_seconds()
             self._waited = (self._given - asked - (0 if loader.beside else moved), moved)
-            self._busy, due = True, self.total_steps + 1
+            self._busy, due = True, self.position.total_steps + 1
             self._show("step")
             self._course.transferred(moved, loader.beside)
-            self._attempt.set(self.epoch, self.consumed)
+            self._attempt.set(self.position.epoch, self.position.consumed)
             if self._shares:
-                yield from self._shares.of(batch, self.samples_seen)
+                yield from self._shares.of(batch, self.position.samples_seen)
                 if self._shares.interrupted:
                     batches.close()
                     self._form()
-                    self.sampler.start_at(self.epoch, self.consumed)
+                    self.sampler.start_at(self.position.epoch, self.position.consumed)
                     batches = iter(loader)
                     continue
             else:
-                seed_step(self.args.seed, self.samples_seen, self.rank)
+                seed_step(self.args.seed, self.position.samples_seen, self.rank)
                 yield batch
-            if self.total_steps != due:
+            if self.position.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
         self._losses.share()
         self._evaluating = True
@@ -274,12 +254,10 @@ class Run:
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
         loss, ids = loss.detach(), self._loader.ids
-        self._ledger.step(self.epoch, self.consumed, self._counted[2] if self._members else ids)
-        self.consumed += self.sampler.global_batch
-        self.samples_seen += self.sampler.global_batch
-        self.total_steps += 1
-        self._losses.add(loss, self.total_steps, ids)
-        self._time_left.mark(self.samples_seen - self._samples_before, self._course.read()["training"])
+        self._ledger.step(self.position.epoch, self.position.consumed, self._counted[2] if self._members else ids)
+        self.position = self.position.after_step(self.sampler.global_batch)
+        self._losses.add(loss, self.position.total_steps, ids)
+        self._time_left.mark(self.position.samples_seen - self.plan.began.samples_seen, self._course.read()["training"])
         if self._members:
             self._tell_news()
         self._attempt.set(-1, -1)
@@ -303,8 +281,8 @@ class Run:
         if not self._members:
             self._agreement.exchange((lambda own: collectives.reduce(own, "MAX")) if self.world_size > 1 else None)
         stop_signal, hours_over, save = self._agreement.due()
-        by_steps = self.args.save_steps and self.total_steps % self.args.save_steps == 0
-        if (save or by_steps) and self.consumed < self._samples_per_epoch:  # else end_epoch saves, after the evaluation
+        by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
+        if (save or by_steps) and not self.plan.epoch_is_over(self.position):  # else end_epoch saves, after the evaluation
             self.save()
         self._busy = False
         if stop_signal:
@@ -317,84 +295,61 @@ class Run:
 
         `scores`: those of the evaluation, for the report.
         """
-        if not self._evaluating and not self.consumed:
+        if not self._evaluating and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self._busy, self._evaluating = True, False
         self._display.end_epoch()
-        self._check_losses()
-        number = self.epoch + 1
-        whole, step = self.consumed >= self._samples_per_epoch, self.consumed // self.sampler.global_batch
+        self._losses.check(self.args.lr, self._saver.last_good)
+        number, whole = self.position.epoch + 1, self.plan.epoch_is_over(self.position)
+        what = f" (within epoch {number}, after {self._step_of_the_epoch(' of its ')} steps)"
         if whole:
-            self._close_epoch(metrics)
+            self.position = self.results.close_epoch(self.position, self._losses.close_epoch(), metrics)
+            self._display.metrics(self.results.history)
+            self._time_left.epoch()
+            what = self.results.news(self.position)
         shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
-        seconds, place = time.monotonic() - self._epoch_began, f"epoch={self.epoch}/{self.args.epochs} steps={self.total_steps}"
-        steps = self._samples_per_epoch // self.sampler.global_batch
-        what = self._news_of_the_epoch() if whole else f" (within epoch {self.epoch + 1}, after {step} of its {steps} steps)"
-        self.say(f"{place}{self._skipped()}{shown} seconds={seconds:.1f}{what}")
-        self._display.scalars(self.total_steps, {f"test/{name}": value for name, value in metrics.items()})
+        seconds, epoch, steps = time.monotonic() - self._epoch_began, self.position.epoch, self.position.total_steps
+        self.say(f"epoch={epoch}/{self.args.epochs} steps={steps}{self._skipped()}{shown} seconds={seconds:.1f}{what}")
+        self._display.scalars(steps, {f"test/{name}": value for name, value in metrics.items()})
         if scores is not None:
             self._display.scores = scores
-            if whole and (line := scores.nothing_learnt(self.epoch, self.args)):
+            if whole and (line := scores.nothing_learnt(epoch, self.args)):
                 self.say(line)
-            if self._limit():  # before the checkpoint, after which a start does not evaluate again
+            if self.plan.limit(self.position):  # before the checkpoint, after which a start does not evaluate again
                 self._display.report()
-        self.save(weights_of_epoch=self.epoch if whole else None)
-        if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
-            self._draw_curves()
+        self.save(weights_of_epoch=epoch if whole else None)
+        if self._display.curves_are_due():
+            self._display.curves(self.results.history)
         self._speed_row(None, None, number)
-        self._report_if_due()
+        self._report(if_due=True)
         self._busy = False
         if self._agreement.signal and self.world_size == 1:
             self._stop_on(self._agreement.signal)
 
     def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
         """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard. `what`: its rows and the names of its columns."""
-        self._display.picture(name, pixels, self.total_steps)
+        self._display.picture(name, pixels, self.position.total_steps)
         self._journal.event("picture", name=name, **what)
-
-    def _news_of_the_epoch(self):
-        """What has become better or worse, in words behind the numbers of an epoch."""
-        row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self._best_by
-        if self.best is None:
-            return ""
-        best = self.best["epoch"] == self.epoch
-        words = ["the best so far" if best else f"best {self.best[by]:.4f} in epoch {self.best['epoch']}"]
-        words += [
-            f"{name} {row[name] - before[name]:+.4f}" for name in (by, "loss", "train_loss") if name in row and name in before
-        ]
-        return f" ({', '.join(words)})"
 
     def _speed_row(self, loss, lr, epoch):
         self._row_of = epoch
-        place = {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}
-        trained, memory = self.samples_seen - self._samples_before, devices.peak_memory(self.device)
-        self._journal.speed(self._course.read(), memory, trained, loss, lr, **place)
-
-    def _close_epoch(self, metrics):
-        self.epoch += 1
-        row = {"epoch": self.epoch, "steps": self.total_steps, "samples": self.samples_seen}
-        row = {**row, "train_loss": self._losses.close_epoch(), **metrics}
-        self.history.append(row)
-        self._display.metrics(self.history)
-        score, before = metrics.get(self._best_by), (self.best or {}).get(self._best_by)
-        if score is not None and (before is None or (score < before if self._best_is == "lowest" else score > before)):
-            self.best = {"epoch": self.epoch, "samples_seen": self.samples_seen, self._best_by: score}
-        self.consumed = 0
-        self._time_left.epoch()
+        trained, memory = self.position.samples_seen - self.plan.began.samples_seen, devices.peak_memory(self.device)
+        self._journal.speed(self._course.read(), memory, trained, loss, lr, **self.position.row(epoch))
 
     def _line(self, loss):
-        self._check_losses()
-        step, steps = (samples // self.sampler.global_batch for samples in (self.consumed, self._samples_per_epoch))
-        place = f"epoch={self.epoch + 1}/{self.args.epochs} step={step}/{steps}{self._skipped()}"
-        lr = self._parts["optimizer"].param_groups[0]["lr"] if "optimizer" in self._parts else 0.0
-        speeds = self._display.line(place, loss.item(), lr, self._seconds_left())
-        if self.total_steps == self._steps_before + 1:
+        self._losses.check(self.args.lr, self._saver.last_good)
+        place = f"epoch={self.position.epoch + 1}/{self.args.epochs} step={self._step_of_the_epoch()}{self._skipped()}"
+        lr = self._lr()
+        left, evaluations = self.plan.samples_left(self.position), self.plan.evaluations_left(self.position)
+        speeds = self._display.line(place, loss.item(), lr, self._time_left.seconds(left, evaluations, self._course.read()))
+        steps = self.position.total_steps - self.plan.began.total_steps
+        if steps == 1:
             self._import_packages()
         shown = {"train/loss": loss.item(), "train/lr": lr, **{f"speed/{name}": value for name, value in speeds.items()}}
-        self._display.scalars(self.total_steps, shown)
-        self._speed_row(loss.item(), lr, self.epoch + 1)
-        self._report_if_due()
-        if not self._advised and self.total_steps - self._steps_before > timing.WARM_UP:
+        self._display.scalars(self.position.total_steps, shown)
+        self._speed_row(loss.item(), lr, self.position.epoch + 1)
+        self._report(if_due=True)
+        if not self._advised and steps > timing.WARM_UP:
             self._advised = timing.advice(self.args.input.remedies, speeds["waiting_for_data"])
             if self._advised:
                 self.say(self._advised)
@@ -408,59 +363,43 @@ class Run:
                 self.say(left_out)
             self._display.leave_out(began)
 
+    def _step_of_the_epoch(self, of="/"):
+        step, steps = (place // self.global_batch for place in (self.position.consumed, self.sampler.samples_per_epoch))
+        return f"{step}{of}{steps}"
+
+    def _lr(self):
+        return self._parts["optimizer"].param_groups[0]["lr"] if "optimizer" in self._parts else 0.0
+
     def _skipped(self):
         """Of the steps, those whose gradients overflowed."""
         scaler = self._parts.get("scaler")
         number = scaler.skipped() if isinstance(scaler, Scaler) else 0
         return f" skipped_steps={number}" if number else ""
 
-    def _seconds_left(self):
-        left = self._samples_left()
-        return self._time_left.seconds(left, -(-(self.consumed + left) // self._samples_per_epoch), self._course.read())
-
-    def _samples_left(self):
-        left = (self.args.epochs - self.epoch) * self._samples_per_epoch - self.consumed
-        if self.args.max_steps is None:
-            return left
-        return min(left, (self.args.max_steps - self.total_steps) * self.sampler.global_batch)
-
-    def _check_losses(self):
-        """Stop at the first loss that is not a number; called seldom, because it waits for the GPU."""
-        bad = self._losses.first_bad()
-        if bad:
-            step, loss, ids = bad
-            where = f"at step {step}, sample ids {ids.tolist()}"
-            try_this = f"lower --lr, which was {self.args.lr:g}, or look at these samples"
-            raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {self._saver.last_good()}")
-
     # --- Saving and restoring ---
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
-        self._check_losses()
+        self._losses.check(self.args.lr, self._saver.last_good)
         self._losses.share()
         self._agreement.saved()
         if not self._writes or not self.args.checkpoints:
             return  # a trial writes nothing, and rank 0 writes for all
-        if self._place() == self._saved_place and not weights_of_epoch:
+        if self.position == self._saved_at and not weights_of_epoch:
             return
-        self._saved_place = self._place()
+        self._saved_at = self.position
         self._show("save")
         self._saver.wait()
-        manifest = {
-            **self._about(),
-            "job": self.args.world.job_id,
-            "classes": self.classes,
-            "versions": facts.versions(),
-        }
+        manifest = {**self._about(), "job": self.args.world.job_id, "classes": self.classes, "versions": facts.versions()}
         self._saver.save(checkpoint.snapshot(self.state()), manifest, weights_of_epoch)
 
     def _about(self):
         return {
-            **{name: getattr(self, name) for name in POSITION},
+            **vars(self.position),
             "global_batch": self.sampler.global_batch,
             "world_size": self.world_size,
             "run": self._id,
+            "lr": self._lr(),
             "identity": self._identity,
             "asked": arguments.plain(self.args.given),
             "arguments": arguments.plain(vars(self.args)),
@@ -470,7 +409,7 @@ class Run:
         """What a checkpoint holds."""
         state = {name: part.state_dict() for name, part in self._parts.items()}
         state["model"] = checkpoint.plain_keys(self.model.state_dict())
-        state["run"] = {**self._losses.state_dict(), "history": self.history}
+        state["run"] = {**self._losses.state_dict(), "history": self.results.history}
         return state
 
     def _find(self):
@@ -484,7 +423,7 @@ class Run:
 
     def _choose(self):
         output.make_folders(self.args)
-        self._lock = output.lock(self.args.checkpoint_dir)
+        output.lock(self.args.checkpoint_dir)  # until this process ends
         checkpoint.sweep(self.args.checkpoint_dir)
         found = restore.choose(self.args, self._identity, self.say)
         self._saver.start_publishing(found[1] if found else None)
@@ -492,20 +431,11 @@ class Run:
 
     def _restore(self, state, about, path):
         self.model.load_state_dict(state["model"])
-        for name, part in self._parts.items():
-            if not state.get(name) and part.state_dict():  # a scaler that was switched off has saved nothing
-                self.say(f"warning: {path} has no {name}: it starts anew")
-            elif isinstance(part, torch.optim.Optimizer):
-                # The learning rate and weight decay are those of this start, not those of the checkpoint.
-                part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
-                restore.complete(part)
-            elif state.get(name):
-                part.load_state_dict(state[name])
-        for name in POSITION:
-            setattr(self, name, about[name])
+        restore.load(self._parts, state, path, self.say)
+        self.position = Position.of(about)
         self._id = about.get("run", self._id)
         self._losses.load_state_dict(state["run"])
-        self.history = state["run"]["history"]
+        self.results.history = state["run"]["history"]
         sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(self.args))]
         if sizes[0] == sizes[1]:
             self.sampler.set_global_batch(about["global_batch"])
@@ -515,8 +445,8 @@ class Run:
     def _form(self):
         """Become a member of the next group, or save and end where there will be none."""
         self._show("join")
-        steps = self.total_steps
-        place = 2 * steps + (steps > 0 and self.consumed == 0)  # of steps and evaluations: after one of those, an epoch closes
+        here = self.position
+        place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # an evaluation closes an epoch
         try:
             self._members.form(place, self._to_hand_over, self._take)
         except collectives.Stopped as stop:
@@ -552,7 +482,7 @@ class Run:
 
     def _take(self, given):
         about = given["about"]
-        if self._together and about["total_steps"] == self.total_steps:
+        if self._together and about["total_steps"] == self.position.total_steps:
             self._behind = True  # by this evaluation alone: this rank does all of it, and then closes the epoch, too
             return
         restore.refuse_another_run(about["identity"], self._identity, "what the other nodes train")
@@ -568,7 +498,7 @@ class Run:
             padded = torch.full((self.sampler.global_batch,), -1)
             padded[: len(ids)] = ids
             ids = torch.cat(gather(padded))
-        self._counted = [self.epoch, self.consumed, ids[ids >= 0]]
+        self._counted = [self.position.epoch, self.position.consumed, ids[ids >= 0]]
 
     def _let_one_write(self):
         """Who is to write the files from here on, and did not, begins with it."""
@@ -582,15 +512,15 @@ class Run:
             self._journal.listen()
             output.make_folders(self.args)
             try:
-                self._lock = output.lock(self.args.checkpoint_dir)
+                output.lock(self.args.checkpoint_dir)  # until this process ends
             except UserError as error:  # by the one that had to do it, on a machine that is frozen
                 self.say(f"warning: {error}")
             self._bring_what_grows()
             self._saver.start_publishing()
             self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
-            self._display.metrics(self.history)
+            self._display.metrics(self.results.history)
             self._ledger = self._new_ledger(active=True)
-            if self._resumed:
+            if self.plan:
                 self._begin_journal("the state of the other nodes")
         if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
             epoch, consumed, ids = self._counted
@@ -606,54 +536,31 @@ class Run:
                 self.say(f"warning: {error}")
 
     def _tell_news(self):
-        now = time.monotonic()
-        if self._members.news:
-            size, pause = count(self._members.size, "rank"), now - self._last_step
-            self.say(f"{self._members.news}: {size} went on with step {self.total_steps} after {pause:.1f} s")
-            self._journal.event(
-                "nodes", text=self._members.news, ranks=self._members.size, pause=round(pause, 1), samples=self.samples_seen
-            )
+        now, here, size, news = time.monotonic(), self.position, self._members.size, self._members.news
+        if news:
+            pause = now - self._last_step
+            self.say(f"{news}: {count(size, 'rank')} went on with step {here.total_steps} after {pause:.1f} s")
+            self._journal.event("nodes", text=news, ranks=size, pause=round(pause, 1), samples=here.samples_seen)
         self._members.step_counts()
         self._last_step = now
 
     # --- Ending ---
 
-    def _limit(self):
-        """The option that ends the run here, or None: it goes on."""
-        if self.epoch >= self.args.epochs:
-            return f"--epochs {self.args.epochs}"
-        if self._steps_used_up():
-            return f"--max_steps {self.args.max_steps}"
-        if self._epochs_used_up():
-            return f"--run_epochs {self.args.run_epochs}"
-        if self._patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self._patience:
-            return "the present --early_stopping_patience"
-        return None
-
-    def _steps_used_up(self):
-        return self.args.max_steps is not None and self.total_steps >= self.args.max_steps
-
-    def _epochs_used_up(self):
-        return self.args.run_epochs is not None and self.epoch - self._epochs_before >= self.args.run_epochs
-
     def _show(self, phase):
-        first = phase in heartbeat.TRAINING and self.total_steps == self._steps_before
-        self._heartbeat.set("compile" if first else phase, self.total_steps)
+        first = phase in heartbeat.TRAINING and self.position.total_steps == self.plan.began.total_steps
+        self._heartbeat.set("compile" if first else phase, self.position.total_steps)
         self._course.enter(phase)
 
     def _finish(self):
-        self._journal.event("end", how="limit" if self._cut_short() else "finished", why=self._limit(), **self._ends_at())
-        self._close()
-        which, by = "lowest" if self._best_is == "lowest" else "best", self._best_by
-        best = f"{which} {by} {self.best[by]:.4f} in epoch {self.best['epoch']}. " if self.best else ""
+        limit, cut_short = self.plan.limit(self.position), self.plan.cut_short(self.position)
+        self._close("limit" if cut_short else "finished", limit)
         more = ""
-        if self.epoch < self.args.epochs and (self._steps_used_up() or self._epochs_used_up()):
-            more = f"{self._limit()} is reached, {self.epoch} of {self.args.epochs} epochs are done: "
-            again = "with more of them, or without it, " if self._steps_used_up() else ""
+        if cut_short:
+            more = f"{limit} is reached, {self.position.epoch} of {self.args.epochs} epochs are done: "
+            again = "with more of them, or without it, " if self.plan.steps_used_up(self.position) else ""
             more += f"the same command {again}goes on. "
-        self.say(f"done: {best}{more}{self._saver.last_good()}")
-        longer = "with more --epochs the same command trains longer"
-        self._tell_what_is_there(self._command() if self._cut_short() else longer)
+        self.say(f"done: {self.results.summary(self.position)}{more}{self._saver.last_good()}")
+        self._tell_what_is_there(goes_on=cut_short)
 
     def _on_signal(self, number, _frame):
         if self._members and not self._members.told_to_stop():  # of this node alone, whose parent decides what that means
@@ -670,20 +577,20 @@ class Run:
     def _stop(self, why, code):
         self._busy = True
         self.save()
-        self._journal.event("end", how="stopped", why=why, **self._ends_at())
-        self._close(in_a_hurry=code != 0)
-        saved = f"saved after step {self.total_steps}: start again to go on"
+        self._close("stopped", why, in_a_hurry=code != 0)
+        saved = f"saved after step {self.position.total_steps}: start again to go on"
         self.say(f"{why}; {saved if self.args.checkpoints else 'nothing was saved'}. {self._saver.last_good()}")
-        self._tell_what_is_there(self._command())
+        self._tell_what_is_there(goes_on=True)
         sys.exit(code)
 
-    def _close(self, in_a_hurry=False):
+    def _close(self, how, why, in_a_hurry=False):
         self._busy = True
+        self._journal.event("end", how=how, why=why, **self.position.row(self.position.epoch))
         if self._trace:
             self._trace.close()
         self._show("save")
         self._saver.wait()
-        self._draw_curves()
+        self._display.curves(self.results.history)
         self._speed_row(None, None, self._row_of)
         self._tell_state()
         self._report()
@@ -693,46 +600,25 @@ class Run:
         self._attempt.done()
         self._show("done")
 
-    def _ends_at(self):
-        return {"epoch": self.epoch, "steps": self.total_steps, "samples": self.samples_seen}
-
-    def _cut_short(self):
-        return self.epoch < self.args.epochs and (self._steps_used_up() or self._epochs_used_up())
-
-    def _is_finished(self):
-        return bool(self._limit()) and not (self._epochs_used_up() and self.epoch < self.args.epochs)
-
     def _tell_state(self):
-        self._display.state(finished=self._is_finished(), epoch=self.epoch, epochs=self.args.epochs)
+        self._display.state(finished=self.plan.finished(self.position), epoch=self.position.epoch, epochs=self.args.epochs)
 
-    def _report_if_due(self):
-        if self._writes and time.monotonic() >= self._report_due:
-            self._report()
-
-    def _report(self):
+    def _report(self, if_due=False):
         """report.html, from the files that are there."""
-        self._show("save")
-        began = time.monotonic()
-        self._display.written()
-        now = time.monotonic()
-        self._report_due = now + max(REPORT_SECONDS, 100 * (now - began))
+        if not if_due or self._display.report_is_due():
+            self._show("save")
+            self._display.written()
 
-    def _draw_curves(self):
-        self._curves_drawn = time.monotonic()
-        self._display.curves(self.history)
+    def _tell_what_is_there(self, goes_on):
+        self.say(f"files: {output.what_is_there(self.args)}")
+        without = ["max_steps"] if self.plan.steps_used_up(self.position) else []
+        longer = "with more --epochs the same command trains longer"
+        self.say(f"next: {facts.command(self.args, sys.argv, without) if goes_on else longer}")
 
-    def _command(self):
-        return facts.command(self.args, sys.argv, without=["max_steps"] if self._steps_used_up() else [])
 
-    def _tell_what_is_there(self, then):
-        folder, url = self.args.output_dir, self.args.output_url
-        there = [
-            name
-            for name in ("report.html", "metrics.jsonl", "curves.png", "report.txt")
-            if os.path.exists(os.path.join(folder, name))
-        ]
-        parts = [f"{', '.join(there)} in {url or folder}"] if there else []
-        events = self.args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else self.args.tensorboard_dir
-        parts += [f"TensorBoard in {events}"] if optional.there(optional.EVENTS) else []
-        self.say(f"files: {'; '.join(parts)}")
-        self.say(f"next: {then}")
+def sizes_of_weights(network: torch.nn.Module) -> list[float]:
+    """Of those that are trained: they tell whether an epoch has changed anything."""
+    # Not sums: the gradients of a last layer add up to zero. In the widest type, in which small steps are seen.
+    trained = [weight.detach() for weight in network.parameters() if weight.requires_grad]
+    sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]
+    return torch.stack(sizes).tolist() if sizes else []

@@ -3,11 +3,12 @@
 The sum is in float64, and so exact in any order. Nothing here waits for the GPU in every step.
 """
 
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
 from common import devices
+from common.errors import TrainingFailed
 from common.processes.collectives import reduce
 
 
@@ -22,6 +23,14 @@ class Losses:
         self._count += self._world_size  # one loss of each rank, also when a restart changes the number of ranks
         self._shared = False
         self._unchecked.append((step, loss, ids))
+
+    def check(self, lr: float, last_good: Callable[[], str]) -> None:
+        """Stop at the first loss that is not a number; called seldom, because it waits for the GPU."""
+        if bad := self.first_bad():
+            step, loss, ids = bad
+            where = f"at step {step}, sample ids {ids.tolist()}"
+            try_this = f"lower --lr, which was {lr:g}, or look at these samples"
+            raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {last_good()}")
 
     def first_bad(self) -> Optional[tuple[int, torch.Tensor, torch.Tensor]]:
         """(step, loss, ids) of the first since the last call that is not a finite number, or None. Waits for the GPU."""

@@ -13,6 +13,7 @@ from typing import Any, Callable
 
 import torch
 
+from common import optional
 from common.errors import TrainingFailed, UserError, of_a_file
 from common.files import MIB, TEMPORARY, append, drop_half_a_line, write_atomically
 
@@ -62,7 +63,7 @@ def _not_writable(folder, error):
     return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
-def lock(folder: str) -> int:
+def lock(folder: str) -> None:
     """Lock the run's folder, so that two runs never write into one; the lock ends with this process, however that ends."""
     try:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
@@ -72,13 +73,13 @@ def lock(folder: str) -> int:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
             time.sleep(0.1)
         except OSError:
-            return file  # a mounted store without locks
+            return  # a mounted store without locks
 
 
 def names(folder: str) -> list[str]:
@@ -95,6 +96,16 @@ def delete_run(args: argparse.Namespace) -> None:
             whole = name[: -len(TEMPORARY)] if name.endswith(TEMPORARY) else name
             if LEFT_BY_A_RUN.fullmatch(place + whole):
                 os.unlink(os.path.join(folder, name))
+
+
+def what_is_there(args: argparse.Namespace) -> str:
+    """The files for a person, and where they are."""
+    folder, url = args.output_dir, args.output_url
+    shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
+    there = [name for name in shown if os.path.exists(os.path.join(folder, name))]
+    parts = [f"{', '.join(there)} in {url or folder}"] if there else []
+    events = args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else args.tensorboard_dir
+    return "; ".join([*parts, *([f"TensorBoard in {events}"] if optional.there(optional.EVENTS) else [])])
 
 
 class Attempt:

@@ -1,6 +1,7 @@
 """Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
 
 import argparse
+import datetime
 import hashlib
 import os
 import re
@@ -12,8 +13,8 @@ import torch
 from common import devices
 from common.errors import UserError, count
 from common.processes.barrier import on_every_rank
-from common.processes.collectives import broadcast, rank_and_size
-from common.run import bucket_run, checkpoint, output
+from common.processes.collectives import broadcast, grouped, rank_and_size
+from common.run import bucket_run, checkpoint, journal, output
 from common.version import VERSION
 from common.world import folders
 
@@ -47,6 +48,19 @@ def prepare(parts: dict) -> None:
         for group in parts["optimizer"].param_groups:
             for parameter in group["params"] if group["momentum"] else []:
                 parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def load(parts: dict, state: dict, path: str, say: Callable) -> None:
+    """What a checkpoint has of the parts of a run."""
+    for name, part in parts.items():
+        if not state.get(name) and part.state_dict():  # a scaler that was switched off has saved nothing
+            say(f"warning: {path} has no {name}: it starts anew")
+        elif isinstance(part, torch.optim.Optimizer):
+            # The learning rate and weight decay are those of this start, not those of the checkpoint.
+            part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
+            complete(part)
+        elif state.get(name):
+            part.load_state_dict(state[name])
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:
@@ -237,12 +251,12 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) 
         changed = changes(about["arguments"], vars(args))
         if changed:
             yield f"warning: going on with other settings than before: {', '.join(changed)}"
-        within = f"epoch {run.epoch + 1}, after {run.consumed} of its samples"
+        within = f"epoch {run.epoch + 1}, after {run.position.consumed} of its samples"
         place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
         yield f"going on from {path}: {place}, step {run.total_steps}"
         yield _course(run)
         factor = global_batch / args.batch_size
-        if not run.grouped and factor != 1:
+        if not grouped() and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
     else:
         yield f"a new run: {_course(run)}"
@@ -273,3 +287,6 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) 
             "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
             "of memory: lower --workers or --batch_size"
         )
+    if found and (rate := journal.rate_before(args.output_dir)):
+        left = datetime.timedelta(seconds=int(run.plan.samples_left(run.position) / rate))
+        yield f"about {left} left at the {rate:.0f} images a second of the last start"

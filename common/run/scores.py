@@ -12,29 +12,16 @@ import argparse
 import dataclasses
 import functools
 import math
-import re
 from typing import Any, Callable, Optional
 
 import torch
 
 from common import devices
-from common.errors import UserError
 from common.processes import collectives
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 SHOWN, SIDE = 24, 64  # of the worst mistakes, and of the surest: so many with a picture, this large
 KINDS = ("worst", "surest")
-
-
-def which_is_best(best_by: str, best_is: Optional[str]) -> str:
-    """ "highest" or "lowest", of the values of a metric."""
-    if best_is is None and re.search("(loss|error|mae|mse)$", best_by):
-        raise UserError(
-            f'Run(best_by="{best_by}") does not say which value is better: give best_is="lowest" or best_is="highest"'
-        )
-    if best_is not in (None, "highest", "lowest"):
-        raise UserError(f'Run(best_is={best_is!r}): give "highest" or "lowest"')
-    return best_is or "highest"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,30 @@
+"""Where a run stands: between two of its steps, or at the end of an epoch. The names are those in a checkpoint."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Optional
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    samples_seen: int = 0  # in all epochs
+    total_steps: int = 0
+    epoch: int = 0  # how many are done
+    consumed: int = 0  # samples of the next one
+    best: Optional[Mapping[str, Any]] = None  # of the best epoch so far: its number, samples_seen, and the metric
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any]) -> "Position":
+        """That of a checkpoint."""
+        return cls(**{field.name: about[field.name] for field in dataclasses.fields(cls)})
+
+    def after_step(self, samples: int) -> "Position":
+        seen, consumed = self.samples_seen + samples, self.consumed + samples
+        return dataclasses.replace(self, samples_seen=seen, total_steps=self.total_steps + 1, consumed=consumed)
+
+    def after_epoch(self, best: Optional[Mapping[str, Any]]) -> "Position":
+        return dataclasses.replace(self, epoch=self.epoch + 1, consumed=0, best=best)
+
+    def row(self, epoch: int) -> dict[str, int]:
+        """How the files of a run name it, for who reads them; `epoch`: that of the row."""
+        return {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}

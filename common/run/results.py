@@ -1,0 +1,46 @@
+"""What the epochs of a run came to, a row for each, and which of them is the best."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from common.errors import UserError
+from common.run.position import Position
+
+
+class Results:
+    def __init__(self, best_by: str, best_is: Optional[str] = None):
+        """`best_by`: the metric that decides; `best_is`: "highest" (unset) or "lowest"."""
+        if best_is is None and re.search("(loss|error|mae|mse)$", best_by):
+            raise UserError(
+                f'Run(best_by="{best_by}") does not say which value is better: give best_is="lowest" or best_is="highest"'
+            )
+        if best_is not in (None, "highest", "lowest"):
+            raise UserError(f'Run(best_is={best_is!r}): give "highest" or "lowest"')
+        self.best_by, self.best_is = best_by, best_is or "highest"
+        self.history: list[dict[str, Any]] = []
+
+    def close_epoch(self, at: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
+        """Add the row of an epoch whose last step is done; returns the position after it."""
+        epoch, score, before = at.epoch + 1, metrics.get(self.best_by), (at.best or {}).get(self.best_by)
+        self.history.append({**at.row(epoch), "train_loss": train_loss, **metrics})
+        if score is None or not (before is None or (score < before if self.best_is == "lowest" else score > before)):
+            return at.after_epoch(at.best)
+        return at.after_epoch({"epoch": epoch, "samples_seen": at.samples_seen, self.best_by: score})
+
+    def news(self, at: Position) -> str:
+        """What the epoch before `at` has made better or worse, in words behind its numbers."""
+        if at.best is None:
+            return ""
+        row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self.best_by
+        is_best = at.best["epoch"] == at.epoch
+        words = ["the best so far" if is_best else f"best {at.best[by]:.4f} in epoch {at.best['epoch']}"]
+        words += [
+            f"{name} {row[name] - before[name]:+.4f}" for name in (by, "loss", "train_loss") if name in row and name in before
+        ]
+        return f" ({', '.join(words)})"
+
+    def summary(self, at: Position) -> str:
+        """The best of them, at the end."""
+        which = "lowest" if self.best_is == "lowest" else "best"
+        return f"{which} {self.best_by} {at.best[self.best_by]:.4f} in epoch {at.best['epoch']}. " if at.best else ""
