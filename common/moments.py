@@ -13,7 +13,6 @@ A listener is an object with a method for each moment that it needs:
                                  to train on instead, and must end the job after the last one
     said(text)                   a line of the log that a person should see
     written(folder, write)       rank 0 has written the files of a run; `write(name, content)` adds one that it can do without
-    scalars(step, values)        rank 0 shows these numbers, {name: value}, after so many steps
     failure(error)               the job is about to end with this error: a few seconds to save what can be saved
     leaving(code)                the process is about to end
 """

@@ -39,7 +39,7 @@ from common.job import run_job
 from common.models import Average, classifiers
 from common.processes import group, norms
 from common.progress import say
-from common.run import Run, Scaler, Scores, bucket_run, checkpoint, exact, raport, restore
+from common.run import Run, Scaler, Scores, bucket_run, checkpoint, exact, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
 
@@ -108,7 +108,6 @@ def main():
     if shares:
         run.register(shares=shares)  # run.steps() gives one of this rank's shares after the other
     run.resume()  # from the newest checkpoint in the output folder, if there is one
-    raport.start(args)
 
     peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")

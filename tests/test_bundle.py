@@ -91,7 +91,7 @@ def test_only_what_the_job_uses_is_in_it():
         bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
     )
     others = ("datasets/dpex/", "datasets/dali/", "datasets/drop_in/", "launch/submit/", "common/spellings",
-              "common/run/raport", "common/models/classifiers")  # fmt: skip
+              "common/models/classifiers")  # fmt: skip
     assert not [place for place in bundle.modules_of(ROOT / "jobs" / "train.py") if place.startswith(others)]
     assert {"datasets/dpex/bridge.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))

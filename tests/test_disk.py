@@ -12,14 +12,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import files, heartbeat, job
 from common.errors import SampleError, TrainingFailed, UserError
-from common.run import checkpoint, events, output
-from common.run.display import Display
+from common.run import checkpoint, output
+from common.run.observers import tensorboard
 from common.run.output import Ledger
+from common.run.position import Position
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
 from datasets.sampler import InOrder
 from jobs import speedrun
 from launch.pack import command as pack
+from tests import observed
 from tests.check_ledger import steps_that_count
 from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
 
@@ -66,14 +68,13 @@ def test_numbers_that_no_run_has_written_name_no_step(tmp_path):
 
 def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, monkeypatch, capsys):
     (tmp_path / "tensorboard").mkdir()
-    monkeypatch.setattr(events, "file_name", lambda: "events.out.tfevents.1.host")
+    monkeypatch.setattr(tensorboard, "file_name", lambda: "events.out.tfevents.1.host")
     (path := tmp_path / "tensorboard" / "events.out.tfevents.1.host").symlink_to(FULL)
-    display = Display(str(tmp_path), str(tmp_path / "tensorboard"), active=True, writes=True)
-    for step in (1, 2):
-        display.scalars(step, {"test/accuracy": step / 10, "train/loss": 1.0})
-    path.unlink()
-    display.scalars(3, {"test/accuracy": 0.3})
-    display.close()
+    told = observed.observer(tensorboard.TensorBoard, tmp_path)
+    for step in (1, 2, 3):
+        if step == 3:
+            path.unlink()
+        told.epoch_ended(observed.facts(tmp_path, Position(total_steps=step)), metrics={"accuracy": step / 10})
     assert capsys.readouterr().out.splitlines() == [
         f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again",
         f"{path} is written again",
@@ -166,17 +167,19 @@ def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_
 
 KILLED = """
 import os, runpy, signal, sys
-from common.run.display import Display
+from common.run.observers.files import Files
+from common.run.observers.report import Report
 from common.run.saver import Saver
 save = Saver.save
 Saver.save = lambda self, *given: (save(self, *given), self.wait())
-setattr(Display, sys.argv[1], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+kind = {"text": Report, "curves": Files}[sys.argv[1]]
+setattr(kind, sys.argv[1], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("moment", ["report", "curves"])  # before the last checkpoint; after it
+@pytest.mark.parametrize("moment", ["text", "curves"])  # before the last checkpoint; after it
 def test_what_a_run_writes_at_its_end_is_there_after_a_kill_and_another_start(finished, tmp_path, moment):
     (tmp_path / "killed.py").write_text(KILLED)
     words = [tmp_path / "killed.py", moment, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]

@@ -16,7 +16,8 @@ from PIL import Image
 
 from common import arguments, cores
 from common.errors import SampleError, TrainingFailed, is_victim
-from common.run import timing
+from common.run import clock, timing
+from common.run.observers import console
 from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
@@ -163,30 +164,74 @@ def test_a_dead_loader_process_is_said_with_its_signal(number, how):
 # --- Phases ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_window_adds_up_each_phase(monkeypatch):
+@pytest.fixture
+def now(monkeypatch):
+    """The clock of the machine, in a list."""
     now = [100.0]
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
-    window = timing.Window()
-    assert window.due()
-    for _ in range(4):
-        window.add(8, (0.5, 0.25, 1.0))
-    now[0] += 10
-    assert window.close() == (3.2, {"waiting_for_data": 0.2, "transfer": 0.1, "compute": 0.4})
-    assert not window.due()
-    now[0] += timing.LINE_SECONDS
-    assert window.due() and window.close()[0] == 0
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    return now
 
 
-def test_a_profile_leaves_the_warm_up_out(monkeypatch):
-    now, finished = [0.0], []
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
-    profile = timing.Profile(4, lambda: finished.append(now[0]))
+def take_a_step(told, now, waiting, computing):
+    for phase, seconds in (("data", waiting), ("step", computing)):
+        told.enter(phase, 0)
+        now[0] += seconds
+
+
+def test_the_clock_adds_up_each_phase_between_two_lines_of_the_log(now):
+    told, trained = clock.Clock(), 0
+    told.begin_lap()
+    for number in range(4):
+        take_a_step(told, now, 0.75, 1.0)
+        told.transferred(0.25, beside=False)  # of the time that was taken for waiting
+        trained += 8
+        assert told.stepped(8, trained) == (number == 0 or now[0] >= 100 + 1.75 + clock.LINE_SECONDS)
+        if number == 0:
+            assert told.lap()["images_per_s"] == pytest.approx(8 / 1.75)
+    told.enter("save", 4)  # what is shown and written is no part of the speed
+    now[0] += 100
+    shares = {"waiting_for_data": 0.5 / 1.75, "transfer": 0.25 / 1.75, "compute": 1 / 1.75}
+    assert told.lap() == pytest.approx({"images_per_s": 8 / 1.75, **shares})
+    assert told.read() == pytest.approx(
+        {"waiting_for_data": 2, "transfer": 1, "compute": 4, "evaluation": 0, "saving": 100, "paused": 0, "training": 7}
+    )
+
+
+def test_a_line_of_the_log_is_due_after_the_first_step_of_an_epoch_then_after_so_many_or_some_seconds(now):
+    told = clock.Clock(line_every=3)
+    due = []
+    for number in range(7):
+        due.append(told.stepped(8, 8 * number))
+        if due[-1]:
+            told.lap()
+    assert due == [True, False, False, True, False, False, True]
+    told.begin_lap()
+    assert told.stepped(8, 64)
+    told = clock.Clock()
+    assert told.stepped(8, 8) and told.lap() and not told.stepped(8, 16)
+    told.enter("save", 2)
+    now[0] += clock.LINE_SECONDS
+    assert not told.stepped(8, 24), "of training"
+    take_a_step(told, now, 0, clock.LINE_SECONDS)
+    assert told.stepped(8, 32)
+
+
+def test_a_transfer_beside_the_computing_takes_no_time_of_its_own(now):
+    told = clock.Clock()
+    take_a_step(told, now, 0.5, 1.5)
+    told.transferred(1.0, beside=True)
+    assert told.read()["training"] == 2 and told.lap()["transfer"] == 0.5
+
+
+def test_a_profile_leaves_the_warm_up_out(now):
+    finished, told = [], clock.Clock()
+    profile = timing.Profile(4, told, lambda: finished.append(now[0]))
     lines = []
     for step in range(timing.WARM_UP + 4):
-        now[0] += 100 if step < timing.WARM_UP else 2
-        lines.append(profile.step(16, (0.5, 0, 1.0)))
+        take_a_step(told, now, *((50, 50) if step < timing.WARM_UP else (0.5, 1.5)))
+        lines.append(profile.step(16))
     assert lines[:-1] == [None] * (timing.WARM_UP + 3)
-    expected = "Training speed was 8.0 images/s over 4 steps: 25% waiting for data, 0% transfer, 50% compute"
+    expected = "Training speed was 8.0 images/s over 4 steps: 25% waiting for data, 0% transfer, 75% compute"
     assert lines[-1] == expected and len(finished) == 2  # the device has done its work at both ends
 
 
@@ -204,14 +249,14 @@ def test_a_profile_leaves_the_warm_up_out(monkeypatch):
 def test_advice_is_given_where_the_loader_holds_the_network_up(job, options, waiting, words, others):
     """And none that this job would refuse."""
     args = arguments.parse(job.options(), options, {})
-    line = timing.advice(args.input.remedies, waiting)
+    line = console.advice(args.input.remedies, waiting)
     assert (line is None) == (words is None)
     assert all(word in line for word in words or []) and not any(word in line for word in others)
 
 
 def test_no_advice_where_nothing_can_be_done(monkeypatch):
     monkeypatch.setattr(cores, "count", lambda: 1)
-    assert timing.advice(arguments.parse(cifar10.parser(""), ["--workers", "1"], {}).input.remedies, 0.9) is None
+    assert console.advice(arguments.parse(cifar10.parser(""), ["--workers", "1"], {}).input.remedies, 0.9) is None
 
 
 def test_two_threads_may_read_the_clock():

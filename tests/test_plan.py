@@ -20,7 +20,7 @@ def plan(began=None, patience=None, samples=100, batch=30, **options):
     sampler = EpochSampler(samples, batch, seed=0)
     began = began or Position()
     sampler.start_at(began.epoch, began.consumed)
-    return Plan(args, sampler, began, patience)
+    return Plan(args, sampler, patience, began)
 
 
 def after(steps, epochs=0, batch=30, best=None):

@@ -10,11 +10,14 @@ import torch
 
 from common import job, moments, progress, report
 from common.report import left, page
-from common.run import journal, scores
-from common.run.display import Display
+from common.run import clock, scores
+from common.run.observers.journal import Journal
+from common.run.observers.report import Report
+from common.run.position import Position
 from datasets.loader import torch_batches
 from datasets.sampler import InOrder
 from launch.report import main
+from tests import observed
 from tests.jobs import ROOT, TINY, Popen, command, environment, run_forked, run_job, wait_for
 from tests.runs import TIME, ended, lines, made_up
 from tests.stores import MIB, remote_names, store_environment
@@ -110,8 +113,8 @@ def test_the_rows_of_speed_add_up_to_the_run(finished):
     assert [row["evaluation"] > 0 for row in ends] == [True, True, False] and [row["epoch"] for row in ends] == [1, 2, 2]
     for row in [row for row in rows if row["images"]]:
         training = row["waiting_for_data"] + row["transfer"] + row["compute"]
-        assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.02) and row["peak_memory_mib"] > 100
-    assert journal.PHASES == page.PHASES and set(journal.OF_THE_HEARTBEAT.values()) < set(journal.PHASES)
+        assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.005) and row["peak_memory_mib"] > 100
+    assert clock.PHASES == page.PHASES and set(clock.OF_THE_HEARTBEAT.values()) < set(clock.PHASES)
     assert (scores.SHOWN, scores.SIDE) == (page.SHOWN, page.SIDE)
 
 
@@ -164,24 +167,30 @@ class Warns(torch.utils.data.Dataset):
         return torch.zeros(1), torch.zeros(1), torch.zeros(1)
 
 
+def journal_of(folder, begun=True):
+    """That hears the lines of the log, as the observers of a run do."""
+    told = observed.observer(Journal, folder)
+    moments.listen(type("Hears", (), {"said": lambda _, text: told.said(None, text)})())
+    if begun:
+        told.began(observed.facts(folder), about={})
+    return told
+
+
 def test_a_warning_of_a_loader_process_is_in_the_journal(tmp_path):
-    told = journal.Journal(str(tmp_path), print)
-    told.listen()
-    told.begin()
+    journal_of(tmp_path)
     assert len(list(torch_batches(Warns(), InOrder(2, 1), workers=1))) == 2
     rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in rows] == ["sample 0", "sample 1"]
+    assert [row["text"] for row in rows if row["event"] == "warning"] == ["sample 0", "sample 1"]
 
 
 def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp_path, capsys):
     """The warning of a file that cannot be written is a line of the journal, which cannot be written."""
-    told = journal.Journal(str(tmp_path), progress.say)
-    told.listen()
-    told.begin()
+    told, facts = journal_of(tmp_path), observed.facts(tmp_path)
+    for name in ("journal.jsonl", "speed.jsonl"):
+        (tmp_path / name).unlink(missing_ok=True)
     for name in ("journal.jsonl", "speed.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
-    seconds = {**dict.fromkeys(journal.PHASES, 1.0), "training": 3.0}
-    told.speed(seconds, 0, 10, None, None, epoch=1)
+    told.line(facts, **observed.LINE)
     said = capsys.readouterr().out
     assert said.count("speed.jsonl cannot be written") == said.count("journal.jsonl cannot be written") == 1
     for name in ("journal.jsonl", "speed.jsonl"):
@@ -190,11 +199,11 @@ def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp
     for thread in threads:
         thread.start()
     for _ in range(200):
-        told.speed(seconds, 0, 10, None, None, epoch=1)
+        told.line(facts, **observed.LINE)
     for thread in threads:
         thread.join()
     rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in rows].count("again") == 800
+    assert [row.get("text") for row in rows].count("again") == 800
     assert len((tmp_path / "speed.jsonl").read_text().splitlines()) == 201
 
 
@@ -205,15 +214,14 @@ def test_a_failure_is_on_the_page(tmp_path):
 
 
 def test_warnings_before_the_folder_is_known_are_kept(tmp_path):
-    told = journal.Journal(str(tmp_path), print)
-    told.listen()
+    told = journal_of(tmp_path, begun=False)
     moments.announce("said", "warning: before the folder is known")
     assert not list(tmp_path.iterdir()), "it may still be that of another run"
-    told.begin()
+    told.began(observed.facts(tmp_path), about={})
     moments.announce("said", "epoch=1/2")
     moments.announce("said", "advice: more workers")
     rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in rows] == ["before the folder is known", "more workers"]
+    assert [row.get("text") for row in rows] == ["before the folder is known", None, "more workers"]
 
 
 def test_a_thousand_classes_have_their_confusions_in_place_of_a_matrix(tmp_path):
@@ -223,10 +231,9 @@ def test_a_thousand_classes_have_their_confusions_in_place_of_a_matrix(tmp_path)
     given = labels.clone()
     given[:7] = 500
     counted.add(torch.nn.functional.one_hot(given, 1000).float(), labels, torch.arange(3000))
-    display = Display(str(tmp_path), str(tmp_path), active=True, writes=True)
-    display.scores = counted.share()
-    display.report()
-    display.written()
+    told, over = observed.observer(Report, tmp_path), Position(samples_seen=2560, total_steps=20, epoch=2)
+    told.epoch_ended(observed.facts(tmp_path, over), **{**observed.EPOCH, "scores": counted.share()})
+    told.ended(observed.facts(tmp_path, over))
     text = (tmp_path / "report.txt").read_text()
     assert "The 7 most frequent confusions" in text and "     1  class number 3 -> class number 500" in text
     assert [row[:2] for row in counted.confused(30)] == [(f"class number {number}", "class number 500") for number in range(7)]
@@ -329,7 +336,7 @@ def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, 
     for name in left.ADDED:
         assert sum(row[name] for row in few.speed) == pytest.approx(sum(row[name] for row in whole.speed)), name
     assert Parsed(report.of_one(few)).tables["phases"] == Parsed(report.of_one(whole)).tables["phases"]
-    assert set(left.ADDED) == {"images", *journal.PHASES}
+    assert set(left.ADDED) == {"images", *clock.PHASES}
 
 
 def test_a_clock_that_goes_back_and_a_start_from_the_beginning(tmp_path):

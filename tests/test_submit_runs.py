@@ -10,10 +10,12 @@ import sys
 
 import pytest
 
-from common.run import display
+from common.run.observers.console import Console
+from common.run.position import Position
 from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests
 from launch.submit.request import Request
+from tests import observed
 from tests.jobs import PATIENCE, ROOT, TINY, environment, run, run_forked
 from tests.test_submit import ask, words_of
 
@@ -321,12 +323,9 @@ def test_a_sagemaker_container_becomes_the_job(tmp_path):
 
 
 def test_the_metrics_of_sagemaker_are_in_the_lines_that_a_job_prints(tmp_path, capsys):
-    shown = display.Display(str(tmp_path), str(tmp_path), active=True, writes=True)
-    shown.start_epoch(0, 2, 10, 0)
-    shown.step(128, (0.1, 0.1, 0.8))
-    shown.line("epoch=1/2 step=5/10", loss=1.25, lr=0.05, seconds_left=64.0)
-    shown.say("epoch=1/2 steps=10 accuracy=0.8125 seconds=3.0")
-    shown.close()
+    shown, at = observed.observer(Console, tmp_path), Position(samples_seen=1280, total_steps=10, epoch=1)
+    shown.line(observed.facts(tmp_path), **observed.LINE)
+    shown.epoch_ended(observed.facts(tmp_path, at), **{**observed.EPOCH, "metrics": {"accuracy": 0.8125}})
     printed = capsys.readouterr().out
     found = {name: re.search(regex, printed) for name, regex in sagemaker.METRICS.items()}
     values = {name: float(match[1]) for name, match in found.items() if match}

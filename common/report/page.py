@@ -24,7 +24,7 @@ SIDE, SHOWN = 64, 24  # of the squares in examples/mistakes.png, and how many ar
 OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # options that another run does not take over
 WIDEST = 384  # pixels of a picture of examples
 SAMPLES, EPOCH = ("Samples", "样本数"), ("Epoch", "Epoch")
-PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")  # as common/run/journal.py has them
+PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")  # as common/run/clock.py has them
 WORDS = {
     "waiting_for_data": ("waiting for data", "等待数据"), "transfer": ("transfer", "传输"), "compute": ("compute", "计算"),
     "evaluation": ("evaluation", "评估"), "saving": ("saving", "保存"), "paused": ("paused", "暂停"),

@@ -2,8 +2,9 @@
 
 from common.run import bucket_run, checkpoint, restore
 from common.run.logbook import Run
+from common.run.observers.console import STARVED
 from common.run.scaler import Scaler
 from common.run.scores import Scores
-from common.run.timing import STARVED, Stopwatch
+from common.run.timing import Stopwatch
 
-__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "exact", "raport", "restore"]
+__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "exact", "restore"]

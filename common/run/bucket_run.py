@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Callable
 
 from common import storage
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY
 from common.run import checkpoint, output
 from common.storage import bucket, download, index, once
@@ -127,6 +127,15 @@ def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:
     missing = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
     if missing:
         download.fetch_items(place, {name: items[name] for name in missing}, args.output_dir)
+
+
+def bring_what_grows_if_possible(args: argparse.Namespace, say: Callable) -> None:
+    """Where the one that has gone has published its lines."""
+    try:
+        if args.output_url:
+            bring_what_grows(args, say)
+    except (UserError, TrainingFailed) as error:
+        say(f"warning: {error}")
 
 
 def delete(args: argparse.Namespace, say: Callable) -> None:

@@ -162,6 +162,11 @@ def size_of(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors(value))
 
 
+def largest(state: dict) -> int:
+    """Bytes of a checkpoint, and of the weights beside it, when the optimizer has as much as the weights."""
+    return 2 * size_of(state["model"]) + size_of(state)
+
+
 def encode(state: dict) -> memoryview:
     buffer = io.BytesIO()
     torch.save(state, buffer)

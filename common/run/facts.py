@@ -7,12 +7,12 @@ import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
 
-from common import cores, devices
+from common import arguments, cores, devices
 from common.secrets import HIDDEN, is_secret, mask
 from common.version import VERSION
 
@@ -20,7 +20,7 @@ OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options
 
 
 def versions() -> dict[str, str]:
-    return {"anyrank": VERSION, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return {"anyrank": VERSION, "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -55,11 +55,35 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
     return " ".join([*started, shlex.join(kept)])
 
 
-def of_this_start(run: Any) -> dict[str, Any]:
+def manifest(run: Any) -> dict[str, Any]:
+    """What a checkpoint says of the run."""
+    return {
+        **vars(run.position),
+        "global_batch": run.sampler.global_batch,
+        "world_size": run.world_size,
+        "run": run.id,
+        "lr": rate(run.parts),
+        "identity": run.identity,
+        "asked": arguments.plain(run.args.given),
+        "arguments": arguments.plain(vars(run.args)),
+        "job": run.args.world.job_id,
+        "classes": run.classes,
+        "versions": versions(),
+    }
+
+
+def rate(parts: dict) -> float:
+    """The learning rate of the last step."""
+    return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
+
+
+def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
     args, at = run.args, run.position
     changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
     shown = {name: HIDDEN if is_secret(name) else mask(vars(args)[name]) for name in changed}
     return {
+        "run": run.id,
+        "goes_on_from": goes_on_from,
         **at.row(at.epoch),
         "consumed": at.consumed,
         "epochs": args.epochs,

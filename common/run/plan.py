@@ -11,8 +11,8 @@ from common.run.position import Position
 class Plan:
     args: argparse.Namespace
     sampler: Any  # of the training data; it knows the size of a step and of an epoch
-    began: Position  # of this start
     patience: Optional[int] = None  # epochs without a better one
+    began: Any = None  # the Position of this start, once it is known
 
     def limit(self, at: Position) -> Optional[str]:
         """The option that ends the run here, or None: it goes on."""
@@ -55,3 +55,7 @@ class Plan:
 
     def evaluations_left(self, at: Position) -> int:
         return -(-(at.consumed + self.samples_left(at)) // self.sampler.samples_per_epoch)
+
+    def step_of_the_epoch(self, at: Position) -> tuple[int, int]:
+        """(its steps that are done, all of them)"""
+        return at.consumed // self.sampler.global_batch, self.sampler.samples_per_epoch // self.sampler.global_batch

@@ -13,8 +13,10 @@ import torch
 from common import devices
 from common.errors import UserError, count
 from common.processes.barrier import on_every_rank
-from common.processes.collectives import broadcast, grouped, rank_and_size
-from common.run import bucket_run, checkpoint, journal, output
+from common.processes.collectives import GROUP, broadcast, compare, grouped, rank_and_size
+from common.run import bucket_run, checkpoint, output
+from common.run.observers import journal
+from common.run.position import Position
 from common.version import VERSION
 from common.world import folders
 
@@ -50,17 +52,25 @@ def prepare(parts: dict) -> None:
                 parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def load(parts: dict, state: dict, path: str, say: Callable) -> None:
-    """What a checkpoint has of the parts of a run."""
-    for name, part in parts.items():
+def into(run: Any, state: dict, about: dict, path: str) -> None:
+    """Give the run what a checkpoint holds."""
+    run.model.load_state_dict(state["model"])
+    for name, part in run.parts.items():
         if not state.get(name) and part.state_dict():  # a scaler that was switched off has saved nothing
-            say(f"warning: {path} has no {name}: it starts anew")
+            run.say(f"warning: {path} has no {name}: it starts anew")
         elif isinstance(part, torch.optim.Optimizer):
             # The learning rate and weight decay are those of this start, not those of the checkpoint.
             part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
             complete(part)
         elif state.get(name):
             part.load_state_dict(state[name])
+    run.position = Position.of(about)
+    run.id = about.get("run", run.id)
+    run.losses.load_state_dict(state["run"])
+    run.results.history = state["run"]["history"]
+    sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(run.args))]
+    if sizes[0] == sizes[1]:
+        run.sampler.set_global_batch(about["global_batch"])
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:
@@ -69,6 +79,24 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
         for parameter in options["params"] if options["momentum"] else []:
             if optimizer.state.get(parameter):  # one that was frozen has none yet
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def find(run: Any, writes: bool, start_publishing: Callable) -> Optional[Checkpoint]:
+    """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
+
+    def look():
+        output.make_folders(run.args)
+        output.lock(run.args.checkpoint_dir)  # until this process ends
+        checkpoint.sweep(run.args.checkpoint_dir)
+        found = choose(run.args, run.identity, run.say)
+        start_publishing(found[1] if found else None)
+        return found
+
+    if GROUP.members:
+        return look() if writes else None  # the others get its state
+    if run.world_size > 1:
+        compare(run.identity)
+    return from_rank_0(look)
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:

@@ -1,35 +1,56 @@
-"""Files that a run can do without: where one cannot be written, a warning says so, it is tried again, and the run goes on."""
+"""What a run says, and the files that it can do without, of the rank that shows them and the one that writes them.
+
+Where a file cannot be written, a warning says so, it is tried again, and the run goes on.
+"""
 
 import os
 import threading
 from typing import Callable, Union
 
+from common import progress
 from common.files import append, write_atomically
 
 
 class Spare:
     """What could not be written is kept, and tried again with the next file and at the end. Any thread may write."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say, self._warned = say, set()
+    def __init__(self, folder: str, shows: bool = True, writes: bool = True):
+        """Does nothing on other ranks. Which ranks they are may change, where nodes go and come."""
+        self.shows, self.writes, self._folder = shows, writes, folder
+        self._begin(progress.say)
+
+    def _begin(self, say: Callable[[str], None]):
+        self._say, self._process, self._warned = say, os.getpid(), set()
         self._lock = threading.RLock()  # a signal's handler may come in the midst of a write
         self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
 
-    def write(self, path: str, content: bytes) -> None:
-        with self._lock:
-            self._owed[path] = content, False
-        self.retry()
+    def say(self, text: str) -> None:
+        if self.shows:
+            self._say(text)
 
-    def append(self, path: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes) -> None:
+        """A file of the run's folder."""
+        self._owe(name, content, appended=False)
+
+    def append(self, name: str, content: bytes) -> None:
+        self._owe(name, content, appended=True)
+
+    def _owe(self, name, content, appended):
+        if not self.writes:
+            return
+        if os.getpid() != self._process:  # a loader process, forked from ours in the midst of anything
+            self._begin(print)
+        path = os.path.join(self._folder, name)
         with self._lock:
-            self._owed[path] = bytes(self._owed.get(path, (b"", True))[0]) + content, True
+            before = bytes(self._owed.get(path, (b"", True))[0]) if appended else b""
+            self._owed[path] = before + content, appended
         self.retry()
 
     def retry(self) -> None:
         with self._lock:
             told = list(self._write_all())
         for text in told:  # who hears it may write a line of its own
-            self._say(text)
+            self.say(text)
 
     def _write_all(self):
         for path, (content, appended) in list(self._owed.items()):

@@ -18,7 +18,7 @@ DAY = 24 * 3600
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
 
-# What the job prints while it trains and at the end of an epoch (common/run/display.py and logbook.py).
+# What the job prints while it trains and at the end of an epoch (common/run/observers/console.py).
 METRICS = {
     "loss": r"loss=([0-9.]+)", "lr": r" lr=([0-9.]+)", "images_per_s": r"images_per_s=([0-9]+)",
     "waiting_for_data": r"waiting_for_data=([0-9]+)%", "accuracy": r" accuracy=([0-9.]+)", "psnr": r" psnr=([0-9.]+)",

@@ -137,7 +137,7 @@ def count_steps(logbook):
         COSTS.step(self.rank)
 
     logbook.Run.__init__, logbook.Run.step = made, counted
-    logbook.Run._line = lambda self, loss: None  # comes every five seconds, whatever a step costs
+    logbook.Run._show_line = lambda self, loss: None  # comes every five seconds, whatever a step costs
 
 
 class Costs:

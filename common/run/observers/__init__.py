@@ -1,0 +1,80 @@
+"""Who looks on at a run: what it says, and the files beside its checkpoints. None of them can change the run, or fail it.
+
+    resumed      the run has been restored; began: the first lines of the log have been said
+    takes_over   this rank writes from here on, as the one that did has gone; then it is told `began`, too
+    epoch_began, stepped
+    line         a line of the log is due
+    epoch_ended  before its checkpoint is written; saved: after that
+    nodes        some have gone or come
+    ending       the run is over; ended: its last checkpoint is written, and what an observer still has to write is due
+    failed       the job is about to end with an error
+    left         all is published
+    said         a line of the log; picture: one to look at
+
+An observer has a file, and a line in `of_a_rank`; without that line the training is the same. It is told of each of these
+moments for which it has a method: Facts, and by name what only that moment has.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+
+from common import moments
+from common.errors import one_line
+from common.run.observers.console import Console
+from common.run.observers.files import Files
+from common.run.observers.journal import Journal
+from common.run.observers.raport import Raport
+from common.run.observers.records import Facts
+from common.run.observers.report import Report
+from common.run.observers.tensorboard import TensorBoard
+from common.run.observers.trace import Trace
+from common.run.spare import Spare
+
+__all__ = ["Facts", "Observers", "of_a_rank"]
+
+
+def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
+    """In the order in which they are told. `may_write`: now or later, where nodes come and go."""
+    wanted = {
+        Trace: writes and args.profile,
+        Journal: may_write,
+        Files: may_write,
+        Console: shows or may_write,
+        TensorBoard: may_write,
+        Raport: may_write and "raport_file" in args and args.raport_file,
+        Report: may_write,
+    }
+    return [kind for kind in wanted if wanted[kind]]
+
+
+class Observers:
+    def __init__(self, args: argparse.Namespace, device: torch.device, spare: Spare, may_write: bool):
+        kinds = of_a_rank(args, spare.shows, spare.writes, may_write)
+        self._spare, self._present = spare, [kind(args, device, spare) for kind in kinds]
+        self._newest: Any = None  # Facts that were told
+        moments.listen(self)
+
+    def tell(self, moment: str, facts: Facts, **more: Any) -> None:
+        """One that fails is told nothing from then on."""
+        self._newest = facts
+        for one in list(self._present):
+            try:
+                if hear := getattr(one, moment, None):
+                    hear(facts, **more)
+            except Exception as error:
+                if "DataLoader worker" in str(error):  # torch's signal handler says that one has died, wherever we are
+                    raise
+                self._present = [other for other in self._present if other is not one]
+                why = f"{type(error).__name__}: {one_line(error)[:300]}"
+                self._spare.say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
+
+    def said(self, text: str) -> None:
+        """A line of the log (common/moments.py)."""
+        self.tell("said", self._newest, text=text)
+
+    def failure(self, error: BaseException) -> None:
+        """The job is about to end with this error (common/moments.py)."""
+        if self._newest and self._newest.plan.began:
+            self.tell("failed", self._newest, why=one_line(f"{type(error).__name__}: {error}")[:500])

@@ -1,0 +1,127 @@
+"""The progress of a run, and what came of it, for who looks at its log.
+
+On a terminal a bar; in a platform's log a key=value line every few seconds, which the platform's regular expressions can read.
+"""
+
+import datetime
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from common import optional, progress
+from common.errors import count
+from common.run import facts as told
+from common.run import output
+from common.run.clock import TRAINING
+from common.run.observers.records import Facts
+from common.run.spare import Spare
+from common.run.timing import WARM_UP
+
+STARVED = 0.25  # share of the time spent waiting from which the loader is called the bottleneck
+
+
+class Console:
+    def __init__(self, args: Any, _device: Any, spare: Spare):
+        self._args, self._spare, self._say = args, spare, spare.say
+        self._bar: Any = None
+        self._epoch_began, self._advised, self._imported = time.monotonic(), False, False
+
+    def resumed(self, facts: Facts) -> None:
+        if facts.plan.limit(facts.position) or facts.plan.epoch_is_over(facts.position):
+            self.takes_over(facts)
+
+    def takes_over(self, _facts: Facts) -> None:
+        """Import what the files need, which takes seconds: after the first step, or where none comes before the first file."""
+        self._imported, is_trial = True, self._spare.shows and not self._spare.writes
+        if is_trial:  # it leaves no files
+            return
+        if left_out := optional.left_out():
+            self._say(left_out)
+
+    def epoch_began(self, facts: Facts) -> None:
+        self._epoch_began, sampler = time.monotonic(), facts.plan.sampler
+        if not self._spare.shows:
+            return
+        columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may report 0 columns
+        done = facts.position.consumed // sampler.global_batch
+        name = f"epoch {facts.position.epoch + 1}/{self._args.epochs}"
+        self._bar = progress.bar(total=done + len(sampler), initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
+
+    def stepped(self, _facts: Facts) -> None:
+        if self._bar:
+            self._bar.update()
+
+    def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: float, skipped: int) -> None:
+        at, rate = facts.position, speed["images_per_s"]
+        split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING)
+        left = datetime.timedelta(seconds=int(seconds_left))
+        if self._bar:
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
+        else:
+            step, steps = facts.plan.step_of_the_epoch(at)
+            place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
+            self._say(f"{place} loss={loss:.4f} lr={lr:.6f} images_per_s={rate:.0f} left={left} {split}")
+        if not self._imported:
+            self.takes_over(facts)
+        if not self._advised and at.total_steps - facts.plan.began.total_steps > WARM_UP:
+            line = advice(self._args.input.remedies, speed["waiting_for_data"])
+            self._advised = line is not None
+            if line:
+                self._say(line)
+
+    def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Any, skipped: int) -> None:
+        self._close_bar()
+        at = facts.position
+        step, steps = facts.plan.step_of_the_epoch(at)
+        what = facts.results.news(at) if whole else f" (within epoch {at.epoch + 1}, after {step} of its {steps} steps)"
+        shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
+        place = f"epoch={at.epoch}/{self._args.epochs} steps={at.total_steps}{of_which(skipped)}"
+        self._say(f"{place}{shown} seconds={time.monotonic() - self._epoch_began:.1f}{what}")
+        if whole and scores is not None and (line := scores.nothing_learnt(at.epoch, self._args)):
+            self._say(line)
+
+    def nodes(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
+        self._say(f"{news}: {count(ranks, 'rank')} went on with step {facts.position.total_steps} after {pause:.1f} s")
+
+    def ended(self, _facts: Facts) -> None:
+        self._close_bar()
+
+    def failed(self, _facts: Facts, **_: str) -> None:
+        self._close_bar()
+
+    def _close_bar(self):
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+
+    def left(self, facts: Facts, how: str, why: str, last_good: str) -> None:
+        """The result, the files, and the next command."""
+        args, at, plan = self._args, facts.position, facts.plan
+        goes_on, without = how != "finished", ["max_steps"] if plan.steps_used_up(at) else []
+        if how == "stopped":
+            saved = f"saved after step {at.total_steps}: start again to go on"
+            self._say(f"{why}; {saved if args.checkpoints else 'nothing was saved'}. {last_good}")
+        else:
+            more = ""
+            if goes_on:
+                again = "with more of them, or without it, " if plan.steps_used_up(at) else ""
+                more = f"{why} is reached, {at.epoch} of {args.epochs} epochs are done: the same command {again}goes on. "
+            self._say(f"done: {facts.results.summary(at)}{more}{last_good}")
+        self._say(f"files: {output.what_is_there(args)}")
+        longer = "with more --epochs the same command trains longer"
+        self._say(f"next: {told.command(args, sys.argv, without) if goes_on else longer}")
+
+
+def of_which(skipped: int) -> str:
+    """Of the steps, those whose gradients overflowed."""
+    return f" skipped_steps={skipped}" if skipped else ""
+
+
+def advice(remedies: Sequence[str], waiting: float) -> Optional[str]:
+    """One line if the network waits for the loader and something can be done about it; else None."""
+    if not remedies or waiting < STARVED:
+        return None
+    cause = f"the network waited for data {waiting:.0%} of the time, the loader is the bottleneck"
+    return f"advice: {cause}: try {'; or '.join(remedies)}"

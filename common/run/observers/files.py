@@ -1,0 +1,79 @@
+"""metrics.jsonl, state.json, curves.png and examples/: the epochs of a run as numbers and as pictures."""
+
+import io
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+from common import optional
+from common.run.observers.records import Facts
+from common.run.spare import Spare
+
+CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
+
+
+class Files:
+    def __init__(self, args: Any, _device: Any, spare: Spare):
+        self._folder, self._epochs, self._spare = args.output_dir, args.epochs, spare
+
+    def began(self, facts: Facts, **_: Any) -> None:
+        self._curves_drawn = time.monotonic()
+        self._write_metrics(facts)
+        self._write_state(facts)
+
+    def epoch_ended(self, facts: Facts, whole: bool, **_: Any) -> None:
+        if whole:
+            self._write_metrics(facts)
+
+    def saved(self, facts: Facts, **_: Any) -> None:
+        if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
+            self.curves(facts)
+
+    def ended(self, facts: Facts) -> None:
+        self.curves(facts)
+        self._write_state(facts)
+
+    def picture(self, _facts: Facts, name: str, pixels: torch.Tensor, **_: Any) -> None:
+        self._spare.write(os.path.join("examples", f"{name}.png"), png(pixels))
+
+    def _write_metrics(self, facts):
+        """The epochs of the checkpoint and those since, none that will be trained again after a restart."""
+        history = facts.results.history
+        if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
+            self._spare.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
+
+    def _write_state(self, facts):
+        """Whether the run is finished, for who has only the exit code 0, which --max_hours gives as well."""
+        state = {"finished": facts.plan.finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
+        self._spare.write("state.json", json.dumps(state).encode() + b"\n")
+
+    def curves(self, facts: Facts) -> None:
+        """The loss and the metrics of each epoch, one panel each."""
+        self._curves_drawn, history = time.monotonic(), facts.results.history
+        if not self._spare.writes or not history or not optional.there(optional.FIGURES):
+            return
+        from matplotlib.figure import Figure
+
+        names = ["train_loss"] + [name for name in history[-1] if name in ("accuracy", "psnr", "ssim")]
+        width = 4 * len(names)
+        figure = Figure(figsize=(width, 3))
+        figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.16, top=0.9, wspace=0.25)  # layouts are slow
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
+            axes.plot([row["epoch"] for row in history], [row.get(name) for row in history], marker="o", markersize=3)
+            axes.set(title=name.replace("_", " "), xlabel="epoch")
+            axes.grid(alpha=0.3)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=100)
+        self._spare.write("curves.png", picture.getvalue())
+
+
+def png(pixels: torch.Tensor) -> bytes:
+    """Of uint8 (3, H, W)."""
+    from PIL import Image
+
+    encoded = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(encoded, format="png")
+    return encoded.getvalue()

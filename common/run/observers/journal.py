@@ -1,0 +1,106 @@
+"""What happened when, for who looks at the run afterwards: two files to which every start adds its lines.
+
+journal.jsonl   a line for each start, warning, change of the nodes, set of example pictures, and end
+speed.jsonl     a line for each line of the log and each epoch: images a second, the most memory so far, and how many seconds
+                each phase has taken since the line before
+
+metrics.jsonl has none of these, so that it is a function of seed and data alone.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from common import devices
+from common.errors import one_line
+from common.run.observers.records import Facts
+from common.run.spare import Spare
+
+TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
+
+
+class Journal:
+    """Writes nothing before the run has begun, as the folder may still be another run's; what is told until then is kept."""
+
+    def __init__(self, _args: Any, device: Any, spare: Spare):
+        self._device, self._spare, self._active = device, spare, False
+        self._early: list[dict] = []
+        self._last: tuple[Mapping[str, float], int, int] = (
+            {},
+            0,
+            1,
+        )  # seconds of each phase, samples and epoch of the last row
+
+    def began(self, facts: Facts, about: dict) -> None:
+        self._last = (*self._last[:2], facts.position.epoch + 1)
+        if not self._spare.writes:
+            return
+        self._active, early, self._early = True, self._early, []
+        for row in early:
+            self._append("journal.jsonl", row)
+        self._event("start", **about)
+
+    def line(self, facts: Facts, loss: float, lr: float, **_: Any) -> None:
+        self._row(facts, facts.position.epoch + 1, loss, lr)
+
+    def saved(self, facts: Facts, whole: bool) -> None:
+        self._row(facts, facts.position.epoch + (not whole))
+
+    def ending(self, facts: Facts, how: str, why: Optional[str]) -> None:
+        self._event("end", how=how, why=why, **facts.position.row(facts.position.epoch))
+
+    def ended(self, facts: Facts) -> None:
+        self._row(facts, self._last[2])
+
+    def failed(self, _facts: Facts, why: str) -> None:
+        self._event("end", how="failed", why=why)
+
+    def picture(self, _facts: Facts, name: str, what: dict, **_: Any) -> None:
+        self._event("picture", name=name, **what)
+
+    def nodes(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
+        self._event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
+
+    def said(self, _facts: Any, text: str) -> None:
+        """A line of the log."""
+        if text.startswith(("warning: ", "advice: ")):
+            self._event("warning", text=one_line(text).partition(": ")[2])
+
+    def _event(self, event, **facts):
+        row = {"time": round(time.time(), 3), "event": event, **facts}
+        if self._active:
+            self._append("journal.jsonl", row)
+        else:
+            self._early.append(row)
+
+    def _row(self, facts, epoch, loss=None, lr=None):
+        before, seen, _ = self._last
+        trained = facts.position.samples_seen - facts.plan.began.samples_seen
+        self._last, images = (facts.seconds, trained, epoch), trained - seen
+        if not self._active:
+            return
+        passed = {phase: spent - before.get(phase, 0.0) for phase, spent in facts.seconds.items()}
+        training = passed.pop("training")
+        row = {
+            "time": round(time.time(), 3), **facts.position.row(epoch), "loss": loss, "lr": lr, "images": images,
+            "images_per_s": round(images / training, 3) if images and training > 0 else None,
+            **{phase: round(spent, 4) for phase, spent in passed.items()},
+            "peak_memory_mib": round(devices.peak_memory(self._device) / 2**20, 1),
+        }  # fmt: skip
+        self._append("speed.jsonl", row)
+
+    def _append(self, name, row):
+        self._spare.append(name, json.dumps(row).encode() + b"\n")
+
+
+def rate_before(folder: str) -> Optional[float]:
+    """The images a second in the last rows of the starts before, if there are any."""
+    rates = []
+    with contextlib.suppress(OSError, ValueError, AttributeError), open(os.path.join(folder, "speed.jsonl"), "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        rates = [rate for line in file.readlines()[1:] if (rate := json.loads(line).get("images_per_s"))]
+    return statistics.median(rates) if rates else None

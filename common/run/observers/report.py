@@ -1,0 +1,105 @@
+"""What the newest evaluation says: report.json, examples/mistakes.png and report.txt; and when report.html is made anew."""
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+from common import moments, optional
+from common.errors import one_line
+from common.run.observers.files import png
+from common.run.observers.records import Facts
+from common.run.spare import Spare
+
+REPORT_SECONDS = 180  # the least time between two pages; where one takes long, a hundred times as long
+MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that are shown of a larger one
+
+
+class Report:
+    def __init__(self, args: Any, _device: Any, spare: Spare):
+        self._folder, self._spare, self._due = args.output_dir, spare, 0.0
+        self._scores: Any = None
+        self._written: Any = None  # the scores that are in the files
+
+    def began(self, _facts: Facts, **_: Any) -> None:
+        self._due = self._due or time.monotonic() + REPORT_SECONDS
+
+    def epoch_ended(self, facts: Facts, scores: Any, **_: Any) -> None:
+        if scores is not None:
+            self._scores = scores
+            if facts.plan.limit(facts.position):  # before the checkpoint, after which a start does not evaluate again
+                self.text()
+
+    def line(self, _facts: Facts, **_: Any) -> None:
+        if time.monotonic() >= self._due:
+            self.page()
+
+    saved = line
+
+    def ended(self, _facts: Facts) -> None:
+        self.page()
+        self._spare.retry()
+
+    def failed(self, _facts: Facts, **_: str) -> None:
+        self.page()
+
+    def text(self) -> None:
+        """report.txt: precision and recall of every class, and which were taken for which."""
+        if not self._spare.writes:
+            return
+        self._write_scores()
+        confusion, classes = self._scores.confusion, [one_line(name) for name in self._scores.classes]  # folders have any name
+        lines = [table(confusion, classes)] if optional.there(optional.TABLE) else []
+        lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self._scores)
+        self._spare.write("report.txt", "\n".join([*lines, ""]).encode())
+
+    def page(self) -> None:
+        """What the newest scores say; then others make something of what is there (common/job.py)."""
+        if not self._spare.writes:
+            return
+        began = time.monotonic()
+        self._write_scores()
+        moments.announce("written", self._folder, self._spare.write)
+        now = time.monotonic()
+        self._due = now + max(REPORT_SECONDS, 100 * (now - began))
+
+    def _write_scores(self):
+        if self._scores is None or self._scores is self._written:
+            return
+        said, picture = self._scores.said(), self._scores.picture()
+        self._spare.write("report.json", json.dumps(said).encode() + b"\n")
+        if picture is not None:
+            self._spare.write(os.path.join("examples", "mistakes.png"), png(picture))
+        self._written = self._scores
+
+
+def table(confusion: torch.Tensor, classes: list[str]) -> str:
+    """Precision and recall of every class."""
+    from sklearn.metrics import classification_report
+
+    places = confusion.nonzero()  # of ten thousand classes all pairs would take gigabytes
+    true, predicted = places.T.numpy()
+    options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
+    return str(classification_report(true, predicted, sample_weight=confusion[tuple(places.T)].numpy(), **options))
+
+
+def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
+    """The confusion matrix as text: its columns have numbers, and its rows the numbers and whole names."""
+    widest = max(5, len(str(int(confusion.max()))) + 1)
+    name = max(map(len, classes))
+    title = "Confusion matrix: rows are the true class, columns the predicted one, by its number."
+    header = " " * (name + 5) + "".join(f"{number:>{widest}}" for number in range(len(classes)))
+    counts = ["".join(f"{count:{widest}d}" for count in row) for row in confusion.tolist()]
+    return [
+        title,
+        "",
+        header,
+        *(f"{number:>3} {label:<{name}} {row}" for number, (label, row) in enumerate(zip(classes, counts))),
+    ]
+
+
+def pairs(scores: Any) -> list[str]:
+    rows = [f"{count:6d}  {one_line(true)} -> {one_line(given)}" for true, given, count in scores.confused(MOST_COLUMNS)]
+    return [f"The {len(rows)} most frequent confusions: how often, true class -> predicted class.", "", *rows]

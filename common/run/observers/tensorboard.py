@@ -1,0 +1,79 @@
+"""The events of TensorBoard.
+
+TensorBoard's own writer has a thread, which a full disk ends with a traceback, and opens no folder whose name is not UTF-8.
+"""
+
+import io
+import os
+import socket
+import time
+from typing import Any, Optional
+
+from common import optional
+from common.run.observers.records import Facts
+from common.run.spare import Spare
+
+
+class TensorBoard:
+    def __init__(self, args: Any, _device: Any, spare: Spare):
+        self._folder, self._spare = os.path.relpath(args.tensorboard_dir, args.output_dir), spare
+        self._file: Optional[str] = None  # once there is something to write
+
+    def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: Any) -> None:
+        speeds = {f"speed/{name}": value for name, value in speed.items()}
+        self._scalars(facts, {"train/loss": loss, "train/lr": lr, **speeds})
+
+    def epoch_ended(self, facts: Facts, metrics: dict, **_: Any) -> None:
+        self._scalars(facts, {f"test/{name}": value for name, value in metrics.items()})
+
+    def picture(self, facts: Facts, name: str, pixels: Any, **_: Any) -> None:
+        step = facts.position.total_steps
+        if self._is_wanted():
+            self._add(step, image(step, name, pixels))
+
+    def _scalars(self, facts, values):
+        step = facts.position.total_steps
+        if self._is_wanted():
+            self._add(step, *(scalar(step, name, value) for name, value in values.items()))
+
+    def _is_wanted(self):
+        return self._spare.writes and optional.there(optional.EVENTS)
+
+    def _add(self, step, *records):
+        if self._file is None:
+            self._file = os.path.join(self._folder, file_name())
+            records = (beginning(step), *records)
+        self._spare.append(self._file, b"".join(records))
+
+
+def file_name() -> str:
+    return f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+
+
+def beginning(step: int) -> bytes:
+    """Of a file whose events replace those of earlier files from this step on."""
+    from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+    return _record(step, file_version="brain.Event:2") + _record(step, session_log=SessionLog(status=SessionLog.START))
+
+
+def scalar(step: int, name: str, value: float) -> bytes:
+    from torch.utils.tensorboard import summary
+
+    return _record(step, summary=summary.scalar(name, value))
+
+
+def image(step: int, name: str, pixels: Any) -> bytes:
+    """`pixels`: uint8 (3, H, W)."""
+    from torch.utils.tensorboard import summary
+
+    return _record(step, summary=summary.image(name, pixels, dataformats="CHW"))
+
+
+def _record(step, **content):
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    encoded = io.BytesIO()
+    RecordWriter(encoded).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+    return encoded.getvalue()
