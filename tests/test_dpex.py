@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -74,6 +75,20 @@ class Told(Squares):
             torch.get_num_threads(),
             os.getpriority(os.PRIO_PROCESS, 0),
         )
+
+
+class Dies(Squares):
+    """A sample that ends its worker, so many times."""
+
+    def __init__(self, folder, times):
+        super().__init__()
+        self.folder, self.times = str(folder), times
+
+    def __getitem__(self, number):
+        if number == 9 and len(os.listdir(self.folder)) < self.times:
+            os.close(tempfile.mkstemp(dir=self.folder)[0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(number)
 
 
 class Stream(IterableDataset):
@@ -282,6 +297,20 @@ def test_a_data_set_that_changed_between_two_epochs_is_sent_again(warm):
     assert [value.item() for value, _ in made] == [0, 1, 4, 9]
     data.values += 1
     assert [value.item() for value, _ in made] == [1, 2, 5, 10]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_every_batch_comes_in_its_place(warm, tmp_path):
+    with pytest.warns(UserWarning, match="made again"):
+        numbers = [number.tolist() for _, number in loader(warm, Dies(tmp_path, times=1), batch_size=4)]
+    assert numbers == [list(range(first, min(first + 4, 23))) for first in range(0, 23, 4)]
+    assert len(os.listdir(tmp_path)) == 1, "no worker was killed"
+
+
+@pytest.mark.rehearsal
+def test_a_sample_that_kills_every_worker_is_an_error(warm, tmp_path):
+    with pytest.warns(UserWarning, match="made again"), pytest.raises(RuntimeError):
+        list(loader(warm, Dies(tmp_path, times=100)))
+    assert len(list(loader(warm, Squares()))) == 23, "the next pass has other workers"
 
 
 def test_two_passes_at_once_and_one_that_was_left():

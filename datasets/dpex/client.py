@@ -141,6 +141,7 @@ class Workers:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
+        """Where Ctrl-C comes in the middle of a message, the next one could not be told from its rest."""
         try:
             yield
         except (EOFError, OSError):
@@ -153,9 +154,9 @@ class Workers:
         """The next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch. None: there was nothing
         within `timeout` seconds."""
         while True:
+            if not wait([self._connection], timeout):
+                return None
             with self._whole():
-                if not wait([self._connection], timeout):
-                    return None
                 (verb, epoch, *words), parts = receive(self._connection)
             if verb == "failed":
                 self._digest = None  # the data set may not have arrived

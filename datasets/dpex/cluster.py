@@ -98,15 +98,10 @@ def _require_token():
 
 
 def reachable(address: str) -> bool:
-    """Whether a server listens there: host:port, or the path of a socket."""
+    """Whether a server listens at host:port."""
     try:
-        if "/" in address:
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(REACH_SECONDS)
-                probe.connect(address)
-        else:
-            host, port = address.rsplit(":", 1)
-            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+        host, port = address.rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
@@ -130,10 +125,9 @@ class Cluster:
         """The nodes of so many workers: in proportion to the CPUs of each."""
         import ray
 
-        while not (
-            alive := [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]
-        ):  # Ray may not know yet
-            time.sleep(1)  # until the bridge is ended, as this machine's node is lost, too
+        # Ray may not know yet that a node is lost. Without any, the bridge is ended soon, as this machine's is lost, too.
+        while not (alive := [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]):
+            time.sleep(REACH_SECONDS)
         cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
         if any(cpus.values()):  # a node declared without CPUs, usually the head, gets no worker
             cpus = {name: number for name, number in cpus.items() if number}

@@ -126,6 +126,7 @@ class Pool:
                             actor, is_new = self._actor_for_another_try(worker, actor, error, losses)
                             reference = actor.fetch.remote(*what)
                     except Exception as hopeless:
+                        losses = 0
                         self._fail(epoch, hopeless)
                         break
                     if is_new:
@@ -140,6 +141,8 @@ class Pool:
         gone = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
         cause = error.cause if isinstance(error, known.RayTaskError) else error
         if losses > LOSSES or not isinstance(cause, known.RayError) or isinstance(cause, known.RuntimeEnvSetupError):
+            if self._actors[worker] is actor:
+                self._end(worker)  # the next epoch begins with another
             raise error
         is_lost = not isinstance(cause, gone) and self._actors[worker] is actor
         if is_lost:
