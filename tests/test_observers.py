@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import TrainingFailed
 from common.run.observers import Observers, console, of_a_rank
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal
@@ -134,6 +135,12 @@ class Fails:
     def left(self, fact):
         raise SystemExit(143)  # by a signal's handler
 
+    def phase(self, fact):
+        raise TrainingFailed("a checkpoint could not be written")  # the same
+
+    def failed(self, fact, why):
+        raise OSError(28, "no space left")
+
 
 def told(*present):
     observers = Observers(observed.options(ROOT), None, Spare("/none", shows=True, writes=False), may_write=False)
@@ -143,16 +150,32 @@ def told(*present):
 
 def test_the_others_are_told_when_one_fails_and_that_one_is_told_nothing_more(capsys):
     observers = told(Fails(), Hears(heard := []))
-    for moment, fact in (("line", 1), ("phase", 2), ("line", 3), ("ended", 4), ("left", 5)):
+    for moment, fact in (("line", 1), ("saved", 2), ("line", 3), ("ended", 4), ("left", 5)):
         observers.tell(moment, fact)
     warning = "warning: Fails has failed, and the run goes on without it: OSError: [Errno 28] no space left\n"
     assert heard == [1, 3, 4] and capsys.readouterr().out == warning
 
 
-@pytest.mark.parametrize("moment, kind", [("saved", RuntimeError), ("left", SystemExit)])
+@pytest.mark.parametrize("moment, kind", [("saved", RuntimeError), ("left", SystemExit), ("phase", TrainingFailed)])
 def test_what_a_signal_raises_in_an_observer_is_not_its_failure(moment, kind):
     with pytest.raises(kind):
         told(Fails()).tell(moment, 5)
+
+
+def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_are_told(tmp_path, capsys):
+    observers = told(Fails(), journal := observed.observer(Journal, tmp_path))
+    journal.began(facts := observed.facts(tmp_path), about={})
+    observers.tell("stepped", facts)
+    observers.failure(ValueError("of the job"))
+    assert not any(capsys.readouterr())
+    assert [json.loads(line).get("why") for line in (tmp_path / "journal.jsonl").open()] == [None, "ValueError: of the job"]
+
+
+def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(capsys):
+    observers = told(Fails())
+    observers._spare.shows = False
+    observers.tell("line", 1)
+    assert "warning: Fails has failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -169,13 +192,20 @@ def test_which_observers_a_rank_has(shows, writes, may_write, there):
     assert {kind.__name__ for kind in of_a_rank(args, shows, writes, may_write)} == there
 
 
-def test_the_folders_may_be_relative(tmp_path, monkeypatch):
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_folders_may_be_relative_and_links(tmp_path, monkeypatch, elsewhere):
+    """Those of TensorBoard may be elsewhere, as on some platforms."""
     monkeypatch.chdir(tmp_path)
     args = observed.options(Path("out"))
+    if elsewhere:
+        (tmp_path / "a" / "b").mkdir(parents=True)
+        (tmp_path / "out").symlink_to(tmp_path / "a" / "b")
+        args.tensorboard_dir = "events"
     TensorBoard(args, None, Spare("out")).epoch_ended(observed.facts(tmp_path), metrics={"accuracy": 0.5})
     Files(args, None, Spare("out")).began(observed.facts(tmp_path), about={})
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "state.json").exists()
-    assert [path.name.split(".tfevents")[0] for path in (tmp_path / "out" / "tensorboard").iterdir()] == ["events.out"]
+    assert (tmp_path / "out" / "state.json").exists()
+    assert [path.name.split(".tfevents")[0] for path in (tmp_path / args.tensorboard_dir).iterdir()] == ["events.out"]
+    assert {path.name for path in tmp_path.iterdir()} == ({"out", "a", "events"} if elsewhere else {"out"})
 
 
 # --- Where the one that wrote has gone --------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_the_rows_of_speed_add_up_to_the_run(finished):
     assert [row["evaluation"] > 0 for row in ends] == [True, True, False] and [row["epoch"] for row in ends] == [1, 2, 2]
     for row in [row for row in rows if row["images"]]:
         training = row["waiting_for_data"] + row["transfer"] + row["compute"]
-        assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.005) and row["peak_memory_mib"] > 100
+        assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.02) and row["peak_memory_mib"] > 100
     assert clock.PHASES == page.PHASES and set(clock.OF_THE_HEARTBEAT.values()) < set(clock.PHASES)
     assert (scores.SHOWN, scores.SIDE) == (page.SHOWN, page.SIDE)
 

@@ -127,11 +127,13 @@ class Run:
         self._ledger.start(self.position.epoch, self.position.consumed)
         if self._spare.writes and not self._attempt.active:
             self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
+        self._show("start")
         self._tell("resumed")
         if not self.trial:
             for line in restore.first_lines(self, found, self._attempt):
                 self.say(line)
-            self._tell("began", about=facts.of_this_start(self, found[2] if found else None))
+            about = facts.of_this_start(self, found[2] if found else None) if self._spare.writes else {}
+            self._tell("began", about=about)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
         self._busy = False
@@ -358,6 +360,7 @@ class Run:
         except collectives.Stopped as stop:
             self._counted = None  # the others may go on, and have its line in the ledger
             self._let_one_write()
+            self.plan = self.plan if self.plan.began else dataclasses.replace(self.plan, began=here)
             if number := self._members.told_to_stop():
                 self._stop_on(number)
             self._stop(str(stop), TrainingFailed.exit_code)
@@ -462,6 +465,7 @@ class Run:
         self._show("save")
         self._saver.wait()
         self._tell("ended")
+        self._spare.retry()
         self._show("publish")
         self._saver.finish_publishing(in_a_hurry)
         self._attempt.done()

@@ -16,12 +16,13 @@ moments for which it has a method: Facts, and by name what only that moment has.
 """
 
 import argparse
+import contextlib
 from typing import Any
 
 import torch
 
 from common import moments
-from common.errors import one_line
+from common.errors import TrainingFailed, UserError, one_line
 from common.run.observers.console import Console
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal
@@ -63,12 +64,16 @@ class Observers:
             try:
                 if hear := getattr(one, moment, None):
                     hear(facts, **more)
+            except (UserError, TrainingFailed):  # of a signal's handler, which saves
+                raise
             except Exception as error:
                 if "DataLoader worker" in str(error):  # torch's signal handler says that one has died, wherever we are
                     raise
                 self._present = [other for other in self._present if other is not one]
                 why = f"{type(error).__name__}: {one_line(error)[:300]}"
-                self._spare.say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
+                say = self._spare.say if self._spare.shows else print
+                if moment != "failed":  # then the error of the job itself is what the user has to see
+                    say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 
     def said(self, text: str) -> None:
         """A line of the log (common/moments.py)."""
@@ -76,5 +81,6 @@ class Observers:
 
     def failure(self, error: BaseException) -> None:
         """The job is about to end with this error (common/moments.py)."""
-        if self._newest and self._newest.plan.began:
-            self.tell("failed", self._newest, why=one_line(f"{type(error).__name__}: {error}")[:500])
+        with contextlib.suppress(Exception):
+            if self._newest and self._newest.plan.began:
+                self.tell("failed", self._newest, why=one_line(f"{type(error).__name__}: {error}")[:500])

@@ -40,7 +40,6 @@ class Report:
 
     def ended(self, _facts: Facts) -> None:
         self.page()
-        self._spare.retry()
 
     def failed(self, _facts: Facts, **_: str) -> None:
         self.page()

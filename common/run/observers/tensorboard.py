@@ -16,7 +16,7 @@ from common.run.spare import Spare
 
 class TensorBoard:
     def __init__(self, args: Any, _device: Any, spare: Spare):
-        self._folder, self._spare = os.path.relpath(args.tensorboard_dir, args.output_dir), spare
+        self._folder, self._spare = os.path.abspath(args.tensorboard_dir), spare
         self._file: Optional[str] = None  # once there is something to write
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: Any) -> None:
