@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from common import heartbeat
 from common.errors import UserError
 from common.models import classifiers
 from common.run import checkpoint, facts, output
@@ -159,6 +160,23 @@ def test_the_next_command_goes_on(tmp_path):
     words = ["jobs/train.py", "--max_steps=2", "--lr", "1", "--max-steps", "3"]
     args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=1, local_world_size=1))
     assert facts.command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
+
+
+@pytest.mark.parametrize(
+    "nodes, parent, begins",
+    [
+        (1, False, "torchrun --nproc_per_node 2 jobs"),
+        (3, False, "torchrun --nproc_per_node 2 --nnodes 3 jobs"),
+        (3, True, "python jobs"),
+    ],
+)
+def test_the_next_command_is_torchruns_where_torchrun_has_started_this_one(monkeypatch, nodes, parent, begins):
+    """The workers of a parent of ours have its variables, too: python started that."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    if parent:
+        monkeypatch.setenv(heartbeat.PARENT, "1")
+    args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=nodes, local_world_size=2))
+    assert facts.command(args, ["jobs/train_ddp.py"]).startswith(begins)
 
 
 def test_the_first_five_of_five_classes_say_nothing():

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from common import arguments, cores, devices
+from common import arguments, cores, devices, heartbeat
 from common.secrets import HIDDEN, is_secret, mask
 from common.version import VERSION
 
@@ -47,12 +47,10 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
             None if equals else next(taken, None)
         else:
             kept.append(mask(word))
-    started = (
-        [f"torchrun --nproc_per_node {args.world.local_world_size}"] if "TORCHELASTIC_RUN_ID" in os.environ else ["python"]
-    )
-    if args.world.num_nodes > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        started.append(f"--nnodes {args.world.num_nodes}")
-    return " ".join([*started, shlex.join(kept)])
+    if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():  # a parent of ours sets it for its workers, too
+        return f"python {shlex.join(kept)}"
+    nodes = f"--nnodes {args.world.num_nodes} " if args.world.num_nodes > 1 else ""
+    return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"
 
 
 def manifest(run: Any) -> dict[str, Any]:
