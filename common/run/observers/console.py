@@ -30,10 +30,13 @@ class Console:
 
     def resumed(self, facts: Facts) -> None:
         if facts.plan.limit(facts.position) or facts.plan.epoch_is_over(facts.position):
-            self.takes_over(facts)
+            self._import_packages()
 
     def takes_over(self, _facts: Facts) -> None:
-        """Import what the files need, which takes seconds: after the first step, or where none comes before the first file."""
+        self._import_packages()
+
+    def _import_packages(self):
+        """What the files need, which takes seconds: after the first step, or where none comes before the first file."""
         self._imported, is_trial = True, self._spare.shows and not self._spare.writes
         if is_trial:  # it leaves no files
             return
@@ -64,7 +67,7 @@ class Console:
             place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
             self._say(f"{place} loss={loss:.4f} lr={lr:.6f} images_per_s={rate:.0f} left={left} {split}")
         if not self._imported:
-            self.takes_over(facts)
+            self._import_packages()
         if not self._advised and at.total_steps - facts.plan.began.total_steps > WARM_UP:
             line = advice(self._args.input.remedies, speed["waiting_for_data"])
             self._advised = line is not None

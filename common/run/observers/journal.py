@@ -29,11 +29,8 @@ class Journal:
     def __init__(self, _args: Any, device: Any, spare: Spare):
         self._device, self._spare, self._active = device, spare, False
         self._early: list[dict] = []
-        self._last: tuple[Mapping[str, float], int, int] = (
-            {},
-            0,
-            1,
-        )  # seconds of each phase, samples and epoch of the last row
+        # Of the last row: the seconds of each phase, the samples of this start, the epoch.
+        self._last: tuple[Mapping[str, float], int, int] = ({}, 0, 1)
 
     def began(self, facts: Facts, about: dict) -> None:
         self._last = (*self._last[:2], facts.position.epoch + 1)
