@@ -18,7 +18,7 @@ import torchvision
 
 from common.errors import TrainingFailed, UserError
 from common.run import checkpoint
-from common.run.saver import Writer
+from common.run.saving import Writer
 
 
 def state(value=0.0):

@@ -12,9 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import files, heartbeat, job
 from common.errors import SampleError, TrainingFailed, UserError
-from common.run import checkpoint, output
+from common.run import checkpoint, evidence, output
 from common.run.observers import tensorboard
-from common.run.output import Ledger
 from common.run.position import Position
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
@@ -107,7 +106,9 @@ def test_half_a_line_of_a_ledger_is_dropped(tmp_path):
             file.write(b'{"step": [0, 0], "ids": [1, 2')
         (tmp_path / "ledger").mkdir(exist_ok=True)
         os.replace(tmp_path / "rank_0.jsonl", tmp_path / "ledger" / "rank_0.jsonl")
-        Ledger(str(tmp_path), 0, True, lambda: "no checkpoint yet").start(0, 0)
+        kept = evidence.Evidence(argparse.Namespace(output_dir=str(tmp_path), ledger=True), print, lambda: "no checkpoint yet")
+        kept.keep(0, attempt=False, ledger=True)
+        kept.begin(0, 0)
         (tmp_path / "rank_0.jsonl").write_bytes((tmp_path / "ledger" / "rank_0.jsonl").read_bytes())
     lines = [json.loads(line) for line in (tmp_path / "ledger" / "rank_0.jsonl").open()]
     assert [line["start"] for line in lines] == [[0, 0], [0, 0]] and steps_that_count([tmp_path]) == {}
@@ -157,10 +158,10 @@ def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch
 
 
 def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_path, monkeypatch):
-    output.Attempt(str(tmp_path), print, True).set(0, 64)
+    evidence.Attempt(str(tmp_path), print).set(0, 64)
     with monkeypatch.context() as full:
         failing(full, "open")
-        attempt = output.Attempt(str(tmp_path), print, True)
+        attempt = evidence.Attempt(str(tmp_path), print)
     attempt.done()
     assert not list(tmp_path.iterdir())
 
@@ -169,9 +170,9 @@ KILLED = """
 import os, runpy, signal, sys
 from common.run.observers.files import Files
 from common.run.observers.report import Report
-from common.run.saver import Saver
-save = Saver.save
-Saver.save = lambda self, *given: (save(self, *given), self.wait())
+from common.run.saving import Saving
+save = Saving.save
+Saving.save = lambda self, *given: (save(self, *given), self.wait())
 kind = {"text": Report, "curves": Files}[sys.argv[1]]
 setattr(kind, sys.argv[1], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
 sys.argv = sys.argv[2:]

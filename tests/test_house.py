@@ -66,7 +66,7 @@ HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 def room(module):
-    """common.run for common.run.saver, common.errors for itself, jobs for any job."""
+    """common.run for common.run.saving, common.errors for itself, jobs for any job."""
     parts = module.split(".")
     return parts[0] if parts[0] == "jobs" else ".".join(parts[:2])
 

@@ -12,8 +12,9 @@ from common import heartbeat
 from common.errors import UserError
 from common.models import classifiers
 from common.run import checkpoint, facts, output
+from common.run.position import Position
 from common.run.results import Results
-from common.run.saver import Saver
+from common.run.saving import Saving
 from tests.jobs import ROOT, TINY, module_of, run_forked, run_job
 
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
@@ -146,11 +147,11 @@ def test_a_full_disk_says_what_is_needed_and_what_is_free(tmp_path, monkeypatch)
     args = types.SimpleNamespace(
         checkpoint_dir=str(tmp_path), output_dir=str(tmp_path), keep=2, checkpoints=True, output_url=""
     )
-    saver = Saver(args, print)
+    saving = Saving(args, [], print)
     monkeypatch.setattr(checkpoint, "write", full)
-    saver.save({"model": {"weight": torch.zeros(2**18)}}, {"total_steps": 1})
+    saving.save(lambda: {"model": {"weight": torch.zeros(2**18)}}, vars(Position(total_steps=1)))
     with pytest.raises(Exception, match=r"1\.0 MiB are needed and [\d.]+ MiB are free: delete .*1\.pt'; no checkpoint yet"):
-        saver.wait()
+        saving.wait()
 
 
 def test_the_next_command_goes_on(tmp_path):

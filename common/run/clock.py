@@ -25,6 +25,7 @@ class Clock:
         """`line_every`: a line of the log is due after so many steps; None: after some seconds."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._phase, self._since = "", time.monotonic()
+        self._stepped = self._since
         self._pulse = heartbeat.of_this_process()
         self._beside = False  # whether transfers overlap the computing
         self._line_every, self._test_samples, self._evaluations = line_every, test_samples, 0
@@ -67,9 +68,14 @@ class Clock:
         if len(self._marks) >= 1000:
             self._marks = self._marks[::2]
         self._marks.append((trained, training))
+        self._stepped = self._since
         if self._line_every:
             return self._is_first or self._lap_steps >= self._line_every
         return self._is_first or training - self._lap_began["training"] >= LINE_SECONDS
+
+    def since_step(self) -> float:
+        """The seconds since the last one, or since the run was made."""
+        return time.monotonic() - self._stepped
 
     def lap(self) -> dict[str, float]:
         """Since the last line: the images a second, and the share of each phase of the training."""

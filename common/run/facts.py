@@ -59,13 +59,13 @@ def manifest(run: Any) -> dict[str, Any]:
         **vars(run.position),
         "global_batch": run.sampler.global_batch,
         "world_size": run.world_size,
-        "run": run.id,
+        "run": run.saving.id,
         "lr": rate(run.parts),
-        "identity": run.identity,
+        "identity": run.saving.identity,
         "asked": arguments.plain(run.args.given),
         "arguments": arguments.plain(vars(run.args)),
         "job": run.args.world.job_id,
-        "classes": run.classes,
+        "classes": run.saving.classes,
         "versions": versions(),
     }
 
@@ -80,7 +80,7 @@ def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
     changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
     shown = {name: HIDDEN if is_secret(name) else mask(vars(args)[name]) for name in changed}
     return {
-        "run": run.id,
+        "run": run.saving.id,
         "goes_on_from": goes_on_from,
         **at.row(at.epoch),
         "consumed": at.consumed,

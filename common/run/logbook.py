@@ -21,8 +21,6 @@ import contextlib
 import dataclasses
 import signal
 import sys
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional
 
@@ -31,15 +29,16 @@ import torch
 from common import devices, moments, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 from common.processes import collectives
-from common.run import bucket_run, checkpoint, facts, output, restore, timing
+from common.run import checkpoint, facts, output, restore, timing
 from common.run.agreement import Agreement
 from common.run.clock import Clock
+from common.run.evidence import Evidence
 from common.run.losses import Losses
 from common.run.observers import Facts, Observers
 from common.run.plan import Plan
 from common.run.position import Position
 from common.run.results import Results
-from common.run.saver import Saver
+from common.run.saving import Saving
 from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.seeds import seed_step
@@ -65,7 +64,7 @@ class Run:
         `best_by`: the metric of end_epoch by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `parts`: what else to save."""
-        self.args, self.sampler, self.parts, self.classes = args, sampler, parts, list(classes)
+        self.args, self.sampler, self.parts = args, sampler, parts
         self.position, self.results, self.plan = Position(), Results(best_by, best_is), Plan(args, sampler, patience)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
@@ -82,9 +81,9 @@ class Run:
         self._clock = Clock(args.print_freq, test_samples)
         may_write = self._spare.writes or (bool(self._members) and not self.trial)
         self._observers = Observers(args, self.device, self._spare, may_write)
-        self._saver = Saver(args, self.say)
+        self.saving = Saving(args, classes, self.say)
+        self._evidence = Evidence(args, self.say, self.saving.last_good)
         self._agreement = Agreement(args.max_hours, args.save_seconds)
-        self._goes_on, self.id = False, uuid.uuid4().hex
         self._busy, self._evaluating = True, False
         self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
         self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step, where nodes come and go
@@ -101,17 +100,13 @@ class Run:
             self.say("warning: no weight of the network requires a gradient: nothing is trained")
         self._shares: Any = self.parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
         self.losses = Losses(self.device, 0, 1) if self._shares else Losses(self.device, self.rank, self.world_size)
-        self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=False)
-        self._ledger = self._new_ledger(active=False)
-        self.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
-        found = None if self.trial else restore.find(self, self._spare.writes, self._saver.start_publishing)
+        self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
+        found = None if self.trial else self.saving.find(self._spare.writes)
         if found:
             restore.into(self, *found)
-        self._saved_at = self.position if found else None
         if self._spare.writes and self.args.checkpoints:
             output.require_room(self.args, checkpoint.largest(self.state()))
         self._agreement.begin()
-        self._last_step = time.monotonic()
         if self._members:
             if not self._shares:
                 raise UserError(
@@ -120,27 +115,21 @@ class Run:
                 )
             self._shares.before_it_counts = self._exchange
             self._form()
-        self._goes_on = bool(found) or self.position.total_steps > 0
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, began=self.position)
-        self._ledger = self._new_ledger(active=self._spare.writes or not self._members)
-        self._ledger.start(self.position.epoch, self.position.consumed)
-        if self._spare.writes and not self._attempt.active:
-            self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
+        writes = self._spare.writes
+        self._evidence.keep(self.rank, attempt=writes, ledger=writes or not (self._members or self.trial))
+        self._evidence.begin(self.position.epoch, self.position.consumed)
         self._show("start")
         self._tell("resumed")
         if not self.trial:
-            for line in restore.first_lines(self, found, self._attempt):
+            for line in restore.first_lines(self, found, self._evidence.attempt):
                 self.say(line)
-            about = facts.of_this_start(self, found[2] if found else None) if self._spare.writes else {}
+            about = facts.of_this_start(self, found[2] if found else None) if writes else {}
             self._tell("began", about=about)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
         self._busy = False
-
-    def _new_ledger(self, active):
-        keeps = active and self.args.ledger and not self.trial
-        return output.Ledger(self.args.output_dir, self.rank, keeps, self._saver.last_good)
 
     # --- Who looks on ---
 
@@ -176,7 +165,7 @@ class Run:
     def goes_on(self) -> bool:
         """Whether there was a checkpoint to go on from; also true in a trial, which leaves out what only a new run does."""
         self._require_resumed("run.goes_on")
-        return self._goes_on or self.trial
+        return self.saving.goes_on or self.plan.began.total_steps > 0 or self.trial
 
     def _require_resumed(self, asked):
         if self.plan.began is None:
@@ -237,7 +226,7 @@ class Run:
             self._busy, due = True, self.position.total_steps + 1
             self._show("step")
             self._clock.transferred(loader.transfer_seconds(), loader.beside)
-            self._attempt.set(self.position.epoch, self.position.consumed)
+            self._evidence.trying(self.position.epoch, self.position.consumed)
             if self._shares:
                 yield from self._shares.of(batch, self.position.samples_seen)
                 if self._shares.interrupted:
@@ -260,12 +249,11 @@ class Run:
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
         loss, ids = loss.detach(), self._loader.ids
-        self._ledger.step(self.position.epoch, self.position.consumed, self._counted[2] if self._members else ids)
+        self._evidence.taken(self.position.epoch, self.position.consumed, self._counted[2] if self._members else ids)
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
         if self._members:
             self._tell_news()
-        self._attempt.set(-1, -1)
         line_is_due = self._clock.stepped(self.sampler.global_batch, self.position.samples_seen - self.plan.began.samples_seen)
         speed = self._profile.step(self.sampler.global_batch) if self._profile else None
         if line_is_due and not self.args.trial:
@@ -280,7 +268,7 @@ class Run:
             self._keep_up()
 
     def _show_line(self, loss):
-        self.losses.check(self.args.lr, self._saver.last_good)
+        self.losses.check(self.args.lr, self.saving.last_good)
         left = self._clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self._clock.lap()
         if self._spare.shows or self._members:  # who has much to do
@@ -311,7 +299,7 @@ class Run:
         if not self._evaluating and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self._busy, self._evaluating = True, False
-        self.losses.check(self.args.lr, self._saver.last_good)
+        self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
@@ -329,17 +317,15 @@ class Run:
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
-        self.losses.check(self.args.lr, self._saver.last_good)
+        self.losses.check(self.args.lr, self.saving.last_good)
         self.losses.share()
         self._agreement.saved()
         if not self._spare.writes or not self.args.checkpoints:
             return  # a trial writes nothing, and rank 0 writes for all
-        if self.position == self._saved_at and not weights_of_epoch:
+        if self.position == self.saving.saved_at and not weights_of_epoch:
             return
-        self._saved_at = self.position
         self._show("save")
-        self._saver.wait()
-        self._saver.save(checkpoint.snapshot(self.state()), facts.manifest(self), weights_of_epoch)
+        self.saving.save(self.state, facts.manifest(self), weights_of_epoch)
 
     def state(self) -> dict:
         """What a checkpoint holds."""
@@ -394,7 +380,7 @@ class Run:
         if self._together and about["total_steps"] == self.position.total_steps:
             self._behind = True  # by this evaluation alone: this rank does all of it, and then closes the epoch, too
             return
-        restore.refuse_another_run(about["identity"], self.identity, "what the other nodes train")
+        restore.refuse_another_run(about["identity"], self.saving.identity, "what the other nodes train")
         restore.into(self, given["state"], about, "the state of the other nodes")
         self._counted = given["counted"]
 
@@ -416,28 +402,19 @@ class Run:
         if not self._spare.writes:
             self._spare.writes = self._spare.shows = True
             self._tell("takes_over")
-            output.make_folders(self.args)
-            try:
-                output.lock(self.args.checkpoint_dir)
-            except UserError as error:  # by the one that had to do it, on a machine that is frozen
-                self.say(f"warning: {error}")
-            bucket_run.bring_what_grows_if_possible(self.args, self.say)
-            self._saver.start_publishing()
-            self._attempt = output.Attempt(self.args.checkpoint_dir, self.say, active=True)
-            self._ledger = self._new_ledger(active=True)
+            self.saving.take_over()
+            self._evidence.keep(self.rank, attempt=True, ledger=True)
             if self.plan.began:
                 self._tell("began", about=facts.of_this_start(self, "the state of the other nodes"))
         if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
             epoch, consumed, ids = self._counted
-            self._ledger.start(epoch, consumed)
-            self._ledger.step(epoch, consumed, ids)
+            self._evidence.begin(epoch, consumed)
+            self._evidence.taken(epoch, consumed, ids)
 
     def _tell_news(self):
-        now, news = time.monotonic(), self._members.news
-        if news:
-            self._tell("nodes", news=news, ranks=self._members.size, pause=now - self._last_step)
+        if news := self._members.news:
+            self._tell("nodes", news=news, ranks=self._members.size, pause=self._clock.since_step())
         self._members.step_counts()
-        self._last_step = now
 
     # --- Ending ---
 
@@ -463,14 +440,14 @@ class Run:
         self._busy = True
         self._tell("ending", how=how, why=why)
         self._show("save")
-        self._saver.wait()
+        self.saving.wait()
         self._tell("ended")
         self._spare.retry()
         self._show("publish")
-        self._saver.finish_publishing(in_a_hurry)
-        self._attempt.done()
+        self.saving.finish_publishing(in_a_hurry)
+        self._evidence.done()
         self._show("done")
-        self._tell("left", how=how, why=why, last_good=self._saver.last_good())
+        self._tell("left", how=how, why=why, last_good=self.saving.last_good())
 
 
 def sizes_of_weights(network: torch.nn.Module) -> list[float]:

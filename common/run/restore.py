@@ -13,8 +13,9 @@ import torch
 from common import devices
 from common.errors import UserError, count
 from common.processes.barrier import on_every_rank
-from common.processes.collectives import GROUP, broadcast, compare, grouped, rank_and_size
+from common.processes.collectives import broadcast, grouped, rank_and_size
 from common.run import bucket_run, checkpoint, output
+from common.run.evidence import Attempt
 from common.run.observers import journal
 from common.run.position import Position
 from common.version import VERSION
@@ -65,7 +66,7 @@ def into(run: Any, state: dict, about: dict, path: str) -> None:
         elif state.get(name):
             part.load_state_dict(state[name])
     run.position = Position.of(about)
-    run.id = about.get("run", run.id)
+    run.saving.id = about.get("run", run.saving.id)
     run.losses.load_state_dict(state["run"])
     run.results.history = state["run"]["history"]
     sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(run.args))]
@@ -79,24 +80,6 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
         for parameter in options["params"] if options["momentum"] else []:
             if optimizer.state.get(parameter):  # one that was frozen has none yet
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def find(run: Any, writes: bool, start_publishing: Callable) -> Optional[Checkpoint]:
-    """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
-
-    def look():
-        output.make_folders(run.args)
-        output.lock(run.args.checkpoint_dir)  # until this process ends
-        checkpoint.sweep(run.args.checkpoint_dir)
-        found = choose(run.args, run.identity, run.say)
-        start_publishing(found[1] if found else None)
-        return found
-
-    if GROUP.members:
-        return look() if writes else None  # the others get its state
-    if run.world_size > 1:
-        compare(run.identity)
-    return from_rank_0(look)
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
@@ -255,7 +238,7 @@ def _course(run):
     """How long, on what, to where."""
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
-    classes = f" of {count(len(run.classes), 'class', 'classes')}" if run.classes else ""
+    classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""
     source = (
         "made up" + (" (--custom_data true)" if args.custom_data else "")
         if args.input.synthetic
@@ -267,7 +250,7 @@ def _course(run):
     )
 
 
-def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) -> Iterator[str]:
+def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
     """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
@@ -305,12 +288,12 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: output.Attempt) 
     left = run.sampler.num_samples % global_batch
     if left:
         yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
-    if attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
+    if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
         epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
         ids = run.sampler.step_ids(epoch, consumed).tolist()
         yield f"warning: the last two starts both died in one step, {place}; its sample ids are {ids}"
-    elif attempt.left:
+    elif attempt and attempt.left:
         yield (
             "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
             "of memory: lower --workers or --batch_size"

@@ -30,7 +30,7 @@ from torch import nn
 from common import malloc
 from common.models.resnet import resnet18
 from common.run import checkpoint
-from common.run.saver import Writer
+from common.run.saving import Writer
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows

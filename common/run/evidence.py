@@ -1,0 +1,114 @@
+"""The evidence of a run's steps: which one was being taken when a start died, and which samples each of them had."""
+
+import argparse
+import contextlib
+import json
+import os
+import struct
+import time
+from typing import Any, Callable, Optional
+
+import torch
+
+from common.errors import TrainingFailed
+from common.files import append, drop_half_a_line
+
+
+class Evidence:
+    """That of this rank, which may keep an Attempt, a ledger, both or neither.
+
+    The ledger (--ledger true) is ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every
+    start, and a line {"step": [epoch, consumed], "ids": [...], "t": ...} for every step. A step counts unless a later start
+    begins at it or before it. tests/check_ledger.py adds them up: no restart may lose or repeat a sample.
+    """
+
+    def __init__(self, args: argparse.Namespace, say: Callable[[str], None], last_good: Callable[[], str]):
+        self._args, self._say, self._last_good = args, say, last_good
+        self.attempt: Optional[Attempt] = None
+        self._ledger: Any = None
+
+    def keep(self, rank: int, attempt: bool, ledger: bool) -> None:
+        """From here on, in addition to what is kept already."""
+        if attempt and not self.attempt:
+            self.attempt = Attempt(self._args.checkpoint_dir, self._say)
+        if ledger and self._args.ledger and not self._ledger:
+            folder = os.path.join(self._args.output_dir, "ledger")
+            os.makedirs(folder, exist_ok=True)
+            self._ledger = open(os.path.join(folder, f"rank_{rank}.jsonl"), "a+b", buffering=0)  # noqa: SIM115 (for the whole run)
+            drop_half_a_line(self._ledger)
+
+    def begin(self, epoch: int, consumed: int) -> None:
+        """A start, at this step."""
+        if self._ledger:
+            self._write({"start": [epoch, consumed]})
+
+    def trying(self, epoch: int, consumed: int) -> None:
+        """The step is about to be taken."""
+        if self.attempt:
+            self.attempt.set(epoch, consumed)
+
+    def taken(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
+        """The step has been taken, and counts."""
+        if self._ledger:
+            self._write({"step": [epoch, consumed], "ids": ids.tolist()})
+        self.trying(-1, -1)
+
+    def _write(self, line):
+        try:
+            append(self._ledger, json.dumps({**line, "t": time.time()}).encode() + b"\n")
+        except OSError as error:  # without this line it would be untrue
+            raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
+
+    def done(self) -> None:
+        """The run ends as it should."""
+        if self.attempt:
+            self.attempt.done()
+
+
+class Attempt:
+    """A file that tells, however a start ended, which step was being taken, and whether the start before died in the same.
+
+    A run can do without it: where it cannot be written, a warning says so, once.
+    """
+
+    # epoch and consumed of the step that is being taken (-1: none), and of the step that the last start died in
+    _FORM = struct.Struct("<4q")
+
+    def __init__(self, folder: str, say: Callable[[str], None]):
+        self._file: Optional[int] = None
+        self.left = False  # by the start before, which so did not end as it should
+        self._say, self._warned = say, False
+        self._path = os.path.join(folder, ".attempt")
+        last = (-1, -1, -1, -1)
+        with contextlib.suppress(OSError, struct.error), open(self._path, "rb", buffering=0) as file:
+            self.left = True
+            last = self._FORM.unpack(file.read(self._FORM.size))
+        died_in, before = last[:2], last[2:]
+        self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
+        self._died_in = died_in if died_in[0] >= 0 else before
+        with self._spare():
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self.set(-1, -1)
+
+    def set(self, epoch: int, consumed: int) -> None:
+        if self._file is not None:
+            with self._spare():
+                os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
+
+    def done(self) -> None:
+        """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
+        with self._spare(), contextlib.suppress(FileNotFoundError):
+            if self._file is not None:
+                os.close(self._file)
+            os.unlink(self._path)
+
+    @contextlib.contextmanager
+    def _spare(self):
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._say(
+                    f"warning: {self._path} cannot be written: {error.strerror}; a step that kills the job may go unnoticed"
+                )
+            self._warned = True

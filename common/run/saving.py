@@ -1,0 +1,155 @@
+"""A run's checkpoints, on the rank that writes: in which folder and bucket, of which run, and up to where.
+
+They are written in the background: the training waits for a copy of the state, not for the disk or the bucket.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+from common import moments
+from common.errors import TrainingFailed, UserError, one_line
+from common.processes import collectives
+from common.run import bucket_run, checkpoint, output, restore
+from common.run.position import Position
+from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
+
+
+class Writer:
+    """Runs one function at a time in the background, in the order of the calls; an error is raised at the next call.
+
+    `last_good()`: what is left where a file cannot be written.
+    """
+
+    def __init__(self, last_good: Callable[[], str]):
+        self._last_good = last_good
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
+        self._pending: Optional[concurrent.futures.Future] = None
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.wait()
+        self._pending = self._executor.submit(work)
+
+    def wait(self) -> None:
+        try:
+            if self._pending:
+                self._pending.result()
+        except OSError as error:
+            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self._last_good()}") from None
+        finally:
+            self._pending = None
+
+
+class Saving:
+    def __init__(self, args: argparse.Namespace, classes: Sequence[str], say: Callable[[str], None]):
+        self._args, self._say = args, say
+        self.id = uuid.uuid4().hex  # of the run, which has that of its first start
+        self.identity: dict[str, Any] = {}  # what two starts must have in common to be one run
+        self.classes = list(classes)
+        self.goes_on = False  # from a checkpoint
+        self.saved_at: Optional[Position] = None
+        self._writer = Writer(self.last_good)
+        self._publisher: Any = None  # where the output goes to a bucket
+
+    # --- Whose folder it is ---
+
+    def find(self, writes: bool) -> Optional[restore.Checkpoint]:
+        """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
+        if collectives.GROUP.members:
+            found = self._look() if writes else None  # the others get its state
+        else:
+            if collectives.grouped():
+                collectives.compare(self.identity)
+            found = restore.from_rank_0(self._look)
+        if found:
+            self.goes_on, self.saved_at = True, Position.of(found[1])
+        return found
+
+    def _look(self):
+        output.make_folders(self._args)
+        output.lock(self._args.checkpoint_dir)  # until this process ends
+        checkpoint.sweep(self._args.checkpoint_dir)
+        found = restore.choose(self._args, self.identity, self._say)
+        self._start_publishing()
+        if found and self._publisher:  # a killed start may have left a file without its manifest, and this one may save nothing
+            self._tell_surplus(found[1])
+        return found
+
+    def take_over(self) -> None:
+        """From the rank that was to write, which has gone."""
+        output.make_folders(self._args)
+        try:
+            output.lock(self._args.checkpoint_dir)
+        except UserError as error:  # by the one that had to do it, on a machine that is frozen
+            self._say(f"warning: {error}")
+        bucket_run.bring_what_grows_if_possible(self._args, self._say)
+        self._start_publishing()
+
+    def last_good(self) -> str:
+        url, folder = self._args.output_url, self._args.checkpoint_dir
+        if numbers := checkpoint.numbers(folder):
+            return f"last checkpoint {url.rstrip('/') + '/checkpoints' if url else folder}/{numbers[-1]:012d}.pt"
+        return "no checkpoint yet" if self._args.checkpoints else "no checkpoint, as --checkpoints false wants it"
+
+    # --- Writing ---
+
+    def save(self, state: Callable[[], dict], about: dict, weights_of_epoch: Optional[int] = None) -> None:
+        """Copy what `state()` gives, then write it in the background; and the weights alone, as epoch_N.pth."""
+        self.saved_at = Position.of(about)
+        self._writer.wait()  # so that there is one copy at a time
+        copy = checkpoint.snapshot(state())
+        self._writer.submit(lambda: self._write(copy, about, weights_of_epoch))
+
+    def wait(self) -> None:
+        self._writer.wait()
+
+    def _write(self, state, about, weights_of_epoch):
+        folder, output_dir = self._args.checkpoint_dir, self._args.output_dir
+        if not checkpoint.finite(state["model"]):
+            raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
+        try:
+            if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
+                path = os.path.join(output_dir, f"epoch_{weights_of_epoch}.pth")
+                checkpoint.write_weights(path, checkpoint.to_take_away(state))
+            checkpoint.write(folder, state, about)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.strerror = f"{error.strerror}, {output.room_for(folder, checkpoint.size_of(state))}"
+            raise
+        try:
+            checkpoint.prune(folder, output_dir, self._args.keep, about)
+        except OSError as error:
+            self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
+        if self._publisher:
+            self._tell_surplus(about)
+
+    # --- Publishing ---
+
+    def _start_publishing(self):
+        if self._args.output_url:
+            self._publisher = Publisher(self._args.output_dir, self._args.output_url, self._say, output.LEFT_BY_A_RUN)
+            self._publisher.start()
+            moments.listen(self)
+
+    def _tell_surplus(self, about):
+        self._publisher.saved(lambda names: checkpoint.surplus(names, self._args.keep, about))
+
+    def failure(self, _error: BaseException) -> None:
+        """The job is about to end: publish what can be published in a few seconds."""
+        with contextlib.suppress(UserError, TrainingFailed):
+            self._publisher.finish(FAILURE_SECONDS, at_most=FAILURE_SECONDS)
+
+    def finish_publishing(self, in_a_hurry: bool) -> None:
+        if self._publisher is None:
+            return
+        try:
+            self._publisher.finish(STOP_PATIENCE_SECONDS if in_a_hurry else LAST_PATIENCE_SECONDS)
+        except (UserError, TrainingFailed) as error:
+            there, wanted = self._args.output_dir, self._args.output_url
+            raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
+        self._say(f"published to {self._args.output_url}")
