@@ -20,31 +20,6 @@ from common.run.position import Position
 from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
 
-class Writer:
-    """Runs one function at a time in the background, in the order of the calls; an error is raised at the next call.
-
-    `last_good()`: what is left where a file cannot be written.
-    """
-
-    def __init__(self, last_good: Callable[[], str]):
-        self._last_good = last_good
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
-        self._pending: Optional[concurrent.futures.Future] = None
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.wait()
-        self._pending = self._executor.submit(work)
-
-    def wait(self) -> None:
-        try:
-            if self._pending:
-                self._pending.result()
-        except OSError as error:
-            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self._last_good()}") from None
-        finally:
-            self._pending = None
-
-
 class Saving:
     def __init__(self, args: argparse.Namespace, classes: Sequence[str], say: Callable[[str], None]):
         self._args, self._say = args, say
@@ -53,7 +28,8 @@ class Saving:
         self.classes = list(classes)
         self.goes_on = False  # from a checkpoint
         self.saved_at: Optional[Position] = None
-        self._writer = Writer(self.last_good)
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
+        self._pending: Optional[concurrent.futures.Future] = None
         self._publisher: Any = None  # where the output goes to a bucket
 
     # --- Whose folder it is ---
@@ -101,12 +77,17 @@ class Saving:
     def save(self, state: Callable[[], dict], about: dict, weights_of_epoch: Optional[int] = None) -> None:
         """Copy what `state()` gives, then write it in the background; and the weights alone, as epoch_N.pth."""
         self.saved_at = Position.of(about)
-        self._writer.wait()  # so that there is one copy at a time
-        copy = checkpoint.snapshot(state())
-        self._writer.submit(lambda: self._write(copy, about, weights_of_epoch))
+        self.wait()  # so that there is one copy at a time
+        self._pending = self._executor.submit(self._write, checkpoint.snapshot(state()), about, weights_of_epoch)
 
     def wait(self) -> None:
-        self._writer.wait()
+        """Until the last one is written; an error of it is raised here."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending:
+                pending.result()
+        except OSError as error:
+            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}") from None
 
     def _write(self, state, about, weights_of_epoch):
         folder, output_dir = self._args.checkpoint_dir, self._args.output_dir

@@ -29,8 +29,8 @@ from torch import nn
 
 from common import malloc
 from common.models.resnet import resnet18
-from common.run import checkpoint
-from common.run.saving import Writer
+from common.run.position import Position
+from common.run.saving import Saving
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows
@@ -119,14 +119,15 @@ def checkpoint_stall(rounds):
     step = training_step(our_loader(images, labels, 128))
     model = resnet18()
     state = {"model": model.state_dict(), "momentum": [torch.zeros_like(p) for p in model.parameters()]}
-    writer, stalls, writes = Writer(lambda: "no checkpoint yet"), [], []
+    stalls, writes = [], []
     with tempfile.TemporaryDirectory() as folder:
+        where = argparse.Namespace(output_dir=folder, checkpoint_dir=folder, output_url="", checkpoints=True, keep=rounds)
+        saving = Saving(where, [], print)
         for number in range(rounds):
             begun = time.perf_counter()
-            copy = checkpoint.snapshot(state)
-            writer.submit(lambda copy=copy, number=number: checkpoint.write(folder, copy, {"samples_seen": number}))
+            saving.save(lambda: state, vars(Position(samples_seen=number)))
             stalls.append(time.perf_counter() - begun)
-            writer.wait()
+            saving.wait()
             writes.append(time.perf_counter() - begun)
     steps = interleaved({"step": step}, rounds, seconds=1.0)["step"]
     rows.keep("what a checkpoint holds training up", "writing it before going on", [b / a for a, b in zip(stalls, writes)])
