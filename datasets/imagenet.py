@@ -13,6 +13,7 @@ from common.errors import UserError, one_line
 from common.processes import collectives
 from common.processes.barrier import on_every_rank
 from common.run import restore
+from common.stops import STOPS
 from common.world.folders import is_address
 from datasets import crops, dpex, kspeed
 from datasets.dali import DaliBatches
@@ -206,7 +207,7 @@ class Resident:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         images = None
-        for ids in self.sampler:
+        for ids in STOPS.each(self.sampler):
             if images is None or len(ids) > len(images):
                 generator = torch.Generator(self.device).manual_seed(0)
                 images = torch.randn((len(ids), 3, self._size, self._size), device=self.device, generator=generator)

@@ -19,12 +19,15 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Callable, Optional
 
 import torch
+from torch.utils.data import _utils
 from torch.utils.data._utils import collate, worker
 
 from common import devices, malloc, progress
-from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
+from common.errors import STOP_SIGNALS, SampleError, TrainingFailed, UserError, is_of_the_system, one_line
+from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
+STOP_SECONDS = 1  # for the batch that is being made when the job is told to stop: it may never be there
 LITTLE = 1 << 30  # bytes of /dev/shm for each rank: torch's loader processes put batches there; a container often has 64 MiB
 COLLATED = collate.default_collate_fn_map  # its documentation names it for functions of one's own
 ORIGINAL = COLLATED[torch.Tensor]
@@ -62,7 +65,7 @@ class DeviceLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, ids, ready in ahead(self._moved(), AHEAD) if self.beside else self._moved():
+        for images, labels, ids, ready in STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved()):
             if ready:
                 stream = devices.current_stream(self.device)
                 stream.wait_event(ready)
@@ -174,8 +177,9 @@ def ahead(items: Generator, depth: int) -> Iterator:
     finally:
         over.set()
         room.release()
-        thread.join()
-        items.close()
+        thread.join(STOP_SECONDS if STOPS.noted else None)
+        if not thread.is_alive():
+            items.close()
 
 
 def more_workers(args: argparse.Namespace) -> Iterator[str]:
@@ -236,6 +240,8 @@ class Batches(torch.utils.data.DataLoader):
     def end_workers(self) -> None:
         iterator = getattr(self, "_iterator", None)
         if iterator is not None:
+            if STOPS.noted:  # they may wait for ever, too, and torch gives each of them 5 seconds
+                _utils.MP_STATUS_CHECK_INTERVAL = STOP_SECONDS / len(iterator._workers)
             iterator._shutdown_workers()
         self._iterator = None
 
@@ -303,7 +309,7 @@ def begin_worker(_worker: int) -> None:
     if has_little_shared_memory():  # a process that finds none left is killed
         ForkingPickler.register(torch.UntypedStorage, _within_the_message)
         collate_in_own_memory()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _but_for_a_lost_reader
 

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 import pytest
 
 from common import moments
+from common.stops import STOPS, Stops
 from tests.jobs import ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
 from tests.packages import only_what_was_asked_for
@@ -33,6 +34,7 @@ def pytest_xdist_auto_num_workers():
 def nobody_listens_any_more(monkeypatch):
     """A test that calls a job in its own process leaves no listener, which would start a watcher for each that parses arguments."""
     monkeypatch.setattr(moments, "_listeners", [])
+    vars(STOPS).update(vars(Stops()))  # nor a stop
 
 
 @pytest.fixture(scope="session")

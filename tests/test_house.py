@@ -15,7 +15,7 @@ from tests.jobs import ROOT, environment
 FLOORS = [
     ["common.packages", "common.secrets"],
     ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
-    ["common.version", "common.streams", "common.typed", "common.optional"],
+    ["common.version", "common.stops", "common.streams", "common.typed", "common.optional"],
     ["common.malloc", "common.devices", "common.progress"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],

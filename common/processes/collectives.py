@@ -6,17 +6,22 @@ Everything goes through a Gloo group: the main one where that is Gloo, else a se
 import datetime
 import hashlib
 import json
+import os
 import socket
-from typing import Any, Optional
+import sys
+import time
+from typing import Any, NoReturn, Optional
 
 import numpy as np
 import torch
 from torch import distributed
 
-from common import devices
+from common import devices, moments
 from common.errors import UserError
 from common.processes.naming import first_difference
+from common.stops import STOPS, Interrupted
 
+POLL_SECONDS = 0.001
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice a dead peer within seconds
 
 
@@ -77,13 +82,34 @@ class All:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Add up the tensors of all ranks, in place."""
-        self.all_reduce(tensor).wait()
+        _wait_for(self.all_reduce(tensor))
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, in their order; all have the same size."""
         everyone = [torch.zeros_like(own) for _ in range(self.size)]
-        distributed.all_gather(everyone, own)
+        _wait_for(distributed.all_gather(everyone, own, async_op=True))
         return everyone
+
+
+def _wait_for(work):
+    """In Python, where a signal is seen: this rank may be able to stop while another one keeps it waiting."""
+    try:
+        while STOPS.alone and not work.is_completed():
+            time.sleep(POLL_SECONDS)
+    except Interrupted:
+        moments.listen(AtOnce())
+        raise
+    work.wait()
+
+
+class AtOnce:
+    """The process ends without waiting for threads of a group whose other members may never come."""
+
+    def leaving(self, code: object) -> NoReturn:
+        """The process ends (common/moments.py)."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def present() -> Any:

@@ -163,6 +163,9 @@ class Supervisor(supervisor.Supervisor):
             return 0
         return None
 
+    def _writer(self):
+        return self.generation["writes"]
+
     def _on_signal(self, number, _frame):
         if not self.workers:
             sys.exit(STOP_SIGNALS[number])

@@ -18,7 +18,7 @@ import urllib.request
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import distributed
@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from common import devices, heartbeat, moments
 from common.errors import UserError, one_line
-from common.processes.collectives import Changed, Stopped
+from common.processes.collectives import AtOnce, Changed, Stopped
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
@@ -51,7 +51,7 @@ class Members:
         self._manager: Any = None  # torchft's
         self._group: Any = None
         self._kept: list = []  # all that there were: to delete a group waits for members that may be cut off
-        moments.listen(self)
+        moments.listen(AtOnce())
 
     def form(self, place: int, state: Callable[[], dict], take: Callable[[dict], None]) -> None:
         """Become a member of the next generation; returns when its group works.
@@ -164,12 +164,6 @@ class Members:
         everything = flat.new_empty(self.size * flat.numel())
         self.all_gather(everything, flat).wait()
         return list(everything.view(self.size, *own.shape).to(own.device))
-
-    def leaving(self, code: object) -> NoReturn:
-        """The process ends, without waiting for threads of groups whose other members may be frozen."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 class Work:

@@ -228,17 +228,26 @@ class Supervisor(Watch):
                         worker.process.send_signal(self.stop_signal)
         if self.hub and self.stop_signal:
             self.hub.send(stop=self.stop_signal)
-        over = all(worker.code is not None for worker in self.workers)
-        if over and not any(worker.code for worker in self.workers):
+        code, late = STOP_SIGNALS[signal.Signals(self.stop_signal)], [worker for worker in self.workers if worker.code is None]
+        if not late and not any(worker.code for worker in self.workers):
             return 0  # the run has just ended
         for worker in self.workers:
             fault = worker.reported_fault()
-            if over and fault and not fault["victim"]:
+            if fault and not fault["victim"] and (not late or worker.rank == self._writer()):
                 show(f"rank {worker.rank} could not stop as it should: {fault['text']}")
                 return fault["code"]
-        if over or now - self.stop_began > GRACE_SECONDS:
-            return STOP_SIGNALS[signal.Signals(self.stop_signal)]
+        saved = any(worker.rank == self._writer() and worker.code == code for worker in self.workers)
+        if not late or saved:  # those that are late may wait for data, or for the one that has saved
+            return code
+        if now - self.stop_began > GRACE_SECONDS:
+            phases = ", ".join(f"rank {worker.rank} in phase {worker.last[0]}" for worker in late)
+            self.say(f"not stopped within {GRACE_SECONDS} s: {phases}; the run goes on from its last checkpoint")
+            return code
         return None
+
+    def _writer(self):
+        """The rank that saves."""
+        return 0
 
     def _kill_workers(self):
         for worker in self.workers:

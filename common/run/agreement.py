@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Callable, Optional
 
+from common.stops import STOPS
+
 EXCHANGE_SECONDS = 0.5
 MOST_STEPS = 1000  # between two exchanges
 
@@ -16,7 +18,6 @@ class Agreement:
     def __init__(self, max_hours: Optional[float], save_seconds: float):
         self._max_hours, self._save_seconds = max_hours, save_seconds
         self._born = time.monotonic()
-        self.signal: Optional[int] = None  # the one that this process has received
         self.saved()
         self.begin()
 
@@ -33,7 +34,7 @@ class Agreement:
         """Once in every step; `maximum`: over all ranks, or None where there is only this one."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
-        own = [int(self.signal or 0), int(hours), int(now - self._saved >= self._save_seconds)]
+        own = [int(STOPS.noted), int(hours), int(now - self._saved >= self._save_seconds)]
         if maximum is None:
             self._due = own
             return

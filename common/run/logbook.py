@@ -43,6 +43,12 @@ from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.seeds import seed_step
 from common.run.spare import Spare
+from common.stops import STOPS
+
+UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
+NO_SHARES = (
+    "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or jobs/train_imagenet.py"
+)
 
 
 class Run:
@@ -84,7 +90,7 @@ class Run:
         self.saving = Saving(args, classes, self.say)
         self._evidence = Evidence(args, self.say, self.saving.last_good)
         self._agreement = Agreement(args.max_hours, args.save_seconds)
-        self._busy, self._evaluating = True, False
+        self._evaluates = False  # from the end of steps() to end_epoch()
         self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
         self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step, where nodes come and go
         self._profile = timing.Profile(prof, self._clock, lambda: devices.synchronize(self.device)) if prof else None
@@ -96,8 +102,6 @@ class Run:
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self.parts)
-        if not any(weight.requires_grad for weight in self.model.parameters()):
-            self.say("warning: no weight of the network requires a gradient: nothing is trained")
         self._shares: Any = self.parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
         self.losses = Losses(self.device, 0, 1) if self._shares else Losses(self.device, self.rank, self.world_size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
@@ -109,10 +113,7 @@ class Run:
         self._agreement.begin()
         if self._members:
             if not self._shares:
-                raise UserError(
-                    "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or "
-                    "jobs/train_imagenet.py"
-                )
+                raise UserError(NO_SHARES)
             self._shares.before_it_counts = self._exchange
             self._form()
         self.sampler.start_at(self.position.epoch, self.position.consumed)
@@ -127,9 +128,8 @@ class Run:
                 self.say(line)
             about = facts.of_this_start(self, found[2] if found else None) if writes else {}
             self._tell("began", about=about)
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._on_signal)
-        self._busy = False
+            self._enter(evaluation=False)
+            STOPS.listen(self._stop_on, counts=self._members.told_to_stop if self._members else None)
 
     # --- Who looks on ---
 
@@ -138,11 +138,7 @@ class Run:
         self._tell("picture", name=name, pixels=pixels, what=what)
 
     def _tell(self, moment, **more):
-        busy, self._busy = self._busy, True  # a signal that comes meanwhile is obeyed afterwards
         self._observers.tell(moment, Facts(self.position, self.plan, self.results, self._clock.read()), **more)
-        self._busy = busy
-        if self._agreement.signal and not busy:
-            self._on_signal(self._agreement.signal, None)
 
     def _show(self, phase):
         self._clock.enter(phase, self.position.total_steps)
@@ -199,16 +195,14 @@ class Run:
             left = len(self.sampler)
             self._clock.begin_lap()
             self._tell("epoch_began")
-            sizes = sizes_of_weights(self.model) if self._spare.shows else []
+            sizes = sizes_of_weights(self.model) if left and self._spare.shows else []
             yield began.epoch
             if left and self.position.total_steps == began.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
-            if self._evaluating:
+            if self._evaluates:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
             if sizes and sizes == sizes_of_weights(self.model):
-                self.say(
-                    "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
-                )
+                self.say(UNCHANGED)
         self._close("limit" if self.plan.cut_short(self.position) else "finished", self.plan.limit(self.position))
 
     def steps(self, loader: Any) -> Iterator:
@@ -223,7 +217,7 @@ class Run:
         while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self._show("data")
             batch = next(batches)
-            self._busy, due = True, self.position.total_steps + 1
+            STOPS.alone, due = False, self.position.total_steps + 1
             self._show("step")
             self._clock.transferred(loader.transfer_seconds(), loader.beside)
             self._evidence.trying(self.position.epoch, self.position.consumed)
@@ -240,11 +234,9 @@ class Run:
                 yield batch
             if self.position.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
-        self.losses.share()
-        self._evaluating = True
+        self.losses.share()  # with the others, for the last time before the evaluation, in which one may have to save
+        self._enter(evaluation=True)
         self._show("evaluate")
-        if self._agreement.signal:
-            self._on_signal(self._agreement.signal, None)
 
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
@@ -285,7 +277,7 @@ class Run:
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
         if (save or by_steps) and not self.plan.epoch_is_over(self.position):  # else end_epoch saves, after the evaluation
             self.save()
-        self._busy = False
+        self._enter(evaluation=False)
         if stop_signal:
             self._stop_on(stop_signal)
         if hours_over:
@@ -296,9 +288,9 @@ class Run:
 
         `scores`: those of the evaluation, for the report.
         """
-        if not self._evaluating and not self.position.consumed:
+        if not self._evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
-        self._busy, self._evaluating = True, False
+        self._enter(evaluation=False)
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
@@ -309,9 +301,6 @@ class Run:
         if self._spare.shows:
             self._show("save")
         self._tell("saved", whole=whole)
-        self._busy = False
-        if self._agreement.signal and self.world_size == 1:
-            self._stop_on(self._agreement.signal)
 
     # --- Saving and restoring ---
 
@@ -354,6 +343,7 @@ class Run:
         self._shares.deal_again()
         self._agreement.begin()
         self._let_one_write()
+        self._enter(self._evaluates)
 
     def together(self, work: Callable, *arguments: Any) -> Any:
         """The result of `work(*arguments)`, of which each rank does a part: again, when the ranks have changed meanwhile."""
@@ -418,33 +408,28 @@ class Run:
 
     # --- Ending ---
 
-    def _on_signal(self, number, _frame):
-        if self._members and not self._members.told_to_stop():  # of this node alone, whose parent decides what that means
-            return
-        self._agreement.signal = number
-        # Several ranks must agree on a step; in an evaluation, which all ranks have reached, rank 0 can save for all of them.
-        if not self._busy and (self.world_size == 1 or (self._evaluating and self._spare.writes)):
-            self._stop_on(number)
+    def _enter(self, evaluation):
+        """Between two steps several ranks stop only if they agree on it; in an evaluation rank 0 can save for all of them."""
+        self._evaluates = evaluation
+        STOPS.alone = self.world_size == 1 or (evaluation and self._spare.writes)
 
     def _stop_on(self, number):
         number = signal.Signals(int(number))
         self._stop(f"stopped by {number.name}", STOP_SIGNALS[number])
 
     def _stop(self, why, code):
-        self._busy = True
         self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
 
     def _close(self, how, why, in_a_hurry=False):
-        self._busy = True
         self._tell("ending", how=how, why=why)
         self._show("save")
         self.saving.wait()
         self._tell("ended")
         self._spare.retry()
         self._show("publish")
-        self.saving.finish_publishing(in_a_hurry)
+        self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
         self._evidence.done()
         self._show("done")
         self._tell("left", how=how, why=why, last_good=self.saving.last_good())

@@ -285,6 +285,8 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt
         yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
     if args.input.synthetic:
         yield "warning: the images are synthetic: the accuracy means nothing"
+    if not any(weight.requires_grad for weight in run.model.parameters()):
+        yield "warning: no weight of the network requires a gradient: nothing is trained"
     left = run.sampler.num_samples % global_batch
     if left:
         yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"

@@ -18,6 +18,7 @@ import torch
 
 from common import devices
 from common.processes import collectives
+from common.stops import STOPS
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 SHOWN, SIDE = 24, 64  # of the worst mistakes, and of the surest: so many with a picture, this large
@@ -67,7 +68,11 @@ class Scores:
             highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
     def share(self) -> "Scores":
-        """Add up the counts of all ranks; a collective where there are several."""
+        """Add up the counts of all ranks; a collective where there are several, which may keep this one waiting."""
+        STOPS.wait_for(self._add_up)
+        return self
+
+    def _add_up(self):
         group = collectives.present()
         if group.size > 1:
             group.sum(self._counts)
@@ -87,7 +92,6 @@ class Scores:
                 for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
             ]
         self._batches, self._highest = [], []  # the memory of the device
-        return self
 
     def _of_all_ranks(self, group, own, column, most):
         """Of the rows of all ranks those with the highest values, and the place of each: its rank times `most` and its row."""

@@ -21,7 +21,7 @@ class Spare:
 
     def _begin(self, say: Callable[[str], None]):
         self._say, self._process, self._warned = say, os.getpid(), set()
-        self._lock = threading.RLock()  # a signal's handler may come in the midst of a write
+        self._lock = threading.RLock()
         self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
 
     def say(self, text: str) -> None:

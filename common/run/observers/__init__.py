@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from common import moments
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import one_line
 from common.run.observers.console import Console
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal
@@ -64,8 +64,6 @@ class Observers:
             try:
                 if hear := getattr(one, moment, None):
                     hear(facts, **more)
-            except (UserError, TrainingFailed):  # of a signal's handler, which saves
-                raise
             except Exception as error:
                 if "DataLoader worker" in str(error):  # torch's signal handler says that one has died, wherever we are
                     raise

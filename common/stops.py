@@ -1,0 +1,64 @@
+"""The signal that asks this process to stop: noted when it comes, obeyed between two batches, or while one is waited for.
+
+The handler can come in the midst of anything, so it saves nothing. A wait may last for ever, so there it raises Interrupted.
+"""
+
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any, Callable, Optional
+
+from common.errors import STOP_SIGNALS
+
+
+class Interrupted(BaseException):
+    """The wait is given up. No Exception, as those of a sample that cannot be read are caught."""
+
+
+class Stops:
+    def __init__(self):
+        self.noted = 0  # the signal
+        self.alone = False  # whether this process may save and end now, without those that train with it
+        self._waits = False
+        self._obey: Any = None
+        self._counts: Any = None
+
+    def listen(self, obey: Callable[[int], Any], counts: Optional[Callable[[], Any]] = None) -> None:
+        """From here on. `obey(number)` saves and ends the process; `counts()`: whether a signal that comes is meant for it."""
+        self._obey, self._counts = obey, counts
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.note)
+
+    def note(self, number: int, _frame: Any) -> None:
+        """The handler. The first signal is the one that is obeyed."""
+        if self._counts and not self._counts():
+            return
+        self.noted = self.noted or number
+        if self._waits and self.alone:
+            raise Interrupted
+
+    def wait_for(self, work: Callable[[], Any]) -> Any:
+        """work(), which may take long: a signal that comes before or meanwhile is obeyed, where this process may end alone."""
+        try:
+            self._waits = True
+            try:
+                if not self._due():
+                    return work()
+            finally:
+                self._waits = False
+        except BaseException as error:  # Interrupted, or what the code that was in its way has made of it
+            self._waits = False
+            if not self._due() or isinstance(error, SystemExit):
+                raise
+        self._obey(self.noted)
+
+    def each(self, batches: Iterable) -> Iterator:
+        """The same batches, each of which is waited for in this way."""
+        coming = iter(batches)
+        while (batch := self.wait_for(lambda: next(coming, None))) is not None:
+            yield batch
+
+    def _due(self):
+        return self.noted and self.alone
+
+
+STOPS = Stops()  # those of this process
