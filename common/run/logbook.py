@@ -238,6 +238,13 @@ class Run:
         self._enter(evaluation=True)
         self._show("evaluate")
 
+    # The order in step() is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
+    #   1. the ledger of this rank has the samples of the step
+    #   2. the step counts: the position moves, the loss is added
+    #   3. who looks on is told; what fails there is left out, and the run goes on
+    #   4. the ranks agree on what is due
+    #   5. the state is saved, in the background, if all losses are numbers: what fails there, the next save says
+    #   6. a stop is obeyed, when what was done is saved
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
         loss, ids = loss.detach(), self._loader.ids
