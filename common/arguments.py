@@ -131,6 +131,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "evaluate": False,
         "deterministic": False,
         "nproc_per_node": None,
+        "min_nodes": None,
         "trial": False,
         "compile": False,
         "checkpoints": True,

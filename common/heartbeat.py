@@ -37,7 +37,8 @@ TRAINING = ("data", "step")
 _NAMES = list(PHASES)
 _FORM = struct.Struct("<2q")
 _NUMBER = struct.Struct("<q")
-_WANTED, _OFFERED, _STOP, _SIZE = range(_FORM.size, _FORM.size + 4 * _NUMBER.size, _NUMBER.size)
+_SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate(("wanted", "offered", "stop"))}
+_SIZE = _FORM.size + len(_SLOTS) * _NUMBER.size
 _alone: Optional[str] = None
 
 
@@ -59,32 +60,14 @@ class Pulse:
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
-    # Where nodes come and go (processes/members.py): the generation that a worker waits for; and what its parent tells it, the
-    # last generation, and the signal to stop on, or 0.
+    # Where nodes come and go (common/elastic) a worker says which generation it waits for ("wanted"), and its parent which one
+    # is the last ("offered"), and on which signal to stop ("stop"); 0: none.
 
-    def want(self, generation: int) -> None:
-        self._put(_WANTED, generation)
+    def put(self, name: str, number: int) -> None:
+        _NUMBER.pack_into(self._memory, _SLOTS[name], number)
 
-    def wanted(self) -> int:
-        return self._get(_WANTED)
-
-    def offer(self, generation: int) -> None:
-        self._put(_OFFERED, generation)
-
-    def offered(self) -> int:
-        return self._get(_OFFERED)
-
-    def tell_to_stop(self, number: int) -> None:
-        self._put(_STOP, number)
-
-    def told_to_stop(self) -> int:
-        return self._get(_STOP)
-
-    def _put(self, place, number):
-        _NUMBER.pack_into(self._memory, place, number)
-
-    def _get(self, place):
-        return _NUMBER.unpack_from(self._memory, place)[0]
+    def get(self, name: str) -> int:
+        return _NUMBER.unpack_from(self._memory, _SLOTS[name])[0]
 
 
 def create(prefix: str) -> Pulse:

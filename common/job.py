@@ -31,6 +31,19 @@ class _CallTheDoctor:
             moments.listen(Examination(args))
 
 
+class _LetNodesComeAndGo:
+    def arguments(self, args: argparse.Namespace) -> None:
+        if args.min_nodes and not args.doctor:  # in a trial of the doctor all nodes are there
+            try:
+                from common.elastic import job
+            except ImportError as error:
+                if error.name != "common.elastic":
+                    raise
+                missing = "--min_nodes needs the folder common/elastic, which is not there: leave the option out"
+                raise UserError(missing) from None
+            moments.listen(job)
+
+
 class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
         alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
@@ -57,6 +70,7 @@ def run_job(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as it was during the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     moments.listen(_CallTheDoctor())
+    moments.listen(_LetNodesComeAndGo())
     moments.listen(_WatchASingleProcess())
     moments.listen(_WriteTheReport())
     try:

@@ -3,12 +3,16 @@
 A listener is an object with a method for each moment that it needs:
     arguments(args)              the options are parsed; args may still be changed, and not after the next moment
     world(args)                  the place of this process is known
+    workers(args)                the workers of this node are about to be started, or this process is one
+    parent(args, alike)          a listener may return their parent, in place of processes.supervisor.Supervisor
     supervisor(supervisor)       this process is about to start the workers of its node
     supervised(supervisor, code) they have ended
     meeting(args)                the ranks are about to form a process group; a listener may return how many seconds
                                  one of their collectives may take
+    members(args, device)        the same; a listener may return those that meet later, and whenever they change
     joined(device)               they have
     data(args)                   the data are about to be fetched and opened
+    peers(args)                  a run is made; a listener may return those that train with it, in place of peers.Fixed
     batches(run, loader)         the first step of an epoch is about to be taken; a listener may return an iterator of batches
                                  to train on instead, and must end the job after the last one
     said(text)                   a line of the log that a person should see

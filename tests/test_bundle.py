@@ -217,7 +217,7 @@ def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
 
 
 def test_a_traceback_names_the_line_of_the_repository(empty):
-    lines = (ROOT / "common" / "run" / "logbook.py").read_text().split("\n")
+    lines = (ROOT / "common" / "run" / "run.py").read_text().split("\n")
     number = next(
         number for number, line in enumerate(lines, 1) if line.strip() == "self.saving = Saving(args, classes, self.say)"
     )
@@ -226,7 +226,7 @@ def test_a_traceback_names_the_line_of_the_repository(empty):
         return text.replace(lines[number - 1], lines[number - 1] + "; 1 / 0")
 
     done = started(empty, write(empty, "train.py", change), *TINY, check=1)
-    assert f'train.py/common/run/logbook.py", line {number}, in __init__' in done.stderr and "ZeroDivisionError" in done.stderr
+    assert f'train.py/common/run/run.py", line {number}, in __init__' in done.stderr and "ZeroDivisionError" in done.stderr
 
 
 def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):

@@ -1,14 +1,23 @@
 """Nodes that come and go, without a run: who is a member, who may go on, and what the nodes say to each other."""
 
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
+import types
 
 import pytest
 
-from common.processes import channel, hub, messages, quorum
+from common import heartbeat
+from common.elastic import job, quorum
+from common.elastic.messages import FORMS
+from common.errors import UserError
+from common.processes import channel, hub, messages
 from tests import test_strangers as strangers
-from tests.jobs import PATIENCE
+from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state
+from tests.ranks import TWO
 
 
 def said(workers, done=(), generation=1):
@@ -123,6 +132,12 @@ def test_a_node_that_has_just_gone_is_still_known_by_its_address():
         line.close()
 
 
+@pytest.fixture(autouse=True)
+def nodes_say_more(monkeypatch):
+    """As the parent of a node makes it where nodes come and go."""
+    monkeypatch.setattr(messages, "FORMS", {**messages.FORMS, **FORMS})
+
+
 @pytest.mark.parametrize(
     "message, valid",
     [
@@ -138,3 +153,63 @@ def test_a_node_that_has_just_gone_is_still_known_by_its_address():
 )
 def test_what_nodes_say_has_a_form(message, valid):
     assert messages.is_valid(message) is valid
+
+
+# --- Where it has no part, and where it is refused -----------------------------------------------------------------------
+
+
+def options(least, level="node", ranks=4, restarts=0):
+    here = types.SimpleNamespace(level=level, world_size=ranks, num_nodes=2, platform="slurm")
+    return types.SimpleNamespace(min_nodes=least, max_restarts=restarts, world=here)
+
+
+def test_a_job_that_has_settled_that_it_takes_no_steps_has_no_part_in_it():
+    """train_imagenet.py sets --min_nodes to None with --evaluate true, when the options have been parsed."""
+    given = options(None, level="process")
+    assert (job.workers(given), job.parent(given, {}), job.members(given, None), job.peers(given)) == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (options(1, level="process"), "--min_nodes needs one process per node, and slurm starts one per rank"),
+        (options(1, ranks=1), "--min_nodes is for several nodes or workers"),
+        (options(3), "--min_nodes 3, but the job has 2 nodes"),
+        (options(1, restarts=1), "with --min_nodes the others go on, and --max_restarts starts all workers again"),
+    ],
+)
+def test_where_nodes_cannot_come_and_go_one_line_says_why(monkeypatch, given, says):
+    monkeypatch.delenv(heartbeat.PARENT, raising=False)
+    with pytest.raises(UserError, match=says):
+        job.workers(given)
+    monkeypatch.setenv(heartbeat.PARENT, "1")  # a worker, whose parent has looked
+    assert job.workers(given) is None
+
+
+# --- Without it ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_imports_nothing_of_it():
+    look = "import sys, common.job, common.run, common.processes.group; assert not [n for n in sys.modules if 'common.elastic' in n]"
+    subprocess.run([sys.executable, "-c", look], cwd=ROOT, env=environment(), check=True)
+
+
+def test_without_its_folder_ranks_train_as_before_and_the_option_is_refused(two_ranks, tmp_path):
+    for name in ("common", "datasets", "jobs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("elastic", "__pycache__"))
+    (tmp_path / "common" / "elastic" / "__pycache__").mkdir(parents=True)  # what git leaves of it
+    script = [
+        sys.executable,
+        tmp_path / "jobs" / "train_ddp.py",
+        *TWO,
+        "--nproc_per_node",
+        "2",
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    subprocess.run(list(map(str, script)), cwd=tmp_path, env=environment(), check=True)
+    assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+    script = [sys.executable, tmp_path / "jobs" / "train_ddp_exact.py", *TWO, "--nproc_per_node", "2", "--min_nodes", "1"]
+    done = subprocess.run(list(map(str, script)), cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: --min_nodes needs the folder common/elastic, which is not there: leave the option out\n"

@@ -13,8 +13,8 @@ import torch
 
 from common import devices
 from common.devices import kinds
+from common.elastic import members
 from common.errors import UserError
-from common.processes import members
 from common.run import checkpoint
 from launch import bundle, engines, image
 from launch.__main__ import VERBS

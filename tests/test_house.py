@@ -22,7 +22,7 @@ FLOORS = [
     ["common.spellings", "common.recipe"],
     ["common.processes"],
     ["common.run"],
-    ["common.doctor", "common.report"],
+    ["common.doctor", "common.elastic", "common.report"],
     ["common.job"],
     ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc"],
     ["datasets.loader"],

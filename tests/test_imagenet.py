@@ -215,13 +215,13 @@ def test_float16_survives_that_its_first_steps_overflow(tmp_path):
 
 ASKED = """
 import runpy, sys
-from common.run import logbook
+from common.run import run
 
 def asked(line_every, test_samples):
     print("test samples:", test_samples)
     sys.exit(0)
 
-logbook.Clock = asked
+run.Clock = asked
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 

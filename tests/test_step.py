@@ -1,4 +1,4 @@
-"""What counts where a part of run.step() fails: the contract above it, in common/run/logbook.py."""
+"""What counts where a part of run.step() fails: the contract above it, in common/run/run.py."""
 
 import json
 

@@ -14,7 +14,7 @@ import torch
 from common import arguments
 from common.models.resnet import FEW, Across, resnet18
 from common.run import restore
-from common.run.logbook import Run
+from common.run.run import Run
 from common.version import VERSION
 from datasets import cifar10
 from datasets.sampler import EpochSampler

@@ -162,15 +162,15 @@ class Examination:
         seconds = yield from measure.time_steps(run, batch)
         self._guard.cancel()
         args, here = run.args, self.here
-        sampler, samples = run.sampler, run.global_batch // run.world_size
+        sampler, samples = run.sampler, run.global_batch // run.peers.size
         overlap = loader.beside or bool(args.workers)
-        self.add(checks.check_batches(sampler.num_samples, run.global_batch, run.world_size, args.epochs))
+        self.add(checks.check_batches(sampler.num_samples, run.global_batch, run.peers.size, args.epochs))
         self.add(checks.check_loader(args.input.remedies, load_seconds, seconds, samples, overlap))
         if self._rate:
             gradients = checkpoint.size_of([parameter for parameter in run.model.parameters() if parameter.requires_grad])
-            self.add(checks.check_network(self._rate, gradients, seconds, run.world_size))
+            self.add(checks.check_network(self._rate, gradients, seconds, run.peers.size))
         gpus = devices.count() if devices.is_accelerator(loader.device) else 1
-        if gpus > 1 == run.world_size and not run.uses_all_gpus:
+        if gpus > 1 == run.peers.size and not run.uses_all_gpus:
             self.add(doubtful("gpus", f"{gpus - 1} of {gpus} would stay idle", "start train_ddp.py, which uses all of them"))
         step_seconds = max(seconds, load_seconds) if overlap else seconds + load_seconds
         self.add(checks.check_time(measure.steps_left(args, sampler) * step_seconds, checks.time_limit(args, os.environ)))

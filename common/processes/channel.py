@@ -39,7 +39,7 @@ class Closed(Gone):
 
 
 class Elsewhere(Exception):
-    """The run is led by another node than node 0, at this address and port (elastic.py)."""
+    """The run is led by another node than node 0, at this address and port (common/elastic)."""
 
 
 def checked(message: dict) -> dict:

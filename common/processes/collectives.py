@@ -26,11 +26,11 @@ TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice 
 
 
 class Changed(Exception):
-    """The group is of the past: a member has gone, or one has come (members.py)."""
+    """The group is of the past: a member has gone, or one has come (common/elastic)."""
 
 
 class Stopped(Exception):
-    """The run is saved and ends: the platform says so, or too few are left, or the others may still be there (elastic.py)."""
+    """The run is saved and ends: the platform says so, too few are left, or the others may still be there (common/elastic)."""
 
 
 class Group:
@@ -39,7 +39,7 @@ class Group:
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
         self.watcher: Any = None  # of a rank without a parent: watcher.Beside
-        self.members: Any = None  # members.Members where nodes may come and go: then the process group has this rank alone
+        self.members: Any = None  # elastic's Members where nodes may come and go: then the process group has this rank alone
         self._control = None
 
     def control(self) -> Any:
@@ -64,10 +64,14 @@ def rank_and_size() -> tuple[int, int]:
 
 
 class All:
-    """The ranks of the process group, and what members.Members has too: collectives that begin and are waited for."""
+    """The ranks of the process group, and what elastic's Members has too: collectives that begin and are waited for."""
 
     def __init__(self) -> None:
         self.rank, self.size = rank_and_size()
+
+    def changed(self) -> bool:
+        """Whether they are no longer those of before."""
+        return False
 
     def all_to_all(self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: list[int], given_sizes: list[int]) -> Any:
         return distributed.all_to_all_single(taken, given, taken_sizes, given_sizes, async_op=True)
@@ -113,7 +117,7 @@ class AtOnce:
 
 
 def present() -> Any:
-    """The ranks that take part at present: All, or members.Members."""
+    """The ranks that take part at present: All, or elastic's Members."""
     return GROUP.members or All()
 
 

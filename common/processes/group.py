@@ -24,8 +24,8 @@ import torch
 from torch import distributed
 
 from common import arguments, devices, heartbeat, moments
-from common.errors import UserError, count
-from common.processes import members, network, store, watcher
+from common.errors import UserError
+from common.processes import network, store, watcher
 from common.processes.collectives import GROUP, TIMEOUT, compare, one_device_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,32 +53,20 @@ def start_workers(args: argparse.Namespace) -> None:
     if heartbeat.has_parent():
         _die_with_the_parent()
     here = args.world
+    moments.announce("workers", args)
     if here.level == "process":
-        if _elastic(args) and not heartbeat.has_parent():
-            raise UserError(
-                f"--min_nodes needs one process per node, and {here.platform} starts one per rank: start it as python JOB"
-            )
         if here.world_size > 1 and not heartbeat.has_parent() and not args.doctor:
             GROUP.watcher = watcher.start(here)
         return
     if here.world_size == 1 and not args.max_restarts:
-        if _elastic(args):
-            raise UserError("--min_nodes is for several nodes or workers, and this is the only one")
         return
-    if _elastic(args) and args.min_nodes > here.num_nodes:
-        raise UserError(f"--min_nodes {args.min_nodes}, but the job has {count(here.num_nodes, 'node')}")
-    if _elastic(args) and args.max_restarts:
-        raise UserError("--max_restarts starts all workers again, and with --min_nodes the others go on: give one of the two")
     devices.require_one_each(args)
     if fewer := devices.fewer_than_promised(args):
         print(f"warning: node {here.node_rank}: {fewer}", flush=True)
-    from common.processes import elastic
     from common.processes.supervisor import Supervisor
 
-    if _elastic(args):
-        supervisor: Supervisor = elastic.Supervisor(here, args.min_nodes, args.join_seconds, _alike(args), args.output_dir)
-    else:
-        supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
+    alike = _alike(args)
+    supervisor = moments.announce("parent", args, alike) or Supervisor(here, args.max_restarts, args.join_seconds, alike)
     moments.announce("supervisor", supervisor)
     code = supervisor.run()
     moments.announce("supervised", supervisor, code)
@@ -102,9 +90,8 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
             raise UserError(wrong)
         if devices.is_nvidia(device) and here.local_rank == 0 and (slow := network.no_adapter(os.environ)):
             print(f"warning: node {here.node_rank}: {slow}", flush=True)
-    if _elastic(args):
-        GROUP.members = members.Members(here.rank, here.world_size, device)
-    if here.level == "node" or _elastic(args):  # then the ranks meet later, and whenever they change
+    GROUP.members = moments.announce("members", args, device)
+    if here.level == "node" or GROUP.members:  # then the ranks meet later, and whenever they change
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)
     else:
@@ -138,11 +125,6 @@ def _let_watchers_meet(here, keys):
     key, port = json.loads(keys.get("anyrank/watcher"))
     address = "127.0.0.1" if here.num_nodes == 1 else here.master_addr
     GROUP.watcher.join(key=key, address=address, port=port, hello=hello)
-
-
-def _elastic(args):
-    """Whether nodes may come and go; in a trial of the doctor all of them are there."""
-    return bool(args.min_nodes) and not args.doctor
 
 
 def finished() -> None:

@@ -63,15 +63,6 @@ def each(*forms: Callable) -> Callable:
     return lambda value: isinstance(value, list) and len(value) == len(forms) and all(f(v) for f, v in zip(forms, value))
 
 
-# Where nodes come and go (elastic.py): what a node says of its workers, [rank, generation that it waits for] of those that
-# live, and who the members are from here on.
-HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
-GENERATION = record(
-    number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=BOOL,
-    changes=several(each(STEPS, text(8000)), 100),
-    nodes=several(each(RANK, is_address, PORT)),
-)  # fmt: skip
-
 # With these a connection begins.
 HELLO = record(
     optional=("findings", "listens", "leads"), findings=lambda value: isinstance(value, list),  # of the doctor
@@ -81,12 +72,10 @@ HELLO = record(
 )  # fmt: skip
 PROOF = record(nonce=text(64), proof=text(64))
 
-# What every later message may hold: one of these.
+# What every later message may hold: one of these, and those of common/elastic.
 FORMS = {
     "beat": is_true, "waiting": is_true, "finished": is_true, "end": is_true, "refused": text(4000), "go": GO,
     "verdict": REPORT, "fault": REPORT, "status": STALL, "ready": whole(0, 10**6),
-    "here": HERE, "lost": text(4000), "generation": GENERATION, "leave": is_true, "dropped": is_true,
-    "elsewhere": each(is_address, PORT),
     "stop": lambda value: type(value) is int and value in STOP_SIGNALS,
 }  # fmt: skip
 

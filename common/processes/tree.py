@@ -44,7 +44,7 @@ class Part:
     """Some of the tensors that are averaged: one flat vector for each share, exchanged as soon as the last share has come."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
-        """`group`: collectives.All, or members.Members."""
+        """`group`: collectives.All, or elastic's Members."""
         self._group, ranks = group, group.size
         self.tensors, self._shares, self._ranks = list(tensors), shares, ranks
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]

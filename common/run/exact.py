@@ -58,8 +58,7 @@ class Shares:
         self._args, self._model, self._sampler = args, model, train_sampler
         self._global_batch = global_batch
         self._test_sampler = test_sampler
-        self._members = collectives.GROUP.members
-        self._group = self._members or collectives.All()
+        self._group = collectives.present()
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._device = self._weights[0].device
         self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
@@ -177,7 +176,7 @@ class Shares:
         return means[self._loss].clone()
 
     def _exchange(self):
-        if self._members and self._members.changed():
+        if self._group.changed():
             raise Changed
         self._added = set(self._parts)
         self._send()

@@ -58,7 +58,7 @@ def manifest(run: Any) -> dict[str, Any]:
     return {
         **vars(run.position),
         "global_batch": run.sampler.global_batch,
-        "world_size": run.world_size,
+        "world_size": run.peers.size,
         "run": run.saving.id,
         "lr": rate(run.parts),
         "identity": run.saving.identity,
@@ -89,7 +89,7 @@ def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
         "best_by": run.results.best_by,
         "best_is": run.results.best_is,
         "global_batch": run.global_batch,
-        "ranks": run.world_size,
+        "ranks": run.peers.size,
         "synthetic": args.input.synthetic,
         "job": args.job,
         "command": command(args, sys.argv),

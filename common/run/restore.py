@@ -254,7 +254,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt
     """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
-        f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.rank} of {run.world_size}, "
+        f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "
         f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {global_batch}"
     )
     if found:
@@ -281,7 +281,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt
     if why := folders.not_kept(args, os.environ):
         yield f"warning: {why}; declare an output there, or everything is lost with this container"
     gpus = devices.count() if devices.is_accelerator(run.device) else 0
-    if run.world_size == 1 and gpus > 1 and not run.uses_all_gpus:
+    if run.peers.size == 1 and gpus > 1 and not run.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
     if args.input.synthetic:
         yield "warning: the images are synthetic: the accuracy means nothing"

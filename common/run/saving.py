@@ -14,7 +14,6 @@ from typing import Any, Callable, Optional
 
 from common import moments
 from common.errors import TrainingFailed, UserError, one_line
-from common.processes import collectives
 from common.run import bucket_run, checkpoint, output, restore
 from common.run.position import Position
 from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
@@ -34,15 +33,9 @@ class Saving:
 
     # --- Whose folder it is ---
 
-    def find(self, writes: bool) -> Optional[restore.Checkpoint]:
-        """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
-        if collectives.GROUP.members:
-            found = self._look() if writes else None  # the others get its state
-        else:
-            if collectives.grouped():
-                collectives.compare(self.identity)
-            found = restore.from_rank_0(self._look)
-        if found:
+    def find(self, peers: Any) -> Optional[restore.Checkpoint]:
+        """The checkpoint to go on from, on every rank that has to restore it."""
+        if found := peers.find(self._look, self.identity):
             self.goes_on, self.saved_at = True, Position.of(found[1])
         return found
 

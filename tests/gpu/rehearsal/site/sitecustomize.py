@@ -134,7 +134,7 @@ def count_steps(logbook):
 
     def counted(self, loss):
         step(self, loss)
-        COSTS.step(self.rank)
+        COSTS.step(self.peers.rank)
 
     logbook.Run.__init__, logbook.Run.step = made, counted
     logbook.Run._show_line = lambda self, loss: None  # comes every five seconds, whatever a step costs
@@ -216,5 +216,5 @@ ACTIONS = {
 }
 if "REHEARSAL_COSTS" in os.environ:
     COSTS = Costs()
-    ACTIONS["common.run.logbook"] = count_steps
+    ACTIONS["common.run.run"] = count_steps
 sys.meta_path.insert(0, AfterImport(ACTIONS))

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common import devices
+from common.elastic import members
+from common.elastic.leader import Leader
+from common.elastic.messages import FORMS
 from common.errors import STOP_SIGNALS, UserError, one_line, show
 from common.files import write_atomically
-from common.processes import channel, hub, members, secret, supervisor
-from common.processes.leader import Leader
+from common.processes import channel, hub, messages, secret, supervisor
 from common.processes.watch import OWN
 from common.processes.worker import STOP
 
@@ -30,6 +32,7 @@ class Supervisor(supervisor.Supervisor):
     def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict, output_dir: str):
         super().__init__(here, 0, join_seconds, alike)
         members.torchft()  # an error before anything is started, where it is not installed
+        messages.FORMS.update(FORMS)
         self.min_nodes, self.node = min_nodes, here.node_rank
         self._noted = os.path.join(output_dir, "nodes.json")  # where the nodes of the run are, if this one is started again
         self.address = "127.0.0.1"  # of this node, as the others reach it
@@ -154,7 +157,7 @@ class Supervisor(supervisor.Supervisor):
                 return 1
         elif self.stop_signal:
             for worker in self.workers:
-                worker.pulse.tell_to_stop(self.stop_signal)
+                worker.pulse.put("stop", self.stop_signal)
             return self._stopping()
         elif not self.workers:
             show("; ".join(self.lost_workers))
@@ -209,7 +212,7 @@ class Supervisor(supervisor.Supervisor):
     def _tell(self, beat):
         """Say that this node was told to stop, and what its workers do: with every change, and with every beat."""
         mine = {
-            "workers": [[worker.rank, worker.pulse.wanted()] for worker in self.workers if worker.code is None],
+            "workers": [[worker.rank, worker.pulse.get("wanted")] for worker in self.workers if worker.code is None],
             "done": [worker.rank for worker in self.workers if worker.code == 0],
             "generation": self.generation["number"],
         }
@@ -251,7 +254,7 @@ class Supervisor(supervisor.Supervisor):
         for worker in self.workers:
             if worker.code is None and (worker.rank in generation["ranks"] or generation["stop"]):
                 write_atomically(f"{worker.files}.generation", json.dumps(generation).encode())
-                worker.pulse.offer(generation["number"])
+                worker.pulse.put("offered", generation["number"])
         if generation["stop"]:
             self.ends = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Who may be a member of the next generation, and whether those that are left may go on: plain rules (see elastic.py).
+"""Who may be a member of the next generation, and whether those that are left may go on: plain rules (see leader.py).
 
 A node whose end is certain, because its connection was closed or its worker was seen to end, no longer counts. One that is
 only silent still counts: perhaps it is cut off, and thinks the same of the others. Then those go on that are more than half.

@@ -1,4 +1,4 @@
-"""The node that leads where nodes come and go (elastic.py): who is a member, and from when.
+"""The node that leads where nodes come and go (supervisor.py): who is a member, and from when.
 
 It numbers each change: a generation has its ranks, and a lighthouse at which torchft lets them meet (members.py). torchft knows
 a rank by its heartbeats alone. What is decided here it cannot know: whether a node has certainly ended or is only silent,
@@ -12,8 +12,9 @@ import threading
 import time
 from typing import Any, Optional
 
+from common.elastic import quorum
 from common.errors import UserError, count
-from common.processes import channel, network, quorum
+from common.processes import channel, network
 from common.processes.watch import CASCADE_SECONDS
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
@@ -24,7 +25,7 @@ SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
 
 
 class Leader:
-    """What a parent (elastic.Supervisor) does while its node leads: from the start, or `after` a node that was lost."""
+    """What a parent (supervisor.py) does while its node leads: from the start, or `after` a node that was lost."""
 
     def __init__(self, parent: Any, after: Optional[int] = None, silent: bool = False):
         self._parent = parent

@@ -1,6 +1,6 @@
 """Who takes part in the steps where nodes may come and go (--min_nodes): the side of a worker, on torchft.
 
-The parents (elastic.py) decide who is a member, and number each change. In such a generation torchft lets its members meet,
+The parents (supervisor.py) decide who is a member, and number each change. In such a generation torchft lets its members meet,
 forms their process group, and hands the state of the one that is furthest to those that are behind or new. Added here: whoever
 waits looks at the number of the generation. A collective with a frozen machine, or a group that a dead member never joins,
 would wait for minutes.
@@ -82,7 +82,7 @@ class Members:
 
     def _next_offer(self):
         """What the parents have decided since this generation, which is over for this rank."""
-        self._pulse.want(self._number + 1)
+        self._pulse.put("wanted", self._number + 1)
         while not self.changed():
             if self.told_to_stop():
                 raise Stopped
@@ -134,11 +134,11 @@ class Members:
 
     def told_to_stop(self) -> int:
         """The signal by which the job is stopped, or 0."""
-        return self._pulse.told_to_stop()
+        return self._pulse.get("stop")
 
     def changed(self) -> bool:
         """Whether there is a generation that this rank has not tried yet."""
-        return self._pulse.offered() > self._number
+        return self._pulse.get("offered") > self._number
 
     # --- Collectives of the present members ---
 

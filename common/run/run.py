@@ -10,14 +10,9 @@
 
 Samples count as consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen,
 rank), so there is no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
-
-Where nodes come and go (--min_nodes) all that the ranks exchange in a step or an evaluation, they exchange before it counts. If
-one goes or comes meanwhile, those that are there form the next group (processes/members.py) and do it anew. A rank that had
-already all it needed is ahead of the others by that step or evaluation: they take its state, which theirs would have become.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import signal
 import sys
@@ -26,15 +21,14 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common import devices, moments, world
-from common.errors import STOP_SIGNALS, TrainingFailed, UserError
-from common.processes import collectives
+from common import devices, moments
+from common.errors import STOP_SIGNALS
 from common.run import checkpoint, facts, output, restore, timing
-from common.run.agreement import Agreement
 from common.run.clock import Clock
 from common.run.evidence import Evidence
 from common.run.losses import Losses
 from common.run.observers import Facts, Observers
+from common.run.peers import Fixed
 from common.run.plan import Plan
 from common.run.position import Position
 from common.run.results import Results
@@ -46,9 +40,6 @@ from common.run.spare import Spare
 from common.stops import STOPS
 
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
-NO_SHARES = (
-    "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or jobs/train_imagenet.py"
-)
 
 
 class Run:
@@ -75,25 +66,19 @@ class Run:
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
         self.device = next(self.model.parameters()).device
-        group = collectives.present()
-        self.rank, self.world_size = group.rank, group.size
-        self._members = collectives.GROUP.members  # where nodes come and go
-        shows = self.rank == 0 and not (self._members and self._members.comes_later)
-        if not collectives.grouped():
-            world.require_one_device(args)
+        self.peers: Fixed = moments.announce("peers", args) or Fixed(args)
         self.trial = bool(args.trial or prof)
-        self._spare = Spare(args.output_dir, shows, writes=shows and not self.trial)
-        self.say = self._spare.say
-        self._clock = Clock(args.print_freq, test_samples)
-        may_write = self._spare.writes or (bool(self._members) and not self.trial)
-        self._observers = Observers(args, self.device, self._spare, may_write)
+        self.spare = Spare(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
+        self.clock = Clock(args.print_freq, test_samples)
+        may_write = (self.peers.shows or self.peers.may_change) and not self.trial
+        self._observers = Observers(args, self.device, self.spare, may_write)
         self.saving = Saving(args, classes, self.say)
-        self._evidence = Evidence(args, self.say, self.saving.last_good)
-        self._agreement = Agreement(args.max_hours, args.save_seconds)
-        self._evaluates = False  # from the end of steps() to end_epoch()
-        self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
-        self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step, where nodes come and go
-        self._profile = timing.Profile(prof, self._clock, lambda: devices.synchronize(self.device)) if prof else None
+        self.evidence = Evidence(args, self.say, self.saving.last_good)
+        self.evaluates = False  # from the end of steps() to end_epoch()
+        self._profile = timing.Profile(prof, self.clock, lambda: devices.synchronize(self.device)) if prof else None
+
+    def say(self, text: str) -> None:
+        self.spare.say(text)
 
     def register(self, **parts: Any) -> None:
         """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
@@ -102,46 +87,40 @@ class Run:
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
         restore.prepare(self.parts)
-        self._shares: Any = self.parts.get("shares")  # exact.Shares, with which a step's loss is that of all ranks already
-        self.losses = Losses(self.device, 0, 1) if self._shares else Losses(self.device, self.rank, self.world_size)
+        self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
-        found = None if self.trial else self.saving.find(self._spare.writes)
+        found = None if self.trial else self.saving.find(self.peers)
         if found:
             restore.into(self, *found)
-        if self._spare.writes and self.args.checkpoints:
+        if self.spare.writes and self.args.checkpoints:
             output.require_room(self.args, checkpoint.largest(self.state()))
-        self._agreement.begin()
-        if self._members:
-            if not self._shares:
-                raise UserError(NO_SHARES)
-            self._shares.before_it_counts = self._exchange
-            self._form()
+        self.peers.meet(self)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, began=self.position)
-        writes = self._spare.writes
-        self._evidence.keep(self.rank, attempt=writes, ledger=writes or not (self._members or self.trial))
-        self._evidence.begin(self.position.epoch, self.position.consumed)
-        self._show("start")
-        self._tell("resumed")
+        writes = self.spare.writes
+        self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or not (self.peers.may_change or self.trial))
+        self.evidence.begin(self.position.epoch, self.position.consumed)
+        self.show("start")
+        self.tell("resumed")
         if not self.trial:
-            for line in restore.first_lines(self, found, self._evidence.attempt):
+            for line in restore.first_lines(self, found, self.evidence.attempt):
                 self.say(line)
             about = facts.of_this_start(self, found[2] if found else None) if writes else {}
-            self._tell("began", about=about)
-            self._enter(evaluation=False)
-            STOPS.listen(self._stop_on, counts=self._members.told_to_stop if self._members else None)
+            self.tell("began", about=about)
+            self.may_stop()
+            STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
     # --- Who looks on ---
 
     def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
         """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard. `what`: its rows and the names of its columns."""
-        self._tell("picture", name=name, pixels=pixels, what=what)
+        self.tell("picture", name=name, pixels=pixels, what=what)
 
-    def _tell(self, moment, **more):
-        self._observers.tell(moment, Facts(self.position, self.plan, self.results, self._clock.read()), **more)
+    def tell(self, moment: str, **more: Any) -> None:
+        self._observers.tell(moment, Facts(self.position, self.plan, self.results, self.clock.read()), **more)
 
-    def _show(self, phase):
-        self._clock.enter(phase, self.position.total_steps)
+    def show(self, phase: str) -> None:
+        self.clock.enter(phase, self.position.total_steps)
 
     # --- Where the run stands ---
 
@@ -168,6 +147,11 @@ class Run:
             raise RuntimeError(f"{asked} was used before run.resume(): call that first, after the last run.register()")
 
     @property
+    def shares(self) -> Any:
+        """exact.Shares, with which a step's loss is that of all ranks already; or None."""
+        return self.parts.get("shares")
+
+    @property
     def epoch(self) -> int:
         """How many are done."""
         return self.position.epoch
@@ -180,7 +164,7 @@ class Run:
     @property
     def seconds(self) -> dict[str, float]:
         """Of this start, in each phase."""
-        return self._clock.read()
+        return self.clock.read()
 
     # --- The loop ---
 
@@ -193,13 +177,13 @@ class Run:
             began = self.position
             self.sampler.start_at(began.epoch, began.consumed)
             left = len(self.sampler)
-            self._clock.begin_lap()
-            self._tell("epoch_began")
-            sizes = sizes_of_weights(self.model) if left and self._spare.shows else []
+            self.clock.begin_lap()
+            self.tell("epoch_began")
+            sizes = sizes_of_weights(self.model) if left and self.spare.shows else []
             yield began.epoch
             if left and self.position.total_steps == began.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
-            if self._evaluates:
+            if self.evaluates:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
             if sizes and sizes == sizes_of_weights(self.model):
                 self.say(UNCHANGED)
@@ -211,32 +195,31 @@ class Run:
                 f"run.steps() was given a {type(loader).__name__}, which does not know the ids of its samples: "
                 "give it a datasets.loader.DeviceLoader, as docs/your_own.md shows"
             )
-        self._loader = loader
+        self.loader = loader
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
         while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
-            self._show("data")
+            self.show("data")
             batch = next(batches)
             STOPS.alone, due = False, self.position.total_steps + 1
-            self._show("step")
-            self._clock.transferred(loader.transfer_seconds(), loader.beside)
-            self._evidence.trying(self.position.epoch, self.position.consumed)
-            if self._shares:
-                yield from self._shares.of(batch, self.position.samples_seen)
-                if self._shares.interrupted:
+            self.show("step")
+            self.clock.transferred(loader.transfer_seconds(), loader.beside)
+            self.evidence.trying(self.position.epoch, self.position.consumed)
+            if self.shares:
+                yield from self.shares.of(batch, self.position.samples_seen)
+                if self.shares.interrupted:
                     batches.close()
-                    self._form()
-                    self.sampler.start_at(self.position.epoch, self.position.consumed)
+                    self.peers.form_again()
                     batches = iter(loader)
                     continue
             else:
-                seed_step(self.args.seed, self.position.samples_seen, self.rank)
+                seed_step(self.args.seed, self.position.samples_seen, self.peers.rank)
                 yield batch
             if self.position.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
         self.losses.share()  # with the others, for the last time before the evaluation, in which one may have to save
-        self._enter(evaluation=True)
-        self._show("evaluate")
+        self.may_stop(evaluates=True)
+        self.show("evaluate")
 
     # The order in step() is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
     #   1. the ledger of this rank has the samples of the step
@@ -247,67 +230,68 @@ class Run:
     #   6. a stop is obeyed, when what was done is saved
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
-        loss, ids = loss.detach(), self._loader.ids
-        self._evidence.taken(self.position.epoch, self.position.consumed, self._counted[2] if self._members else ids)
+        loss, ids = loss.detach(), self.loader.ids
+        self.evidence.taken(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
-        if self._members:
-            self._tell_news()
-        line_is_due = self._clock.stepped(self.sampler.global_batch, self.position.samples_seen - self.plan.began.samples_seen)
+        self.peers.counted()
+        line_is_due = self.clock.stepped(self.sampler.global_batch, self.position.samples_seen - self.plan.began.samples_seen)
         speed = self._profile.step(self.sampler.global_batch) if self._profile else None
         if line_is_due and not self.args.trial:
             self._show_line(loss)
         if speed:
             self.say(speed)
-            self._tell("ended")
-            self._show("done")
+            self.tell("ended")
+            self.show("done")
             sys.exit(0)
-        self._tell("stepped")
+        self.tell("stepped")
         if not self.trial:
             self._keep_up()
 
     def _show_line(self, loss):
         self.losses.check(self.args.lr, self.saving.last_good)
-        left = self._clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
-        speed = self._clock.lap()
-        if self._spare.shows or self._members:  # who has much to do
-            self._show("start" if self.position.total_steps == self.plan.began.total_steps + 1 else "save")
-        lr, overflowed = facts.rate(self.parts), skipped(self.parts)
-        self._tell("line", loss=loss.item(), lr=lr, speed=speed, seconds_left=left, skipped=overflowed)
-        self._show("step")
+        left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
+        speed = self.clock.lap()
+        if self.spare.shows or self.peers.may_change:  # who has much to do
+            self.show("start" if self.position.total_steps == self.plan.began.total_steps + 1 else "save")
+        rate, overflowed = facts.rate(self.parts), skipped(self.parts)
+        self.tell("line", loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
+        self.show("step")
 
     def _keep_up(self):
         """Save or stop, if it is due."""
-        if not self._members:
-            self._agreement.exchange((lambda own: collectives.reduce(own, "MAX")) if self.world_size > 1 else None)
-        stop_signal, hours_over, save = self._agreement.due()
+        stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
         if (save or by_steps) and not self.plan.epoch_is_over(self.position):  # else end_epoch saves, after the evaluation
             self.save()
-        self._enter(evaluation=False)
+        self.may_stop()
         if stop_signal:
-            self._stop_on(stop_signal)
+            self.stop_on(stop_signal)
         if hours_over:
-            self._stop(f"--max_hours {self.args.max_hours} is over", 0)
+            self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
         """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the checkpoint.
 
         `scores`: those of the evaluation, for the report.
         """
-        if not self._evaluates and not self.position.consumed:
+        if not self.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
-        self._enter(evaluation=False)
+        self.may_stop()
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
-            self._clock.evaluated()
-        self._tell("epoch_ended", whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
+            self.clock.evaluated()
+        self.tell("epoch_ended", whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
         self.save(weights_of_epoch=self.position.epoch if whole else None)
-        if self._spare.shows:
-            self._show("save")
-        self._tell("saved", whole=whole)
+        if self.spare.shows:
+            self.show("save")
+        self.tell("saved", whole=whole)
+
+    def together(self, work: Callable, *arguments: Any) -> Any:
+        """The result of `work(*arguments)`, of which each rank does a part."""
+        return self.peers.together(work, *arguments)
 
     # --- Saving and restoring ---
 
@@ -315,12 +299,12 @@ class Run:
         """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
         self.losses.check(self.args.lr, self.saving.last_good)
         self.losses.share()
-        self._agreement.saved()
-        if not self._spare.writes or not self.args.checkpoints:
+        self.peers.agreement.saved()
+        if not self.spare.writes or not self.args.checkpoints:
             return  # a trial writes nothing, and rank 0 writes for all
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
-        self._show("save")
+        self.show("save")
         self.saving.save(self.state, facts.manifest(self), weights_of_epoch)
 
     def state(self) -> dict:
@@ -330,116 +314,33 @@ class Run:
         state["run"] = {**self.losses.state_dict(), "history": self.results.history}
         return state
 
-    # --- Where nodes come and go ---
-
-    def _form(self):
-        """Become a member of the next group, or save and end where there will be none."""
-        self._show("join")
-        here = self.position
-        place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # an evaluation closes an epoch
-        try:
-            self._members.form(place, self._to_hand_over, self._take)
-        except collectives.Stopped as stop:
-            self._counted = None  # the others may go on, and have its line in the ledger
-            self._let_one_write()
-            self.plan = self.plan if self.plan.began else dataclasses.replace(self.plan, began=here)
-            if number := self._members.told_to_stop():
-                self._stop_on(number)
-            self._stop(str(stop), TrainingFailed.exit_code)
-        self.rank, self.world_size = self._members.rank, self._members.size
-        self._shares.deal_again()
-        self._agreement.begin()
-        self._let_one_write()
-        self._enter(self._evaluates)
-
-    def together(self, work: Callable, *arguments: Any) -> Any:
-        """The result of `work(*arguments)`, of which each rank does a part: again, when the ranks have changed meanwhile."""
-        if not self._members:
-            return work(*arguments)
-        self._together, self._behind = True, False
-        while True:
-            try:
-                with self._members.alone() if self._behind else contextlib.nullcontext():
-                    self._shares.deal_tests()
-                    result = work(*arguments)
-                self._shares.deal_tests()
-                self._together = False
-                return result
-            except collectives.Changed:
-                self._form()
-
-    def _to_hand_over(self):
-        """All that a rank needs to go on from here."""
-        return {"state": checkpoint.snapshot(self.state()), "about": facts.manifest(self), "counted": self._counted}
-
-    def _take(self, given):
-        about = given["about"]
-        if self._together and about["total_steps"] == self.position.total_steps:
-            self._behind = True  # by this evaluation alone: this rank does all of it, and then closes the epoch, too
-            return
-        restore.refuse_another_run(about["identity"], self.saving.identity, "what the other nodes train")
-        restore.into(self, given["state"], about, "the state of the other nodes")
-        self._counted = given["counted"]
-
-    def _exchange(self):
-        """What the ranks tell each other in a step: what is due, and, for the ledger, which samples they have taken."""
-        gather = self._members.gather
-        self._agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
-        ids = self._loader.ids
-        if self.args.ledger:
-            padded = torch.full((self.sampler.global_batch,), -1)
-            padded[: len(ids)] = ids
-            ids = torch.cat(gather(padded))
-        self._counted = [self.position.epoch, self.position.consumed, ids[ids >= 0]]
-
-    def _let_one_write(self):
-        """Who is to write the files from here on, and did not, begins with it."""
-        if not self._members.writes or self.trial:
-            return
-        if not self._spare.writes:
-            self._spare.writes = self._spare.shows = True
-            self._tell("takes_over")
-            self.saving.take_over()
-            self._evidence.keep(self.rank, attempt=True, ledger=True)
-            if self.plan.began:
-                self._tell("began", about=facts.of_this_start(self, "the state of the other nodes"))
-        if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
-            epoch, consumed, ids = self._counted
-            self._evidence.begin(epoch, consumed)
-            self._evidence.taken(epoch, consumed, ids)
-
-    def _tell_news(self):
-        if news := self._members.news:
-            self._tell("nodes", news=news, ranks=self._members.size, pause=self._clock.since_step())
-        self._members.step_counts()
-
     # --- Ending ---
 
-    def _enter(self, evaluation):
+    def may_stop(self, evaluates: bool = False) -> None:
         """Between two steps several ranks stop only if they agree on it; in an evaluation rank 0 can save for all of them."""
-        self._evaluates = evaluation
-        STOPS.alone = self.world_size == 1 or (evaluation and self._spare.writes)
+        self.evaluates = evaluates
+        STOPS.alone = self.peers.size == 1 or (evaluates and self.spare.writes)
 
-    def _stop_on(self, number):
+    def stop_on(self, number: float) -> None:
         number = signal.Signals(int(number))
-        self._stop(f"stopped by {number.name}", STOP_SIGNALS[number])
+        self.stop(f"stopped by {number.name}", STOP_SIGNALS[number])
 
-    def _stop(self, why, code):
+    def stop(self, why: str, code: int) -> None:
         self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
 
     def _close(self, how, why, in_a_hurry=False):
-        self._tell("ending", how=how, why=why)
-        self._show("save")
+        self.tell("ending", how=how, why=why)
+        self.show("save")
         self.saving.wait()
-        self._tell("ended")
-        self._spare.retry()
-        self._show("publish")
+        self.tell("ended")
+        self.spare.retry()
+        self.show("publish")
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
-        self._evidence.done()
-        self._show("done")
-        self._tell("left", how=how, why=why, last_good=self.saving.last_good())
+        self.evidence.done()
+        self.show("done")
+        self.tell("left", how=how, why=why, last_good=self.saving.last_good())
 
 
 def sizes_of_weights(network: torch.nn.Module) -> list[float]:

@@ -1,0 +1,15 @@
+"""What the nodes say to each other in addition, where they come and go: the form that each message must have."""
+
+from common.processes.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
+
+# What a node says of its workers, [rank, generation that it waits for] of those that live; then, who the members are.
+HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
+GENERATION = record(
+    number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=BOOL,
+    changes=several(each(STEPS, text(8000)), 100),
+    nodes=several(each(RANK, is_address, PORT)),
+)  # fmt: skip
+FORMS = {
+    "here": HERE, "lost": text(4000), "generation": GENERATION, "leave": is_true, "dropped": is_true,
+    "elsewhere": each(is_address, PORT),
+}  # fmt: skip

@@ -1,0 +1,138 @@
+"""Those that train with this rank where nodes come and go.
+
+All that the ranks exchange in a step or an evaluation, they exchange before it counts. If one goes or comes meanwhile, those
+that are there form the next group (members.py) and do it anew. A rank that had already all it needed is ahead of the
+others by that step or evaluation: they take its state, which theirs would have become.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+import torch
+
+from common.elastic.members import Members
+from common.errors import TrainingFailed, UserError
+from common.processes import collectives
+from common.run import checkpoint, facts, restore
+from common.run.peers import Fixed
+
+
+class Elastic(Fixed):
+    may_change = True
+
+    def __init__(self, args: argparse.Namespace, members: Members):
+        super().__init__(args)
+        self._members, self.told_to_stop = members, members.told_to_stop
+        self.rank, self.size = members.rank, members.size
+        self.shows = self.rank == 0 and not members.comes_later
+        self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
+        self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step
+        self._run: Any = None
+
+    def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
+        return look() if self.shows else None  # the others get its state
+
+    def meet(self, run: Any) -> None:
+        if not run.shares:
+            raise UserError(
+                "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or "
+                "jobs/train_imagenet.py"
+            )
+        self._run = run
+        run.shares.before_it_counts = self._exchange
+        self._form()
+
+    def _form(self):
+        """Become a member of the next group, or save and end where there will be none."""
+        run, here = self._run, self._run.position
+        run.show("join")
+        place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # an evaluation closes an epoch
+        try:
+            self._members.form(place, self._to_hand_over, self._take)
+        except collectives.Stopped as stop:
+            self._counted = None  # the others may go on, and have its line in the ledger
+            self._let_one_write()
+            run.plan = run.plan if run.plan.began else dataclasses.replace(run.plan, began=here)
+            if number := self._members.told_to_stop():
+                run.stop_on(number)
+            run.stop(str(stop), TrainingFailed.exit_code)
+        self.rank, self.size = self._members.rank, self._members.size
+        run.shares.deal_again()
+        self.agreement.begin()
+        self._let_one_write()
+        run.may_stop(run.evaluates)
+
+    def form_again(self) -> None:
+        self._form()
+        self._run.sampler.start_at(self._run.position.epoch, self._run.position.consumed)
+
+    def together(self, work: Callable, *arguments: Any) -> Any:
+        """Again, when the ranks have changed meanwhile."""
+        deal_tests = self._run.shares.deal_tests
+        self._together, self._behind = True, False
+        while True:
+            try:
+                with self._members.alone() if self._behind else contextlib.nullcontext():
+                    deal_tests()
+                    result = work(*arguments)
+                deal_tests()
+                self._together = False
+                return result
+            except collectives.Changed:
+                self._form()
+
+    def _to_hand_over(self):
+        """All that a rank needs to go on from here."""
+        state = checkpoint.snapshot(self._run.state())
+        return {"state": state, "about": facts.manifest(self._run), "counted": self._counted}
+
+    def _take(self, given):
+        run, about = self._run, given["about"]
+        if self._together and about["total_steps"] == run.position.total_steps:
+            self._behind = True  # by this evaluation alone: this rank does all of it, and then closes the epoch, too
+            return
+        restore.refuse_another_run(about["identity"], run.saving.identity, "what the other nodes train")
+        restore.into(run, given["state"], about, "the state of the other nodes")
+        self._counted = given["counted"]
+
+    def _exchange(self):
+        """What the ranks tell each other in a step: what is due, and, for the ledger, which samples they have taken."""
+        run, gather = self._run, self._members.gather
+        self.agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
+        ids = run.loader.ids
+        if run.args.ledger:
+            padded = torch.full((run.sampler.global_batch,), -1)
+            padded[: len(ids)] = ids
+            ids = torch.cat(gather(padded))
+        self._counted = [run.position.epoch, run.position.consumed, ids[ids >= 0]]
+
+    def due(self) -> Sequence[float]:
+        return self.agreement.due()
+
+    def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._counted[2]
+
+    def counted(self) -> None:
+        if news := self._members.news:
+            self._run.tell("nodes", news=news, ranks=self.size, pause=self._run.clock.since_step())
+        self._members.step_counts()
+
+    def _let_one_write(self):
+        """Who is to write the files from here on, and did not, begins with it."""
+        run = self._run
+        if not self._members.writes or run.trial:
+            return
+        if not run.spare.writes:
+            run.spare.writes = run.spare.shows = True
+            run.tell("takes_over")
+            run.saving.take_over()
+            run.evidence.keep(self.rank, attempt=True, ledger=True)
+            if run.plan.began:
+                run.tell("began", about=facts.of_this_start(run, "the state of the other nodes"))
+        if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
+            epoch, consumed, ids = self._counted
+            run.evidence.begin(epoch, consumed)
+            run.evidence.taken(epoch, consumed, ids)
