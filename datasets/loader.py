@@ -19,7 +19,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import _utils
 from torch.utils.data._utils import collate, worker
 
 from common import devices, malloc, progress
@@ -219,8 +218,10 @@ class Batches(torch.utils.data.DataLoader):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        for process in getattr(batches, "_workers", ()):
+        workers = getattr(batches, "_workers", ())
+        for process in workers:
             process._popen.terminate = process._popen.kill
+            process.join = functools.partial(_join, process, STOP_SECONDS / len(workers))
         while True:
             try:
                 batch = next(batches)
@@ -240,10 +241,13 @@ class Batches(torch.utils.data.DataLoader):
     def end_workers(self) -> None:
         iterator = getattr(self, "_iterator", None)
         if iterator is not None:
-            if STOPS.noted:  # they may wait for ever, too, and torch gives each of them 5 seconds
-                _utils.MP_STATUS_CHECK_INTERVAL = STOP_SECONDS / len(iterator._workers)
             iterator._shutdown_workers()
         self._iterator = None
+
+
+def _join(process, seconds, timeout=None):
+    """A job that is told to stop does not wait for data that may never come; torch gives each process 5 seconds."""
+    type(process).join(process, seconds if STOPS.noted else timeout)
 
 
 class HandsOnErrors(torch.utils.data.Dataset):

@@ -227,6 +227,18 @@ def test_a_thread_that_makes_batches_ahead_and_gets_no_data_holds_up_no_stop(sto
     assert len(stops.obeyed) == 1
 
 
+def test_loader_processes_that_hang_are_waited_for_until_a_stop_is_noted(stops):
+    class Process:
+        def join(self, timeout):
+            waited.append(timeout)
+
+    waited = []
+    loader._join(Process(), 0.1, timeout=5)
+    stops.noted = signal.SIGTERM
+    loader._join(Process(), 0.1, timeout=5)
+    assert waited == [5, 0.1]
+
+
 def test_the_handler_calls_nothing_that_saves():
     """And there is no other for these signals in a run."""
     tree = ast.parse((ROOT / "common" / "stops.py").read_text())
