@@ -246,3 +246,34 @@ def test_no_sample_takes_the_place_of_one_that_a_failing_disk_does_not_give(monk
     with pytest.raises(OSError) as raised:
         decode.Substitutes("images", 3).decode(0, 5, read, str)
     assert raised.value.errno == errno.EIO and raised.value.filename == "/proc/self/mem"
+
+
+# --- The lock -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_ends_with_its_process_although_one_that_it_has_forked_lives_on(tmp_path, monkeypatch):
+    """As loader processes do that wait for data, when their job is killed."""
+    silence, speak = os.pipe()
+    if not (job_of_its_own := os.fork()):
+        try:
+            output.lock(str(tmp_path))
+            if not os.fork():
+                os.close(speak)
+                os.read(silence, 1)
+        finally:
+            os._exit(0)
+    os.waitpid(job_of_its_own, 0)
+    monkeypatch.setattr(output, "LOCK_SECONDS", 0)
+    output.lock(str(tmp_path))
+    os.close(speak)  # which ends it
+    os.close(silence)
+
+
+def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch):
+    output.lock(str(tmp_path))
+    if not (loads := os.fork()):
+        os._exit(0)
+    os.waitpid(loads, 0)
+    monkeypatch.setattr(output, "LOCK_SECONDS", 0)
+    with pytest.raises(UserError, match="is in use by another job that is still running"):
+        output.lock(str(tmp_path))

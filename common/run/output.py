@@ -2,6 +2,7 @@
 
 import argparse
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -67,6 +68,7 @@ def lock(folder: str) -> None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.register_at_fork(after_in_child=functools.partial(_let_go, [file]))
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -74,6 +76,12 @@ def lock(folder: str) -> None:
             time.sleep(0.1)
         except OSError:
             return  # a mounted store without locks
+
+
+def _let_go(held):
+    """In a process that loads, which may still wait for data when this one has been killed."""
+    while held:
+        os.close(held.pop())
 
 
 def names(folder: str) -> list[str]:
