@@ -13,14 +13,13 @@ from pathlib import Path
 
 
 def steps_that_count(folders):
-    """{epoch: {position: [ids of all ranks]}}; a step that a later start went back behind does not count."""
-    lines = [
-        json.loads(line)
-        for folder in folders
-        for path in Path(folder).glob("ledger/rank_*.jsonl")
-        for line in path.open()
-        if line.endswith("\n")
-    ]
+    """{epoch: {position: [ids of all ranks]}}; a step that a later start went back behind does not count.
+
+    A node that comes to a run that publishes fetches the ledgers of the others, so one line may be on two nodes.
+    """
+    paths = [path for folder in folders for path in Path(folder).glob("ledger/rank_*.jsonl")]
+    texts = dict.fromkeys(line for path in paths for line in path.open() if line.endswith("\n"))
+    lines = [json.loads(text) for text in texts]  # each has its time, so one that is in two files is a copy
     starts = [(line["t"], line["start"]) for line in lines if "start" in line]
     epochs = {}
     for line in lines:

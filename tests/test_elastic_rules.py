@@ -1,5 +1,6 @@
 """Nodes that come and go, without a run: who is a member, who may go on, and what the nodes say to each other."""
 
+import json
 import shutil
 import socket
 import struct
@@ -16,6 +17,7 @@ from common.elastic.messages import FORMS
 from common.errors import UserError
 from common.processes import channel, hub, messages
 from tests import test_strangers as strangers
+from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state
 from tests.ranks import TWO
 
@@ -184,6 +186,23 @@ def test_where_nodes_cannot_come_and_go_one_line_says_why(monkeypatch, given, sa
         job.workers(given)
     monkeypatch.setenv(heartbeat.PARENT, "1")  # a worker, whose parent has looked
     assert job.workers(given) is None
+
+
+# --- What is looked at afterwards ---------------------------------------------------------------------------------------
+
+
+def test_a_line_of_a_ledger_counts_once_on_how_many_nodes_it_may_be(tmp_path):
+    step = {"step": [0, 0], "ids": [0, 1], "t": 1.5}
+    folders = [tmp_path / node / "ledger" for node in ("first", "came-later")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "rank_0.jsonl").write_text(json.dumps(step) + "\n")
+    assert steps_that_count([folder.parent for folder in folders]) == {0: {0: [0, 1]}}
+    (folders[1] / "rank_0.jsonl").write_text(json.dumps({**step, "t": 1.6}) + "\n")  # the step was taken twice
+    assert list(complaints(steps_that_count([folder.parent for folder in folders]), 2, 2)) == [
+        "epoch 1: 4 samples were trained on, 2 should have been",
+        "epoch 1: 2 samples came twice",
+    ]
 
 
 # --- Without it ----------------------------------------------------------------------------------------------------------
