@@ -21,13 +21,14 @@ from common.run.peers import Fixed
 
 
 class Elastic(Fixed):
-    may_change = True
+    each_has_a_ledger = False  # who writes has the samples of all ranks
 
     def __init__(self, args: argparse.Namespace, members: Members):
         super().__init__(args)
         self._members, self.told_to_stop = members, members.told_to_stop
         self.rank, self.size = members.rank, members.size
         self.shows = self.rank == 0 and not members.comes_later
+        self.may_write = True
         self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
         self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step
         self._run: Any = None

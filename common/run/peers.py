@@ -18,7 +18,7 @@ class Fixed:
     common/elastic has those that may change, of which a run asks the same.
     """
 
-    may_change = False
+    each_has_a_ledger = True
     told_to_stop: Optional[Callable[[], int]] = None  # whether a signal that comes is meant for the run; None: all are
 
     def __init__(self, args: argparse.Namespace):
@@ -26,6 +26,7 @@ class Fixed:
             world.require_one_device(args)
         self.rank, self.size = collectives.rank_and_size()
         self.shows = self.rank == 0  # and writes, but in a trial
+        self.may_write = self.shows  # now or later
         self.agreement = Agreement(args.max_hours, args.save_seconds)
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:

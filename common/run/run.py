@@ -70,8 +70,7 @@ class Run:
         self.trial = bool(args.trial or prof)
         self.spare = Spare(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
-        may_write = (self.peers.shows or self.peers.may_change) and not self.trial
-        self._observers = Observers(args, self.device, self.spare, may_write)
+        self._observers = Observers(args, self.device, self.spare, self.peers.may_write and not self.trial)
         self.saving = Saving(args, classes, self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.evaluates = False  # from the end of steps() to end_epoch()
@@ -83,32 +82,6 @@ class Run:
     def register(self, **parts: Any) -> None:
         """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
         self.parts.update(parts)
-
-    def resume(self) -> None:
-        """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
-        restore.prepare(self.parts)
-        self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
-        self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
-        found = None if self.trial else self.saving.find(self.peers)
-        if found:
-            restore.into(self, *found)
-        if self.spare.writes and self.args.checkpoints:
-            output.require_room(self.args, checkpoint.largest(self.state()))
-        self.peers.meet(self)
-        self.sampler.start_at(self.position.epoch, self.position.consumed)
-        self.plan = dataclasses.replace(self.plan, began=self.position)
-        writes = self.spare.writes
-        self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or not (self.peers.may_change or self.trial))
-        self.evidence.begin(self.position.epoch, self.position.consumed)
-        self.show("start")
-        self.tell("resumed")
-        if not self.trial:
-            for line in restore.first_lines(self, found, self.evidence.attempt):
-                self.say(line)
-            about = facts.of_this_start(self, found[2] if found else None) if writes else {}
-            self.tell("began", about=about)
-            self.may_stop()
-            STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
     # --- Who looks on ---
 
@@ -166,7 +139,33 @@ class Run:
         """Of this start, in each phase."""
         return self.clock.read()
 
-    # --- The loop ---
+    # --- From here to the end: the course of a run ---
+
+    def resume(self) -> None:
+        """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
+        restore.prepare(self.parts)
+        self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
+        self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
+        found = None if self.trial else self.saving.find(self.peers)
+        if found:
+            restore.into(self, *found)
+        if self.spare.writes and self.args.checkpoints:
+            output.require_room(self.args, checkpoint.largest(self.state()))
+        self.peers.meet(self)
+        self.sampler.start_at(self.position.epoch, self.position.consumed)
+        self.plan = dataclasses.replace(self.plan, began=self.position)
+        writes = self.spare.writes
+        self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or (self.peers.each_has_a_ledger and not self.trial))
+        self.evidence.begin(self.position.epoch, self.position.consumed)
+        self.show("start")
+        self.tell("resumed")
+        if not self.trial:
+            for line in restore.first_lines(self, found, self.evidence.attempt):
+                self.say(line)
+            about = facts.of_this_start(self, found[2] if found else None) if writes else {}
+            self.tell("began", about=about)
+            self.may_stop()
+            STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
     def epochs(self) -> Iterator[int]:
         self._require_resumed("run.epochs()")
@@ -226,7 +225,8 @@ class Run:
     #   2. the step counts: the position moves, the loss is added
     #   3. who looks on is told; what fails there is left out, and the run goes on
     #   4. the ranks agree on what is due
-    #   5. the state is saved, in the background, if all losses are numbers: what fails there, the next save says
+    #   5. the state is saved, in the background, if all losses are numbers: what fails there, the next save says;
+    #      after the last step of an epoch end_epoch saves, when the evaluation has its numbers
     #   6. a stop is obeyed, when what was done is saved
     def step(self, loss: torch.Tensor) -> None:
         """Count a step that has been taken; report, save or stop if it is due."""
@@ -252,8 +252,7 @@ class Run:
         self.losses.check(self.args.lr, self.saving.last_good)
         left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
-        if self.spare.shows or self.peers.may_change:  # who has much to do
-            self.show("start" if self.position.total_steps == self.plan.began.total_steps + 1 else "save")
+        self.show("start" if self.position.total_steps == self.plan.began.total_steps + 1 else "save")
         rate, overflowed = facts.rate(self.parts), skipped(self.parts)
         self.tell("line", loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
         self.show("step")
@@ -262,7 +261,7 @@ class Run:
         """Save or stop, if it is due."""
         stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
-        if (save or by_steps) and not self.plan.epoch_is_over(self.position):  # else end_epoch saves, after the evaluation
+        if (save or by_steps) and not self.plan.epoch_is_over(self.position):
             self.save()
         self.may_stop()
         if stop_signal:
