@@ -28,17 +28,6 @@ def gpus() -> int:
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
 
 
-def cores_near(gpu: str) -> set[int]:
-    """The logical cores of the machine that are near this GPU (GPU-uuid), or none where the driver does not know."""
-    library, handle = _library(), ctypes.c_void_p()
-    words = (ctypes.c_ulong * -(-(os.cpu_count() or 1) // 64))()
-    if not library or library.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(handle)) != 0:
-        return set()
-    if library.nvmlDeviceGetCpuAffinity(handle, len(words), words) != 0:
-        return set()
-    return {64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1}
-
-
 def _library():
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

@@ -34,6 +34,8 @@ NOTHING_WITH_A_VALUE = {
     "--rmsprop_alpha": "RMSprop's alpha is 0.9 here, which is its default there",
     "--rmsprop_eps": "RMSprop's epsilon is 1e-3 here, which is its default there",
     "--model_config": "the only kind of ResNet here is torchvision's, which is ResNet v1.5",
+    "--raport_file": "metrics.jsonl, speed.jsonl and TensorBoard's events have the numbers",
+    "--gpu_affinity": "what starts the ranks can bind them to cores, as srun --cpu-bind does",
     "-c": "the only kind of ResNet here is torchvision's, which is ResNet v1.5",
 }
 NOTHING = {

@@ -54,9 +54,6 @@ def main():
     if args.memory_format == "nhwc":
         devices.refuse(device, devices.CHANNELS_LAST)
     args = arguments.replaced(args, workers=devices.loader_workers(args))
-    bound = devices.bind(args, device)
-    if bound:
-        say(bound)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     classifiers.require(args.arch, args.image_size)
     torch.manual_seed(args.seed)
@@ -98,8 +95,6 @@ def main():
     classes = [*val_set.classes, *(f"output {number}" for number in range(len(val_set.classes), args.num_classes or 0))]
     if args.evaluate:
         return evaluate_alone(args, network, val_loader, classes, autocast)
-    if args.find_max_batch:
-        return find_max_batch(args, network, loss_fn, optimizer, device, layout, autocast)
 
     run = Run(args, train_sampler, model, classes=classes, test_samples=0 if args.training_only else len(val_set),
               patience=args.early_stopping_patience, prof=args.prof, optimizer=optimizer, scaler=scaler)  # fmt: skip
@@ -166,7 +161,7 @@ def settled(args):
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
     if args.freeze_epochs and not args.weights:
         raise UserError("--freeze_epochs trains the last layer of a network that has learnt before: give --weights FILE, too")
-    if args.evaluate or args.find_max_batch:
+    if args.evaluate:
         args = arguments.replaced(args, min_nodes=None)  # there are no steps
     if args.exact or args.min_nodes:
         args = exact.settled(args, same_bits=args.exact)
@@ -224,8 +219,6 @@ def add_training(add):
     add("--static_loss_scale", type=POSITIVE, help=scale)
     add("--growth_interval", type=COUNT, help="of float16: steps without an overflow until the scale doubles; unset: 2000")
     add("--memory_format", choices=list(LAYOUTS), help="of images and network; unset: the device's fastest")
-    near = "bind each rank to cores near its GPU: all of its socket's, one of them, or a part that no other rank has"
-    add("--gpu_affinity", choices=devices.AFFINITIES, default="none", help=near)
     add("--early_stopping_patience", type=COUNT, help="end after so many epochs without a better accuracy")
     sets = " ".join(f"--{name} {str(value).lower()}" for name, value in recipe.NVIDIA.items())
     small = f"unset: small for a folder of at most {recipe.SMALL_SET} pictures, which the log then spells out, else imagenet"
@@ -234,10 +227,6 @@ def add_training(add):
 
 def add_output(add):
     add("--print_freq", type=COUNT, help="a line in the log for so many steps; unset: one every few seconds")
-    add(
-        "--raport_file",
-        help="also write the numbers of the log to this file in output_dir, as lines of JSON in NVIDIA's names",
-    )
     add("--checkpoints", type=boolean, default=True, help="false: save none, so that no start can go on from them")
 
 
@@ -248,7 +237,6 @@ def add_short_runs(add):
     add("--evaluate", type=boolean, default=False, help=f"{alone}; what is found is in evaluation.json there")
     add("--training_only", type=boolean, default=False, help="no evaluation")
     add("--run_epochs", type=COUNT, help="stop after so many epochs of this start; the same command goes on")
-    add("--find_max_batch", type=boolean, default=False, help="only find the largest batch_size that this GPU has memory for")
 
 
 def build(args, classes):
@@ -315,24 +303,6 @@ def mix(images, labels, strength):
     share = float(torch.distributions.Beta(strength, strength).sample())
     order = devices.moved(torch.randperm(len(images)), images.device)
     return images.lerp(images[order], 1 - share), labels, labels[order], share
-
-
-def find_max_batch(args, network, loss_fn, optimizer, device, layout, autocast):
-    """A training step with a batch of noise, larger and larger ones, until the memory of the GPU is full."""
-
-    def step(size):
-        images = torch.zeros(size, 3, args.image_size, args.image_size, device=device).contiguous(memory_format=layout)
-        with autocast:
-            loss = loss_fn(network.train()(images), torch.zeros(size, dtype=torch.int64, device=device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    largest = devices.largest_batch(device, step)
-    if distributed.get_rank() == 0:
-        what = f"{args.arch} and pictures of {args.image_size} x {args.image_size}"
-        say(f"--batch_size {largest} is the largest that {devices.describe(device)} has memory for, with {what}")
-    group.finished()
 
 
 def evaluate_alone(args, network, loader, classes, autocast):

@@ -13,6 +13,6 @@ backend=$1 folder=$2
 shift 2
 here=$(dirname "$(dirname "$(realpath "$0")")")
 exec "${PYTHON:-python}" -m torch.distributed.run --nproc_per_node "${NPROC_PER_NODE:-8}" "$here/jobs/train_imagenet.py" "$folder" \
-    --data-backend "$backend" --raport-file raport.json -p 100 --arch resnet50 -b 256 --optimizer-batch-size 2048 --lr 2.048 \
+    --data-backend "$backend" -p 100 --arch resnet50 -b 256 --optimizer-batch-size 2048 --lr 2.048 \
     --lr-schedule cosine --warmup 8 --epochs 250 --momentum 0.875 --wd 3.0517578125e-05 --label-smoothing 0.1 --mixup 0.2 \
     --memory-format nhwc --amp --dynamic-loss-scale "$@"

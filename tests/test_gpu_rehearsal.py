@@ -1,7 +1,6 @@
 """What is for GPUs, on a stand-in for the CUDA runtime: that it runs, on which device, and what it asks of the GPU in a step."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -92,20 +91,6 @@ def test_a_network_is_evaluated_alone(tmp_path, gpus):
     rehearse(tmp_path, *words, gpus=gpus)
     printed = rehearse(tmp_path, *words, "--evaluate", "true", gpus=gpus)
     assert "accuracy" in printed and (tmp_path / "out" / "evaluation.json").exists()
-
-
-def test_the_largest_batch_that_the_memory_takes(tmp_path):
-    words = [*command("train_imagenet", *PHOTOS), "--find_max_batch", "true", "--output_dir", tmp_path / "out"]
-    printed = rehearse(tmp_path, *words, gpus=1)
-    found = re.search(r"--batch_size (\d+) is the largest that cuda:0 \(Rehearsal GPU\) has memory for, with resnet18", printed)
-    assert found and 100 < int(found[1]) < 100_000 and not (tmp_path / "out").exists()
-
-
-def test_a_rank_is_bound_to_cores_near_its_gpu(tmp_path):
-    """The stand-in's two GPUs have the first two cores of the machine."""
-    words = [*command("train_imagenet", *PHOTOS), "--gpu_affinity", "socket_unique_continuous", "--max_steps", "2"]
-    printed = rehearse(tmp_path, *words, "--output_dir", tmp_path / "out", gpus=2)
-    assert all(f"rank {rank} runs on 1 cores near its GPU" in printed for rank in range(2))
 
 
 def test_two_slices_of_a_gpu_are_two_gpus(tmp_path):

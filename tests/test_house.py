@@ -179,7 +179,6 @@ def test_importing_does_nothing():
 # Where CUDA is named outside the room of devices, and why.
 CUDA_ALONE = {
     "common/arguments.py": "a choice of --device, in a module that is read without torch",
-    "common/devices/affinity.py": "the room",
     "common/devices/choice.py": "the room",
     "common/devices/diagnosis.py": "the room",
     "common/devices/kinds.py": "the room",

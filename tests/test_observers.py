@@ -43,25 +43,10 @@ def changed(*rank):
 observers.of_a_rank = changed
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-IMAGES = [
-    "--custom_data",
-    "true",
-    "--max_samples",
-    16,
-    "--batch_size",
-    8,
-    "--image_size",
-    32,
-    "--arch",
-    "resnet18",
-    "--workers",
-    0,
-]
-JOBS = {"Raport": ("train_imagenet", [*IMAGES, "--epochs", 1, "--raport_file", "raport.json"])}
 
 
 def names():
-    args = observed.options(ROOT, raport_file="raport.json", profile=True)
+    args = observed.options(ROOT, profile=True)
     return [kind.__name__ for kind in of_a_rank(args, shows=True, writes=True, may_write=True)]
 
 
@@ -89,7 +74,7 @@ def undisturbed(tmp_path_factory):
 
 
 def of(name):
-    return JOBS.get(name, ("train", [*TINY, "--epochs", 6, "--profile", "true"] if name == "Trace" else TINY))
+    return "train", [*TINY, "--epochs", 6, "--profile", "true"] if name == "Trace" else TINY
 
 
 @pytest.mark.parametrize("name", names())
@@ -175,8 +160,8 @@ def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(ca
     [
         (False, False, False, set()),
         (True, False, False, {"Console"}),  # a trial
-        (True, True, True, {*names()} - {"Raport"}),
-        (False, False, True, {*names()} - {"Raport", "Trace"}),  # where nodes come and go
+        (True, True, True, {*names()}),
+        (False, False, True, {*names()} - {"Trace"}),  # where nodes come and go
     ],
 )
 def test_which_observers_a_rank_has(shows, writes, may_write, there):

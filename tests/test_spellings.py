@@ -38,8 +38,6 @@ SAME = {
     "--num_classes 1000": "--num-classes=1000",
     "--output_dir out": "--workspace out",
     "--checkpoints false": "--no-checkpoints",
-    "--raport_file raport.json": "--raport-file raport.json",
-    "--gpu_affinity socket": "--gpu-affinity socket",
     "--lr 0.2 --weight_decay 0.001": "--learning-rate 0.2 --wd 1e-3",
     "--data_url data --recipe nvidia": "data",
     "--data_url data --recipe nvidia --prof 20": "--prof 20 data",

@@ -3,9 +3,6 @@
 What torch calls differently for each kind is called in this room, and nowhere else.
 """
 
-from common.devices.affinity import MODES as AFFINITIES
-from common.devices.affinity import bind
-from common.devices.capacity import largest_batch
 from common.devices.choice import choose, describe, fewer_than_promised, identity, require_one_each
 from common.devices.diagnosis import (
     KILLED,
@@ -65,11 +62,11 @@ from common.devices.work import (
 )
 
 __all__ = [
-    "AFFINITIES", "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KILLED", "KINDS", "TORCH", "accelerator",
-    "autocast", "available", "backend", "bind", "build", "choose", "collectives_of", "compile_network", "cores_of_a_rank",
+    "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KILLED", "KINDS", "TORCH", "accelerator",
+    "autocast", "available", "backend", "build", "choose", "collectives_of", "compile_network", "cores_of_a_rank",
     "count", "current", "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused",
     "give_memory_back", "grad_scaler", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend",
-    "is_its_own_fault", "is_nvidia", "largest_batch", "layout", "loader_workers", "mark", "memory_in_use", "misfit",
+    "is_its_own_fault", "is_nvidia", "layout", "loader_workers", "mark", "memory_in_use", "misfit",
     "moved", "no_memory", "noun", "of", "on_stream", "peak_memory", "profiled", "refuse", "require_one_each", "seed_in_use",
     "side_stream", "slices", "synchronize", "unknown_architecture", "use", "versions_apart", "widest",
 ]  # fmt: skip

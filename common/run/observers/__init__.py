@@ -26,7 +26,6 @@ from common.errors import one_line
 from common.run.observers.console import Console
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal
-from common.run.observers.raport import Raport
 from common.run.observers.records import Facts
 from common.run.observers.report import Report
 from common.run.observers.tensorboard import TensorBoard
@@ -44,7 +43,6 @@ def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bo
         Files: may_write,
         Console: shows or may_write,
         TensorBoard: may_write,
-        Raport: may_write and "raport_file" in args and args.raport_file,
         Report: may_write,
     }
     return [kind for kind in wanted if wanted[kind]]

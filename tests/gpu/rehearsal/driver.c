@@ -39,8 +39,6 @@ int nvmlDeviceGetCount_v2(unsigned *number) {
     const char *text = getenv("REHEARSAL_GPUS");
     return *number = text ? atoi(text) : 1, 0;
 }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) { return *handle = (void *)uuid, strncmp(uuid, "GPU-", 4) != 0; }
-int nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *cores) { return *cores = 3, 0; }  // 0 and 1
 
 // What torch asks when memory runs out.
 NOTHING(nvmlDeviceGetHandleByPciBusId_v2)
