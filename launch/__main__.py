@@ -10,12 +10,11 @@ VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together, follow a change of train.py",
     "doctor": "look for what ruins runs before a job starts, on every node",
     "bundle": "a job as one file, or as a folder, for a training console",
-    "report": "a page of what a run has left, or of several runs side by side",
+    "report": "a page of what a run has left",
     "export": "a trained network as a folder for elsewhere: ONNX, TorchScript, a model package of ModelArts",
     "pack": "photographs as large files, for a bucket or a slow disk",
     "kspeed": "fill the shared sample cache before a job, look at it, empty it",
     "image": "print the Dockerfile of an image of your own, and the commands that build and push it",
-    "container": "print the line that starts the container of Alibaba's KSpeed document",
     "submit": "send a job to ModelArts, PAI-DLC, SageMaker, Kubernetes or SLURM, or run the same here",
     "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",
 }

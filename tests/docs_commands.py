@@ -34,7 +34,6 @@ NOT_RUN = {
     ],
     "needs runs that are finished; tests/test_report.py has some": [
         "python -m launch report output_dir/train",
-        "python -m launch report output_dir/one output_dir/other --out both.html",
         "python -m launch report obs://bucket/runs/7",
     ],
     "downloads from the Internet; tests/test_https.py does the same from a server of its own": [

@@ -136,7 +136,6 @@ VERBS = {
     "pack": [["-c", PHOTOS], verb("pack", "photos", "packed"), verb("pack", "--verify", "packed")],
     "kspeed": [["-c", PHOTOS], [TODAY, "-c", CACHE]],
     "image": [verb("image", "--platform", "modelarts")],
-    "container": [verb("container", "photos")],
     "submit": [verb("submit", "jobs/train.py", "--platform", "local", "--output_url", "out", "--", *TINY)],
     "local": [verb("local", "--nodes", "2", f"{ROOT}/jobs/train_ddp.py", "--", *TINY, "--output_dir", "out")],
 }  # fmt: skip

@@ -136,19 +136,3 @@ def test_the_slider_uncovers_the_picture_before(browser, tmp_path):
     driver.execute_script("arguments[0].value = 90; arguments[0].dispatchEvent(new Event('input'))", slider)
     assert (before, driver.execute_script(shown)) == ("inset(0px 50% 0px 0px)", "inset(0px 10% 0px 0px)")
     assert driver.get_log("browser") == [] and requests(driver) == []
-
-
-def test_several_runs_side_by_side(browser, run, tmp_path):
-    runs = [report.Left.read(str(run)), report.Left.read(str(made_up(tmp_path / "made_up")))]
-    driver = browser(written(tmp_path, report.side_by_side(runs)), width=360)
-    assert [section.get_attribute("id") for section in driver.find_elements("css selector", "section")] == [
-        "final",
-        "options",
-        "curves",
-    ]
-    assert (
-        len(driver.find_elements("css selector", "figure svg")) == 3
-        and "side by side" in driver.find_element("css selector", "h1").text
-    )
-    assert driver.execute_script("return document.documentElement.scrollWidth") <= 360
-    assert driver.get_log("browser") == [] and requests(driver) == []

@@ -17,7 +17,7 @@ from datasets import augment, drop_in, imagenet
 from datasets.photos import tree
 from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler
-from launch import container, kspeed
+from launch import kspeed
 from tests.from_page import assert_each_is_checked, cells
 from tests.jobs import ROOT, environment, module_of, run_job
 from tests.memcached import Memcached
@@ -236,14 +236,19 @@ def test_the_script_says_what_it_needs():
     assert done.returncode == 2 and "BACKEND IMAGENET_FOLDER" in done.stderr
 
 
-def test_the_line_of_its_container(capsys):
-    assert container.main(["/data/imagenet", "/home/me/code"]) == 0
-    line = capsys.readouterr().out
-    expected = (
-        "docker run -it --gpus all --name=resnet50_kspeed_test --net=host --ipc host --device=/dev/infiniband/ "
-        "--ulimit memlock=-1:-1 -v /data/imagenet:/data/imagenet -v /home/me/code:/home/me/code"
+def test_the_line_of_its_container():
+    """Docker is not here to run it. What the document gives its container is in this line, or the line says why not."""
+    (row,) = [row for row in cells(TITLE) if row[0].startswith("`docker run")]
+    its = (
+        "-it",
+        "--gpus all",
+        "--net=host",
+        "--ipc host",
+        "--device=/dev/infiniband/",
+        "--ulimit memlock=-1:-1",
+        "-v FOLDER:FOLDER",
     )
-    assert line.startswith(expected)
+    assert [option for option in its if option not in row[1]] == [option for option in its if option in row[2]]
 
 
 def test_the_verbs_of_its_cache(photographs, cache, capsys, tmp_path):

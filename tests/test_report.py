@@ -315,7 +315,6 @@ def test_a_damaged_file_costs_no_page(tmp_path, name, content):
     folder = made_up(tmp_path / "run", event=[ended()])
     (folder / name).write_bytes(content)
     assert "<main>" in report.of_one(report.Left.read(str(folder)))
-    assert "<main>" in report.side_by_side([report.Left.read(str(folder))] * 2)
 
 
 @pytest.mark.rehearsal
@@ -324,7 +323,6 @@ def test_a_long_run_has_a_small_page(tmp_path):
     whole = report.of_one(report.Left.read(str(folder)))
     assert len(whole.encode()) < 2 * MIB
     assert [row[0] for row in Parsed(whole).tables["phases"]][1:4] == ["1-17", "18-34", "35-51"]
-    assert len(report.side_by_side([report.Left.read(str(folder))] * 3).encode()) < 5 * MIB
 
 
 def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, monkeypatch):
@@ -358,25 +356,6 @@ def test_classes_that_no_image_has_are_left_out(tmp_path):
     (folder / "report.json").write_text(json.dumps({**said, "classes": said["classes"] + nobody}))
     parsed = shown(folder)
     assert len(parsed.tables["confusion"]) == 4 and len(parsed.tables["classes"]) == 4
-
-
-def test_several_runs_lie_side_by_side(tmp_path, capsys):
-    made_up(tmp_path / "one", options={"lr": ["0.1", "0.2"], "seed": ["1", "0"]})
-    made_up(tmp_path / "two", epochs=5, options={"seed": ["1", "0"], "width": ["<b>", "64"]}, event=[ended()])
-    assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "both.html")]) == 0
-    assert capsys.readouterr().out.startswith(f"wrote {tmp_path}/both.html: 0.")
-    parsed = Parsed((tmp_path / "both.html").read_text())
-    assert parsed.tables["options"][1:] == [["lr", "0.1", "0.2"], ["width", "64", "<b>"]]
-    final = {row[0]: row[1:] for row in parsed.tables["final"][1:]}
-    assert final["epochs"] == ["4", "5 (+1)"] and final["train_loss, last"] == ["0.5", "0.4 (-0.1)"]
-    assert final["images a second, median"] == ["53", "53 (+0)"] and final["accuracy, best"][0] == "0.6599"
-    assert [row[0] for row in parsed.tables["accuracy"][1:]] == [
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-    ] and "Finished after 5/5" in parsed.text()
 
 
 def test_of_a_bucket_it_fetches_what_the_page_needs(store, reachable, tmp_path):

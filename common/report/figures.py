@@ -1,9 +1,8 @@
 """The figures of a report as SVG that takes the colour of the text around it; what they show is also in a table beside them."""
 
 import io
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from common import optional
@@ -14,11 +13,6 @@ POINTS = 800  # of a line, at most: a screen shows no more
 UNSEEN = {"Date": None, "Creator": None, "Format": None, "Type": None}  # what a picture says of its making
 
 Series = tuple[Sequence[float], Sequence[Optional[float]], dict]  # x, y, and how matplotlib draws the line
-
-
-def colours() -> Iterator[str]:
-    """One for each run, again from the first where there are more."""
-    return itertools.cycle(COLOURS)
 
 
 def thinned(rows: Sequence, most: int = POINTS) -> list:

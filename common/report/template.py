@@ -133,14 +133,3 @@ ONE_RUN = """
 {% if options %}{{ table([("Option", "选项"), ("Value", "值"), ("Default", "默认值")], options) }}{% endif %}
 {% if machine %}{{ table([("Machine and versions", "机器和版本"), ("", "")], machine) }}{% endif %}</section>
 """
-
-SEVERAL = """
-<h1>{{ t(runs | length ~ " runs side by side", runs | length ~ " 次运行的对比") }}</h1>
-{% for name, colour, outcome in runs %}<p><span class="key" style="background:{{ colour }}"></span><b><bdi>{{ name }}</bdi></b>:
-{{ result(outcome) }}</p>{% endfor %}
-<section id="final"><h2>{{ t("Final figures, and the difference to the first run", "最终结果，以及与第一次运行的差别") }}</h2>{{ table(heads, final) }}</section>
-<section id="options"><h2>{{ t("Options that differ", "不同的选项") }}</h2>
-{% if differ %}{{ table(heads, differ) }}{% else %}<p>{{ t("None of those that were recorded.", "记录的选项都相同。") }}</p>{% endif %}</section>
-<section id="curves"><h2>{{ t("Curves over the samples seen", "曲线（横轴：已训练的样本数）") }}</h2>
-<div class="cards">{% for figure in curves %}{{ drawn(figure) }}{% endfor %}</div></section>
-"""
