@@ -16,8 +16,9 @@ from typing import Callable, NoReturn, Optional
 
 from common import devices, heartbeat, moments, optional, progress, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
-from common.processes import alone, network
 from common.secrets import mask
+from common.watching import alone
+from common.wire import network
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
 DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed

@@ -4,7 +4,7 @@ A listener is an object with a method for each moment that it needs:
     arguments(args)              the options are parsed; args may still be changed, and not after the next moment
     world(args)                  the place of this process is known
     workers(args)                the workers of this node are about to be started, or this process is one
-    parent(args, alike)          a listener may return their parent, in place of processes.supervisor.Supervisor
+    parent(args, alike)          a listener may return their parent, in place of watching.supervisor.Supervisor
     supervisor(supervisor)       this process is about to start the workers of its node
     supervised(supervisor, code) they have ended
     meeting(args)                the ranks are about to form a process group; a listener may return how many seconds

@@ -12,8 +12,8 @@ import torch
 from common import arguments, moments, storage
 from common.errors import UserError, one_line, require_folder
 from common.files import sha256
-from common.processes.barrier import on_every_rank
 from common.progress import warn
+from common.ranks.barrier import on_every_rank
 from common.storage import https
 from common.storage.once import once_per_node
 from common.world.folders import INPUT_DIR, can_be_made, is_address

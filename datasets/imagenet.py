@@ -10,8 +10,8 @@ import torch
 
 from common import arguments, devices, moments, progress, recipe, storage
 from common.errors import UserError, one_line
-from common.processes import collectives
-from common.processes.barrier import on_every_rank
+from common.ranks import collectives
+from common.ranks.barrier import on_every_rank
 from common.run import restore
 from common.stops import STOPS
 from common.world.folders import is_address

@@ -8,7 +8,7 @@ import torch
 
 from common import arguments, devices, moments, storage
 from common.errors import UserError
-from common.processes.barrier import on_every_rank
+from common.ranks.barrier import on_every_rank
 from common.world.folders import is_address
 from datasets.dali import PairBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches

@@ -54,7 +54,7 @@ from datasets.sampler import EpochSampler, InOrder
 def main():
     parser = cifar10.parser(__doc__)
     ### DDP: how many processes on this node, and what to do when one of them dies ###
-    from common.processes import group, norms
+    from common.ranks import group, norms
 
     group.add_options(parser)
     norms.add_options(parser)

@@ -43,7 +43,7 @@ from datasets.sampler import EpochSampler, InOrder
 def main():
     parser = cifar10.parser(__doc__)
     ### EXACT: how many shares ###
-    from common.run import exact
+    from common import exact
 
     exact.add_options(parser)
     ### end EXACT ###

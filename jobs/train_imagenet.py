@@ -31,15 +31,15 @@ if __name__ == "__main__":
 import torch
 from torch import distributed
 
-from common import arguments, devices, recipe, spellings
+from common import arguments, devices, exact, recipe, spellings
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.errors import UserError
 from common.files import write_atomically
 from common.job import run_job
 from common.models import Average, classifiers
-from common.processes import group, norms
 from common.progress import say
-from common.run import Run, Scaler, Scores, bucket_run, checkpoint, exact, restore
+from common.ranks import group, norms
+from common.run import Run, Scaler, Scores, bucket_run, checkpoint, restore
 from datasets import imagenet
 from datasets.sampler import EpochSampler, InOrder
 

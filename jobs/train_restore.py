@@ -26,7 +26,7 @@ from torch import distributed
 from common import arguments, devices
 from common.job import run_job
 from common.models import Restorer, psnr, ssim
-from common.processes import group
+from common.ranks import group
 from common.run import Run, Scaler, Stopwatch
 from datasets import pairs
 from datasets.sampler import EpochSampler, InOrder

@@ -28,7 +28,7 @@ from typing import IO, Callable
 
 from common import arguments, cores, drivers, malloc
 from common.errors import count
-from common.processes.network import free_port
+from common.wire.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from common.models.resnet import resnet18
-from common.processes import norms
+from common.ranks import norms
 from datasets import cifar10, synthetic
 
 MODES = ["eval", "train", "synchronised"]  # of BatchNorm

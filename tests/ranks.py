@@ -18,7 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
 CHANGED = """
 import ctypes, os, sys, time
 sys.path.insert(0, {root!r})
-from common.processes import worker
+from common.watching import worker
 from datasets import loader
 worker.STALL_SECONDS = 8
 batches = loader.DeviceLoader.__iter__

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.processes import group
+from common.ranks import group
 from tests.jobs import ROOT
 
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from common import devices, drivers
 from common.doctor import checks
 from common.errors import UserError
-from common.processes import network
+from common.wire import network
 from launch import local
 from tests.jobs import ROOT, TINY, command, run_forked
 from tests.test_world import MODELARTS, resolve

@@ -20,7 +20,7 @@ import torchvision
 from common.errors import TrainingFailed, UserError
 from common.run import checkpoint
 from common.run.position import Position
-from common.run.saving import Saving
+from common.run.saving.saver import Saving
 
 
 def state(value=0.0):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from common.processes import norms
+from common.ranks import norms
 from tests import gradients
 from tests.jobs import (
     PATIENCE,

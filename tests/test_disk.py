@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import files, heartbeat, job
 from common.errors import SampleError, TrainingFailed, UserError
-from common.run import checkpoint, evidence, output
 from common.run.observers import tensorboard
 from common.run.position import Position
+from common.run.saving import checkpoint, evidence, output
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
 from datasets.sampler import InOrder
@@ -170,7 +170,7 @@ KILLED = """
 import os, runpy, signal, sys
 from common.run.observers.files import Files
 from common.run.observers.report import Report
-from common.run.saving import Saving
+from common.run.saving.saver import Saving
 save = Saving.save
 Saving.save = lambda self, *given: (save(self, *given), self.wait())
 kind = {"text": Report, "curves": Files}[sys.argv[1]]

@@ -19,7 +19,7 @@ import torch
 from common import arguments, world
 from common.doctor import checks, examination, stores, table
 from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
-from common.processes.network import free_port
+from common.wire.network import free_port
 from datasets import cifar10
 from tests.hosts import Hosts, ip, wait_all
 from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked

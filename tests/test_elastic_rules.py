@@ -15,7 +15,7 @@ from common import heartbeat
 from common.elastic import job, quorum
 from common.elastic.messages import FORMS
 from common.errors import UserError
-from common.processes import channel, hub, messages
+from common.wire import channel, hub, messages
 from tests import test_strangers as strangers
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state
@@ -209,7 +209,9 @@ def test_a_line_of_a_ledger_counts_once_on_how_many_nodes_it_may_be(tmp_path):
 
 
 def test_a_job_imports_nothing_of_it():
-    look = "import sys, common.job, common.run, common.processes.group; assert not [n for n in sys.modules if 'common.elastic' in n]"
+    look = (
+        "import sys, common.job, common.run, common.ranks.group; assert not [n for n in sys.modules if 'common.elastic' in n]"
+    )
     subprocess.run([sys.executable, "-c", look], cwd=ROOT, env=environment(), check=True)
 
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.processes import collectives, tree
-from common.run import exact
+from common import exact
+from common.exact import tree
+from common.ranks import collectives
 from datasets.sampler import EpochSampler, InOrder
 from launch import blocks
 from tests.jobs import ROOT, assert_same_bits, final_state, run_forked, run_job

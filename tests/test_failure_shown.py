@@ -17,7 +17,7 @@ sys.path.insert(0, {root!r})
 from common import arguments, errors
 from common.job import run_job
 errors.SHOWN = {{{ml!r} + "/failure": {ml!r}, {log!r}: {log!r}}}
-from common.processes import group
+from common.ranks import group
 
 def main():
     parser = arguments.general_parser(None, data="", workers=0)

@@ -13,16 +13,19 @@ from tests.jobs import ROOT, environment
 
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
-    ["common.packages", "common.secrets"],
+    ["common.packages", "common.secrets", "common.naming"],
     ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
     ["common.version", "common.stops", "common.streams", "common.typed", "common.optional"],
     ["common.malloc", "common.devices", "common.progress"],
+    ["common.seeds"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],
     ["common.spellings", "common.recipe"],
-    ["common.processes"],
+    ["common.wire"],
+    ["common.watching"],
+    ["common.ranks"],
     ["common.run"],
-    ["common.doctor", "common.elastic", "common.report"],
+    ["common.doctor", "common.elastic", "common.exact", "common.report"],
     ["common.job"],
     ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc"],
     ["datasets.loader"],
@@ -36,7 +39,6 @@ FLOORS = [
     [
         "launch.blocks",
         "launch.bundle",
-        "launch.container",
         "launch.doctor",
         "launch.export",
         "launch.image",

@@ -51,7 +51,7 @@ JOB = """
 import os, sys
 sys.path.insert(0, {root!r})
 from common import arguments, heartbeat
-from common.processes import group
+from common.ranks import group
 from datasets import cifar10
 parser = cifar10.parser("A job.")
 group.add_options(parser)

@@ -11,10 +11,10 @@ import torch
 from common import heartbeat
 from common.errors import UserError
 from common.models import classifiers
-from common.run import checkpoint, facts, output
 from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import Saving
+from common.run.saving import checkpoint, facts, output
+from common.run.saving.saver import Saving
 from tests.jobs import ROOT, TINY, module_of, run_forked, run_job
 
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"

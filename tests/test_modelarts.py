@@ -20,7 +20,7 @@ import torch
 from common import arguments, devices, job, packages, storage
 from common.doctor import checks, examination
 from common.errors import TrainingFailed, UserError
-from common.processes import network
+from common.wire import network
 from common.world import World, folders
 from datasets import cifar10, loader
 from launch import bundle

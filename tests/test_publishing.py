@@ -13,7 +13,7 @@ import torch
 
 from common import storage
 from common.errors import TrainingFailed, UserError
-from common.run import bucket_run, checkpoint, output
+from common.run.saving import bucket_run, checkpoint, output
 from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults

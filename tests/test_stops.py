@@ -19,7 +19,7 @@ from tests.ranks import TWO, check_ledger, run_ranks
 SILENT = """
 import os, sys
 sys.path.insert(0, {root!r})
-from common.processes import supervisor
+from common.watching import supervisor
 from datasets import loader
 from datasets.sampler import InOrder
 

@@ -11,8 +11,10 @@ import time
 
 import pytest
 
+from common import naming
 from common.errors import UserError
-from common.processes import channel, hub, naming, secret, store
+from common.ranks import store
+from common.wire import channel, hub, secret
 from common.world import World
 from tests.jobs import PATIENCE, Popen, command, environment, saved, start, wait_for
 from tests.objectstore import free_port

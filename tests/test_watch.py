@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from common.processes import worker
+from common.watching import worker
 from tests.jobs import ROOT
 from tests.ranks import TWO, run_variant
 
@@ -42,7 +42,7 @@ def test_who_holds_the_others_up(what, statuses, culprit):
 PATCHED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from common.processes import worker
+from common.watching import worker
 from common.run import checkpoint
 from datasets import loader, sampler
 worker.STALL_SECONDS = 10

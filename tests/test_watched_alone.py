@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from common.processes import alone as alone_watcher
+from common.watching import alone as alone_watcher
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, saved, wait_for
 from tests.ranks import changed_loader, processes_of
 

@@ -14,8 +14,8 @@ from common import cores, devices, drivers
 from common.doctor.table import Finding, bad, doubtful, duration, good, size
 from common.errors import count
 from common.files import MIB
-from common.processes import network, secret
 from common.run import STARVED
+from common.wire import network, secret
 from common.world import World
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner

@@ -11,7 +11,7 @@ from torch import distributed
 
 from common import devices
 from common.doctor.checks import PREFETCHED
-from common.processes.collectives import rank_and_size, reduce
+from common.ranks.collectives import rank_and_size, reduce
 from common.run import checkpoint
 
 LOADER_SECONDS, MODEL_SECONDS = 1.0, 1.5  # of measuring

@@ -4,9 +4,10 @@ import datetime
 import json
 import time
 
+from common import naming
 from common.doctor.table import Finding, bad, refusal
 from common.errors import UserError, one_line
-from common.processes import naming, store
+from common.ranks import store
 from common.world import World
 
 KEYS = "anyrank/doctor"

@@ -14,7 +14,7 @@ from common.elastic.members import Members
 from common.elastic.peers import Elastic
 from common.elastic.supervisor import Supervisor
 from common.errors import UserError, count
-from common.processes.collectives import GROUP
+from common.ranks.collectives import GROUP
 
 
 def workers(args: argparse.Namespace) -> None:

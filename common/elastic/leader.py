@@ -14,8 +14,8 @@ from typing import Any, Optional
 
 from common.elastic import quorum
 from common.errors import UserError, count
-from common.processes import channel, network
-from common.processes.watch import CASCADE_SECONDS
+from common.watching.watch import CASCADE_SECONDS
+from common.wire import channel, network
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
 STOP_SECONDS = 1.5  # a platform that stops the job tells all nodes within this time; one that takes a node away, that one

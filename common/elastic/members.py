@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from common import devices, heartbeat, moments
 from common.errors import UserError, one_line
-from common.processes.collectives import AtOnce, Changed, Stopped
+from common.ranks.collectives import AtOnce, Changed, Stopped
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way

@@ -1,6 +1,6 @@
 """What the nodes say to each other in addition, where they come and go: the form that each message must have."""
 
-from common.processes.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
+from common.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
 
 # What a node says of its workers, [rank, generation that it waits for] of those that live; then, who the members are.
 HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)

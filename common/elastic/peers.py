@@ -15,7 +15,7 @@ import torch
 
 from common.elastic.members import Members
 from common.errors import TrainingFailed, UserError
-from common.processes import collectives
+from common.ranks import collectives
 from common.run import checkpoint, facts, restore
 from common.run.peers import Fixed
 

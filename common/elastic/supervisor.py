@@ -21,9 +21,10 @@ from common.elastic.leader import Leader
 from common.elastic.messages import FORMS
 from common.errors import STOP_SIGNALS, UserError, one_line, show
 from common.files import write_atomically
-from common.processes import channel, hub, messages, secret, supervisor
-from common.processes.watch import OWN
-from common.processes.worker import STOP
+from common.watching import supervisor
+from common.watching.watch import OWN
+from common.watching.worker import STOP
+from common.wire import channel, hub, messages, secret
 
 SEEK_SECONDS = 10.0  # for a run that goes on without node 0
 

@@ -9,7 +9,7 @@ import torch
 
 from common import devices
 from common.errors import TrainingFailed
-from common.processes.collectives import reduce
+from common.ranks.collectives import reduce
 
 
 class Losses:

@@ -7,9 +7,9 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import world
-from common.processes import collectives
-from common.run import restore
+from common.ranks import collectives
 from common.run.agreement import Agreement
+from common.run.saving import restore
 
 
 class Fixed:

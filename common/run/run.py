@@ -23,20 +23,21 @@ import torch
 
 from common import devices, moments
 from common.errors import STOP_SIGNALS
-from common.run import checkpoint, facts, output, restore, timing
+from common.run import timing
 from common.run.clock import Clock
-from common.run.evidence import Evidence
 from common.run.losses import Losses
 from common.run.observers import Facts, Observers
 from common.run.peers import Fixed
 from common.run.plan import Plan
 from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import Saving
+from common.run.saving import checkpoint, facts, output, restore
+from common.run.saving.evidence import Evidence
+from common.run.saving.saver import Saving
 from common.run.scaler import Scaler
 from common.run.scores import Scores
-from common.run.seeds import seed_step
 from common.run.spare import Spare
+from common.seeds import seed_step
 from common.stops import STOPS
 
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"

@@ -17,7 +17,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices
-from common.processes import collectives
+from common.ranks import collectives
 from common.stops import STOPS
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all

@@ -30,7 +30,7 @@ from torch import nn
 from common import malloc
 from common.models.resnet import resnet18
 from common.run.position import Position
-from common.run.saving import Saving
+from common.run.saving.saver import Saving
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows

@@ -16,9 +16,9 @@ import socket
 import sys
 import time
 
-from common.processes import channel, hub, secret
-from common.processes.supervisor import Supervisor
-from common.processes.worker import summary
+from common.watching.supervisor import Supervisor
+from common.watching.worker import summary
+from common.wire import channel, hub, secret
 from common.world import World
 from tests.benchmarks.base import machine
 

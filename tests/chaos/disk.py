@@ -32,7 +32,7 @@ from tests.jobs import ROOT, environment
 FAULTS = ("ENOSPC", "EIO", "killed")
 OPERATIONS = ("mkdir", "open", "write", "fsync", "truncate", "rename", "unlink")
 # What the jobs import of ours, so that a start need not; importing does nothing.
-OURS = ["common.job", "common.run", "common.processes.group", "datasets.cifar10", "datasets.imagenet", "datasets.pairs"]
+OURS = ["common.job", "common.run", "common.ranks.group", "datasets.cifar10", "datasets.imagenet", "datasets.pairs"]
 
 
 def compiled(work):

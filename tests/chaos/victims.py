@@ -170,7 +170,7 @@ class Published(Job):
             path.write_bytes(self._client.get_object(Bucket="data", Key=entry["Key"])["Body"].read())
 
     def result(self, folder):
-        from common.run.checkpoint import read_verified
+        from common.run.saving.checkpoint import read_verified
 
         found = {}
         for name in ("out", "further"):

@@ -154,7 +154,7 @@ import os, sys
 sys.path.insert(0, os.getcwd())
 import torch
 from common import devices
-from common.processes import group
+from common.ranks import group
 join = group.join
 devices.choose = lambda args: torch.device("cuda", 0)
 devices.require_one_each = lambda args: None

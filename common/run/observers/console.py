@@ -12,10 +12,10 @@ from typing import Any, Optional
 
 from common import optional, progress
 from common.errors import count
-from common.run import facts as told
-from common.run import output
 from common.run.clock import TRAINING
 from common.run.observers.records import Facts
+from common.run.saving import facts as told
+from common.run.saving import output
 from common.run.spare import Spare
 from common.run.timing import WARM_UP
 

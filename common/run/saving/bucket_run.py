@@ -10,7 +10,7 @@ from typing import Callable
 from common import storage
 from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY
-from common.run import checkpoint, output
+from common.run.saving import checkpoint, output
 from common.storage import bucket, download, index, once
 from common.world.folders import local_folder
 

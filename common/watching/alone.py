@@ -9,8 +9,8 @@ import time
 
 from common import heartbeat
 from common.errors import one_line, show
-from common.processes import beside
-from common.processes.worker import Worker, stalled, summary
+from common.watching import beside
+from common.watching.worker import Worker, stalled, summary
 
 LOOK_SECONDS = 0.2
 

@@ -13,7 +13,7 @@ import time
 from typing import Any, Callable, Optional
 
 from common.errors import UserError, one_line
-from common.processes import messages, secret
+from common.wire import messages, secret
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is gone

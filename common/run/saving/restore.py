@@ -12,12 +12,12 @@ import torch
 
 from common import devices
 from common.errors import UserError, count
-from common.processes.barrier import on_every_rank
-from common.processes.collectives import broadcast, grouped, rank_and_size
-from common.run import bucket_run, checkpoint, output
-from common.run.evidence import Attempt
+from common.ranks.barrier import on_every_rank
+from common.ranks.collectives import broadcast, grouped, rank_and_size
 from common.run.observers import journal
 from common.run.position import Position
+from common.run.saving import bucket_run, checkpoint, output
+from common.run.saving.evidence import Attempt
 from common.version import VERSION
 from common.world import folders
 

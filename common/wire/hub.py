@@ -14,10 +14,11 @@ import socket
 import time
 from typing import Any, Callable
 
+from common import naming
 from common.errors import UserError, count, one_line
-from common.processes import channel, naming, secret
-from common.processes.channel import BEAT_SECONDS, NOT_OURS, SILENCE_SECONDS, Closed, Gone, Line, beat_seconds, checked
-from common.processes.messages import HELLO, PROOF
+from common.wire import channel, secret
+from common.wire.channel import BEAT_SECONDS, NOT_OURS, SILENCE_SECONDS, Closed, Gone, Line, beat_seconds, checked
+from common.wire.messages import HELLO, PROOF
 
 STRANGERS = 64  # as many connections may wait without a proof, beside those of the nodes that are still missing
 STRANGER_SECONDS = 2.0

@@ -11,7 +11,7 @@
         run.step(loss)
 
 A share has its own statistics of the batch norms and its own random numbers. Its gradients, what its forward pass has changed
-in the network's buffers and its loss are averaged along a tree over the shares' numbers (common/processes/tree.py).
+in the network's buffers and its loss are averaged along a tree over the shares' numbers (common/exact/tree.py).
 """
 
 import argparse
@@ -23,9 +23,10 @@ import torch
 
 from common import arguments, devices
 from common.errors import UserError
-from common.processes import collectives, norms, tree
-from common.processes.collectives import Changed
-from common.run.seeds import seed_step
+from common.exact import tree
+from common.ranks import collectives, norms
+from common.ranks.collectives import Changed
+from common.seeds import seed_step
 
 SHARES = "parts of the global batch: as many as there will ever be ranks, or more; unset: the ranks of the first start"
 PART_BYTES = 8 << 20  # of gradients that are exchanged together

@@ -24,7 +24,7 @@ import torch
 from common import devices, progress
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, give_name, remove, write_aside, write_atomically
-from common.processes import collectives
+from common.ranks import collectives
 
 NAME = re.compile(r"(\d{12})\.json")
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"

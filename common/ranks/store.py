@@ -13,9 +13,10 @@ from typing import Any, Optional
 
 from torch import distributed
 
+from common import naming
 from common.errors import UserError, one_line
-from common.processes import channel, naming
-from common.processes.collectives import GROUP
+from common.ranks.collectives import GROUP
+from common.wire import channel
 from common.world import World
 
 POLL_SECONDS = 0.05

@@ -20,7 +20,7 @@ from typing import Any, Callable, NoReturn, Optional
 
 from common import heartbeat
 from common.errors import STOP_SIGNALS, one_line
-from common.processes.worker import Worker
+from common.watching.worker import Worker
 
 ANSWER_SECONDS = 10  # of the watcher, to its rank
 ENDING_SECONDS = 2  # how long a rank may take to end by itself

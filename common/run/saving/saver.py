@@ -14,8 +14,8 @@ from typing import Any, Callable, Optional
 
 from common import moments
 from common.errors import TrainingFailed, UserError, one_line
-from common.run import bucket_run, checkpoint, output, restore
 from common.run.position import Position
+from common.run.saving import bucket_run, checkpoint, output, restore
 from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
 

@@ -18,7 +18,7 @@ from torch import distributed
 
 from common import devices, moments
 from common.errors import UserError
-from common.processes.naming import first_difference
+from common.naming import first_difference
 from common.stops import STOPS, Interrupted
 
 POLL_SECONDS = 0.001

@@ -11,8 +11,8 @@ from typing import Any, Callable
 
 from common import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
-from common.processes.collectives import GROUP, rank_and_size
-from common.processes.store import count
+from common.ranks.collectives import GROUP, rank_and_size
+from common.ranks.store import count
 
 POLL_SECONDS, LINE_SECONDS = 0.1, 10
 BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long, while others wait for it, is dead

@@ -9,9 +9,9 @@ have been noticed.
 import time
 from typing import Any, Optional
 
-from common.processes import channel
-from common.processes.channel import SILENCE_SECONDS
-from common.processes.worker import STOP, Worker, cause, stalled, summary
+from common.watching.worker import STOP, Worker, cause, stalled, summary
+from common.wire import channel
+from common.wire.channel import SILENCE_SECONDS
 
 OWN = -1  # this one, among the numbers of the others
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim

@@ -11,10 +11,11 @@ import time
 
 from common import heartbeat
 from common.errors import STOP_SIGNALS, UserError, one_line, show
-from common.processes import beside, channel, hub
-from common.processes.beside import Beside
-from common.processes.watch import CASCADE_SECONDS, Watch
-from common.processes.worker import Worker
+from common.watching import beside
+from common.watching.beside import Beside
+from common.watching.watch import CASCADE_SECONDS, Watch
+from common.watching.worker import Worker
+from common.wire import channel, hub
 from common.world import World
 
 MEETING_SECONDS = 60  # of the watchers, when all ranks have come

@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from common import arguments, devices
-from common.processes import collectives
+from common.ranks import collectives
 
 # For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15

@@ -14,11 +14,11 @@ import tempfile
 import time
 from typing import Any
 
-from common import cores, heartbeat, malloc, world
+from common import cores, heartbeat, malloc, naming, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, show
-from common.processes import channel, hub, naming, network, secret
-from common.processes.watch import Watch
-from common.processes.worker import Worker
+from common.watching.watch import Watch
+from common.watching.worker import Worker
+from common.wire import channel, hub, network, secret
 from common.world import World
 
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30

@@ -25,8 +25,10 @@ from torch import distributed
 
 from common import arguments, devices, heartbeat, moments
 from common.errors import UserError
-from common.processes import network, store, watcher
-from common.processes.collectives import GROUP, TIMEOUT, compare, one_device_each
+from common.ranks import store
+from common.ranks.collectives import GROUP, TIMEOUT, compare, one_device_each
+from common.watching import watcher
+from common.wire import network
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("common", "datasets")  # what a job imports
@@ -63,7 +65,7 @@ def start_workers(args: argparse.Namespace) -> None:
     devices.require_one_each(args)
     if fewer := devices.fewer_than_promised(args):
         print(f"warning: node {here.node_rank}: {fewer}", flush=True)
-    from common.processes.supervisor import Supervisor
+    from common.watching.supervisor import Supervisor
 
     alike = _alike(args)
     supervisor = moments.announce("parent", args, alike) or Supervisor(here, args.max_restarts, args.join_seconds, alike)
