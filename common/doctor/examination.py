@@ -20,9 +20,9 @@ from typing import Any, Optional
 
 import torch
 
-from common import devices, heartbeat
+from common import devices, heartbeat, naming
 from common.doctor import checks, measure, stores
-from common.doctor.meeting import Meeting, not_met
+from common.doctor.meeting import hold, not_met
 from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.run import checkpoint
@@ -41,7 +41,7 @@ class Examination:
     def __init__(self, args: argparse.Namespace):
         self.findings: list[Located] = []
         self.here: Any = None  # the World, once it is known
-        self._rate = self._meeting = self._supervisor = None
+        self._rate = self._supervisor = None
         self._guard = threading.Timer(measure.HANG_SECONDS, self._hangs)
         self._guard.daemon = True
         self._seconds = args.doctor_seconds
@@ -115,8 +115,7 @@ class Examination:
 
     def _meet(self, here):
         try:
-            self._meeting = Meeting(here, self._seconds)
-            missing, others = self._meeting.hold(self.findings)
+            missing, others = hold(here, self._seconds, self.findings)
         except UserError as error:
             if here.local_rank:
                 raise
@@ -130,7 +129,7 @@ class Examination:
             if node:
                 self.add(checks.check_clock(ahead, "node 0"), node)
         if missing:
-            self.add(not_met(here, f"{missing} did not come within {self._seconds:g} s"))
+            self.add(not_met(here, f"{naming.describe_ranks(missing)} did not come within {self._seconds:g} s"))
             self.end()
         if here.rank == 0:
             self._add_met()

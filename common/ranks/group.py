@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common import arguments, devices, heartbeat, moments
+from common import arguments, devices, heartbeat, moments, naming
 from common.errors import UserError
 from common.ranks import store
 from common.ranks.collectives import GROUP, TIMEOUT, compare, one_device_each
@@ -100,7 +100,8 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
         keys = store.of_all_ranks(here, args.join_seconds)
-        store.meet(here, keys, args.join_seconds)
+        if missing := store.meet(here, keys, args.join_seconds):
+            raise UserError(f"{naming.describe_ranks(missing)} did not come within {args.join_seconds:.0f} s (--join_seconds)")
         _let_watchers_meet(here, keys)
         keys.set_timeout(timeout)
         prefixed = distributed.PrefixStore(

@@ -6,6 +6,7 @@ only where the other ranks connect to.
 
 import datetime
 import ipaddress
+import json
 import os
 import socket
 import time
@@ -20,7 +21,7 @@ from common.wire import channel
 from common.world import World
 
 POLL_SECONDS = 0.05
-CAME, ALL = "anyrank/came", "anyrank/all came"  # keys
+CAME, ALL = "anyrank/came", "anyrank/missing"  # keys
 
 
 def of_all_ranks(here: World, seconds: float) -> Any:
@@ -36,36 +37,28 @@ def count(store: Any, key: str) -> int:
     return store.add(key, 0)
 
 
-def meet(here: World, store: Any, seconds: float) -> None:
-    """Wait until every rank has come; rank 0 names those that it waits for."""
+def meet(here: World, store: Any, seconds: float) -> list[int]:
+    """Wait until every rank has come: those that did not come within `seconds`, alike on all ranks. Rank 0 counts."""
     if store.add(f"{CAME}/{here.rank}", 1) > 1:
         raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
     if here.rank:
-        why = store.get(ALL) if _came(store, ALL, 2 * seconds) else b"rank 0 has not counted the ranks"
-        if why:
-            raise UserError(why.decode())
-        return
+        try:
+            store.wait([ALL], datetime.timedelta(seconds=2 * seconds))
+        except RuntimeError:
+            raise UserError(f"rank 0 did not answer within {2 * seconds:.0f} s; see its log") from None
+        return json.loads(store.get(ALL))
     begun = told = time.monotonic()
     missing = list(range(1, here.world_size))
     while missing := [rank for rank in missing if not count(store, f"{CAME}/{rank}")]:
         now = time.monotonic()
         if now - begun > seconds:
-            why = f"{naming.describe_ranks(missing)} did not come within {seconds:.0f} s (--join_seconds)"
-            store.set(ALL, why)
-            raise UserError(why)
+            break
         if now - told > channel.WAITING_LINE_SECONDS:
             told = now
             print(f"waiting for {naming.describe_ranks(missing)}, {now - begun:.0f} s", flush=True)
         time.sleep(POLL_SECONDS)
-    store.set(ALL, "")
-
-
-def _came(store, key, seconds):
-    try:
-        store.wait([key], datetime.timedelta(seconds=seconds))
-    except RuntimeError:
-        return False
-    return True
+    store.set(ALL, json.dumps(missing))
+    return missing
 
 
 def _opened(here, seconds):

@@ -30,7 +30,6 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
     os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as known:
         items = listing.named(bucket, listing.everything(bucket, tell))
-        _name_what_is_old(folder, items, known, say)
         for name in known.names() - items.keys():
             known.remove(name)
         missing = {name: item for name, item in items.items() if not known.has(name, item)}
@@ -51,13 +50,6 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
     kept = f", {transfer.kept} were there" if transfer.kept else ""
     counts = f"{len(missing) - transfer.kept} of {len(items)} objects{kept}"
     say(f"fetched {counts}, {progress.describe()}, to {folder}; all verified{unsure}")
-
-
-def _name_what_is_old(folder: str, items: dict[str, Item], known: Index, say: Say) -> None:
-    left = None if known.names() else index.left_of_old(folder, set(items))
-    if left is not None:
-        which = f"; {len(left)} are no longer in the bucket and stay, the first is {one_line(left[0])}" if left else ""
-        say(f"warning: {folder} was fetched by an earlier version: its files are verified again{which}")
 
 
 def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False) -> None:
@@ -262,7 +254,7 @@ class Transfer:
         return index.unfinished(self._folder, name)
 
     def _is_there(self, name: str, item: Item) -> bool:
-        """Whether a file that is not noted is the object nevertheless, as one that an earlier version fetched."""
+        """Whether a file that is not noted is the object nevertheless, as one that another program has copied there."""
         path = os.path.join(self._folder, name)
         if not self._index or not item.digest or not index.has_size(path, item.size):
             return False

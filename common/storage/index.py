@@ -18,7 +18,6 @@ from common.storage.bucket import Item
 from common.world.folders import FETCHING, is_name
 
 INDEX = "index.jsonl"
-OLD_INDEX = ".fetched.jsonl"  # of version 0.1.0, among the data: an object could have that name, so it is not believed
 
 
 def notes(folder: str) -> str:
@@ -90,14 +89,6 @@ class Index:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk has been reported already
             self._file.close()
-
-
-def left_of_old(folder: str, names: set[str]) -> Optional[list[str]]:
-    """The files that version 0.1.0 fetched and that are none of `names`; None where it has fetched nothing here."""
-    path = os.path.join(folder, OLD_INDEX)
-    if OLD_INDEX in names or not os.path.isfile(path):
-        return None
-    return [name for name in sorted(_read(path).keys() - names) if os.path.isfile(os.path.join(folder, name))]
 
 
 def _read(path: str) -> dict[str, tuple]:
