@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import torch
 from torch import distributed
 
-from common import arguments, devices, exact, recipe, spellings
+from common import arguments, devices, exact, recipe
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.errors import UserError
 from common.files import write_atomically
@@ -41,6 +41,7 @@ from common.progress import say
 from common.ranks import group, norms
 from common.run import Run, Scaler, Scores, bucket_run, checkpoint, restore
 from datasets import imagenet
+from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
 
 LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}

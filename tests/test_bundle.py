@@ -90,7 +90,7 @@ def test_only_what_the_job_uses_is_in_it():
     assert {"datasets/imagenet.py", "datasets/dali/batches.py", "common/watching/supervisor.py"} <= set(
         bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
     )
-    others = ("datasets/dpex/", "datasets/dali/", "datasets/drop_in/", "launch/submit/", "common/spellings",
+    others = ("datasets/dpex/", "datasets/dali/", "datasets/drop_in/", "launch/submit/",
               "common/models/classifiers")  # fmt: skip
     assert not [place for place in bundle.modules_of(ROOT / "jobs" / "train.py") if place.startswith(others)]
     assert {"datasets/dpex/bridge.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))

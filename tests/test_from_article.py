@@ -8,10 +8,11 @@ import threading
 import pytest
 import torch
 
-from common import arguments, cores, devices, spellings
+from common import arguments, cores, devices
 from common.errors import UserError
 from datasets import drop_in
 from datasets.dali import batches
+from datasets.drop_in import spellings
 from datasets.facade import Dataset
 from launch import export
 from tests.from_page import assert_each_is_checked

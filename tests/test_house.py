@@ -1,6 +1,7 @@
 """The rules of the house: which way imports go, what a room offers, what importing does."""
 
 import ast
+import collections
 import importlib
 import re
 import subprocess
@@ -20,7 +21,7 @@ FLOORS = [
     ["common.seeds"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],
-    ["common.spellings", "common.recipe"],
+    ["common.recipe"],
     ["common.wire"],
     ["common.watching"],
     ["common.ranks"],
@@ -240,3 +241,67 @@ def test_no_object_is_ever_pickled_or_unpickled_but_by_the_reader_of_batches():
             if forbidden.search(line) and "model.eval()" not in line and "exec(open(__file__" not in line  # a bundle's own text
         ]
         assert not found, (path, found)
+
+
+# --- How large things may be ---------------------------------------------------------------------------------------------
+
+MOST_ATTRIBUTES, MOST_LINES, MOST_FILES = 15, 60, 14
+LARGER = {
+    "Run": "what a job is given: the parts of a run, and the order in which they act",
+    "Request": "a table: each field is an option of launch submit",
+    "Shares": "tensors that are made once and used in every step, and their places",
+}
+TOP = {"jobs", "common", "datasets", "launch"}  # folders that a reader knows by their lists in README and docs
+
+
+def classes():
+    trees = [ast.parse((ROOT / path).read_text()) for path in FILES]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def attributes(node):
+    """Those that a class sets, or has as the fields of a record."""
+    fields = {statement.target.id for statement in node.body if isinstance(statement, ast.AnnAssign)}
+    return fields | {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and getattr(one.value, "id", "") == "self"
+    }
+
+
+def inherited(node, known):
+    """The attributes of the classes of ours that it is made from."""
+    bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+    found = [one for one in known if one.name in bases and one is not node]
+    return {name for one in found for name in attributes(one) | inherited(one, known)}
+
+
+def test_a_class_is_about_one_thing():
+    known = classes()
+    large = {node.name for node in known if len(attributes(node) - inherited(node, known)) > MOST_ATTRIBUTES}
+    assert large == set(LARGER) and len(LARGER) <= 3
+
+
+def test_a_function_is_read_at_one_look():
+    """Without those inside it. A job's main is the training itself, in full."""
+    for path in FILES:
+        if path.parts[0] == "jobs":
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.FunctionDef):
+                inside = [one for one in node.body if isinstance(one, (ast.FunctionDef, ast.ClassDef))]
+                lines = node.end_lineno - node.lineno + 1 - sum(one.end_lineno - one.lineno + 1 for one in inside)
+                assert lines <= MOST_LINES, f"{path}: {node.name} has {lines} lines"
+
+
+def test_a_room_is_seen_at_one_look():
+    files = collections.Counter(path.parent.as_posix() for path in FILES)
+    assert not {room: number for room, number in files.items() if number > MOST_FILES and room not in TOP}
+
+
+def test_the_moments_of_the_page_are_those_that_are_announced():
+    announced = {name for path in FILES for name in re.findall(r'announce\("(\w+)"', (ROOT / path).read_text())}
+    described = set(re.findall(r"^    (\w+)\(", importlib.import_module("common.moments").__doc__, re.MULTILINE))
+    table = (ROOT / "docs" / "architecture.md").read_text().split("### Moments")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert announced == described == {name for row in rows for name in re.findall(r"`(\w+)", row)}

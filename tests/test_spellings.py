@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common import arguments, spellings
+from common import arguments
+from datasets.drop_in import spellings
 from tests.jobs import module_of
 
 

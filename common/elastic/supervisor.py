@@ -34,7 +34,7 @@ class Supervisor(supervisor.Supervisor):
         super().__init__(here, 0, join_seconds, alike)
         members.torchft()  # an error before anything is started, where it is not installed
         messages.FORMS.update(FORMS)
-        self.min_nodes, self.node = min_nodes, here.node_rank
+        self.min_nodes = min_nodes
         self._noted = os.path.join(output_dir, "nodes.json")  # where the nodes of the run are, if this one is started again
         self.address = "127.0.0.1"  # of this node, as the others reach it
         self.listener = hub.listen(0)  # where they come to, if this node has to lead
@@ -51,6 +51,10 @@ class Supervisor(supervisor.Supervisor):
         self.comes_later = False  # to a run that is under way
         self.left_out = ""  # why the others go on without this node
         self.said: Any = None  # of its workers
+
+    @property
+    def node(self) -> int:
+        return self.here.node_rank
 
     # --- From start to end ---
 

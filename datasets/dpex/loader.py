@@ -10,6 +10,7 @@ cluster of our own on this machine; or host:port. head_lost: what to do when the
 of this machine, "stop" to end with an error.
 """
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -75,6 +76,19 @@ class DpexDataLoader(DataLoader):
         return RayIterator(self, process, self._idle_workers, stop_when_lost=self.head_lost == "stop")
 
 
+@dataclasses.dataclass
+class Pass:
+    """What one pass over the data set has requested of its workers, and has got."""
+
+    has_more: list[bool]  # of each worker
+    turns: Iterator[int]  # whose turn it is
+    exhausted: bool = False  # there is nothing left to request
+    sent: int = 0  # numbers of batches
+    next: int = 0
+    requested: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)  # {number: (worker, index)}, until given
+    arrived: dict[int, Any] = dataclasses.field(default_factory=dict)  # {number: batch}
+
+
 class RayIterator(_BaseDataLoaderIter):
     """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster: it requests
     batches ahead from them, gives them in order, and survives the cluster."""
@@ -92,7 +106,7 @@ class RayIterator(_BaseDataLoaderIter):
         self._rest: Iterator = iter(())  # what torch's own workers make after that
         self._warned, self._passes = False, 0
         self._awake: set[int] = set()  # the workers that have delivered something
-        self._start_counting()
+        self._pass = self._new_pass()
         try:
             idle = idle_workers.pop() if idle_workers else None
             self._workers = workers = idle if idle and idle.is_usable() else Workers(bridge)
@@ -106,7 +120,7 @@ class RayIterator(_BaseDataLoaderIter):
         """The next epoch of persistent workers."""
         super()._reset(loader, first_iter)
         self._passes += 1
-        self._start_counting()
+        self._pass = self._new_pass()
         if self._workers is None:
             self._rest = iter(self._loader_here(self._sampler_iter))
             return
@@ -116,12 +130,8 @@ class RayIterator(_BaseDataLoaderIter):
         except ClusterLost:
             self._go_on_here()
 
-    def _start_counting(self):
-        self._sent = self._next = 0  # numbers of batches
-        self._requested: dict[int, tuple[int, Any]] = {}  # {number: (worker, index)}, until it is given
-        self._arrived: dict[int, Any] = {}  # {number: batch}
-        self._has_more = [True] * self._num_workers
-        self._turns, self._exhausted = itertools.cycle(range(self._num_workers)), False
+    def _new_pass(self):
+        return Pass([True] * self._num_workers, itertools.cycle(range(self._num_workers)))
 
     def _begin(self, workers):
         iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -136,17 +146,17 @@ class RayIterator(_BaseDataLoaderIter):
     # --- Requests --------------------------------------------------------------------------------------------------------
 
     def _request_ahead(self, workers, more=0):
-        window = self._prefetch * self._num_workers + more
-        while len(self._requested) < window and any(self._has_more) and not self._exhausted:
+        now, window = self._pass, self._prefetch * self._num_workers + more
+        while len(now.requested) < window and any(now.has_more) and not now.exhausted:
             try:
                 index = self._next_index()
             except StopIteration:
-                self._exhausted = True
+                now.exhausted = True
                 return
-            worker = next(number for number in self._turns if self._has_more[number])
-            self._requested[self._sent] = worker, index
-            self._sent += 1
-            workers.fetch(self._sent - 1, worker, index)
+            worker = next(number for number in now.turns if now.has_more[number])
+            now.requested[now.sent] = worker, index
+            now.sent += 1
+            workers.fetch(now.sent - 1, worker, index)
 
     # --- Batches ---------------------------------------------------------------------------------------------------------
 
@@ -159,29 +169,31 @@ class RayIterator(_BaseDataLoaderIter):
         return next(self._rest)
 
     def _from_workers(self, workers):
+        now = self._pass
         while True:
             self._request_ahead(workers)
-            if not self._requested:
+            if not now.requested:
                 if not self._persistent_workers:
                     self._release()  # they wait for the next pass of the same loader
                     self._workers = None
                 raise StopIteration
-            ready = self._next if self._in_order else next(iter(self._arrived), None)
-            if ready in self._arrived:
+            ready = now.next if self._in_order else next(iter(now.arrived), None)
+            if ready in now.arrived:
                 self._request_ahead(workers, more=1)  # first: where the cluster is lost here, the batch must still be there
-                data = self._arrived.pop(ready)
-                del self._requested[ready]
-                self._next += 1
+                data = now.arrived.pop(ready)
+                del now.requested[ready]
+                now.next += 1
                 if isinstance(data, ExceptionWrapper):
                     data.reraise()
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-            if self._in_order and self._next not in self._requested:  # its worker had no more
-                self._next += 1
+            if self._in_order and now.next not in now.requested:  # its worker had no more
+                now.next += 1
                 continue
             self._receive(workers)
 
     def _receive(self, workers):
-        worker = next((its for number, (its, _) in self._requested.items() if number not in self._arrived), None)
+        now = self._pass
+        worker = next((its for number, (its, _) in now.requested.items() if number not in now.arrived), None)
         starts = START_SECONDS if worker not in self._awake else 0  # the timeout is of batches, not of the start of workers
         message = workers.receive(self._timeout + starts if self._timeout else None)
         if message is None:
@@ -194,16 +206,16 @@ class RayIterator(_BaseDataLoaderIter):
             self._warn_of_loss(*words)
             return
         number, data = words
-        if number not in self._requested:  # requested from a worker that had no more
+        if number not in now.requested:  # requested from a worker that had no more
             return
-        worker, _ = self._requested[number]
+        worker, _ = now.requested[number]
         self._awake.add(worker)
         if isinstance(data, End):
-            self._has_more[worker] = False
-            for other in [other for other, (its, _) in self._requested.items() if its == worker and other not in self._arrived]:
-                del self._requested[other]
+            now.has_more[worker] = False
+            for other in [other for other, (its, _) in now.requested.items() if its == worker and other not in now.arrived]:
+                del now.requested[other]
         else:
-            self._arrived[number] = data
+            now.arrived[number] = data
 
     def _warn_of_loss(self, worker, reason):
         if not self._warned:
@@ -224,7 +236,7 @@ class RayIterator(_BaseDataLoaderIter):
             raise TrainingFailed(f"the Ray cluster is gone: {self._bridge.lost}; head_lost='stop' was asked for") from None
         self._bridge.warn_once()
         again = self._passes == 0 and self._dataset_kind == _DatasetKind.Iterable  # from the start, with the same seeds
-        missing = (index for _, (_, index) in sorted(self._requested.items()))
+        missing = (index for _, (_, index) in sorted(self._pass.requested.items()))
         self._rest = iter(self._loader_here(itertools.chain(missing, self._sampler_iter), again))
         if self._dataset_kind == _DatasetKind.Iterable:
             for _ in range(self._num_yielded):

@@ -1,4 +1,4 @@
-"""What does a script that was written for another program import here? The same names, and nothing else of it changes."""
+"""What does a script that was written for another program import here, and what does who comes from it type? The same words."""
 
 import importlib
 from typing import Any
@@ -21,7 +21,7 @@ NVIDIA = (
 )  # fmt: skip
 NAMES |= dict.fromkeys(NVIDIA, "datasets.drop_in.nvidia")
 
-__all__ = [*NAMES]
+__all__ = [*NAMES, "spellings"]
 
 
 def __getattr__(name: str) -> Any:
