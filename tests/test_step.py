@@ -11,7 +11,8 @@ from tests.ranks import TWO, check_ledger, run_ranks
 RUN = """
 import errno, os, signal, sys
 sys.path.insert(0, {root!r})
-from common.run import agreement, checkpoint, evidence, losses, saving
+from common.run import agreement, losses
+from common.run.saving import checkpoint, evidence, saver
 from common.run.observers import files
 
 def sixth(room, name, happens):
@@ -35,7 +36,7 @@ def leave(*_):  # when rank 0 has taken this step as well
     os._exit(1)
 
 write = checkpoint.write
-in_the_background, saving.Saving.save = saving.Saving.save, save
+in_the_background, saver.Saving.save = saver.Saving.save, save
 agreement.EXCHANGE_SECONDS = 0  # in every step
 {what}
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})

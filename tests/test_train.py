@@ -358,7 +358,9 @@ def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
     process = start(tmp_path, *TINY, "--epochs", 500, "--save_steps", 1)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     script = command("train", *TINY, "--output_dir", tmp_path / "out")[1:]
-    impatient = f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.run import output; "
+    impatient = (
+        f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.run.saving import output; "
+    )
     impatient += "output.LOCK_SECONDS = 0.1; runpy.run_path(sys.argv[0], run_name='__main__')"
     done = run([sys.executable, "-c", impatient], cwd=tmp_path, env=environment())
     assert done.returncode == 2, done.stderr
