@@ -1,15 +1,128 @@
-"""Files that exist under their name whole or not at all, and reading or writing none that somebody else has planted there."""
+"""Files that exist under their name whole or not at all, and reading or writing none that somebody else has planted there.
+
+A machine may stand still for hours and then go on where it stood, between any check and what it was for. So a start that
+claims a folder makes its files in a folder of its own in there, gives them their names from there, and takes into it what it
+deletes. The next start takes that folder away: what the one before it still tries finds no such folder, and changes nothing.
+"""
 
 import contextlib
 import errno
+import glob
 import hashlib
 import io
 import os
+import secrets
+import shutil
 import stat
+import threading
+from collections.abc import Iterator
 from typing import BinaryIO, Union
+
+from common.errors import UserError
 
 MIB = 1 << 20
 TEMPORARY = ".unfinished"  # the ending of a file that is being written
+CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: its own in there}
+
+
+class TakenOver(UserError):
+    """Another start has claimed the folder since. It is the user's to decide, as a start after this one would end that one."""
+
+    def __init__(self, place: str):
+        super().__init__(f"{place}: another start of this run writes there by now, so this one ends")
+
+
+def claim(folder: str, name: str = "start", also: str = "") -> list[str]:
+    """From here on this process writes in the folder, and whoever has claimed it under this name before cannot any more.
+
+    `also`: another folder that goes with it. Returns what the one before had not finished, until tidy() removes it.
+    """
+    folder = os.path.realpath(folder)
+    own = os.path.join(folder, f".{name}-{secrets.token_hex(6)}")
+    os.mkdir(own)
+    for other in glob.glob(os.path.join(glob.escape(folder), f".{name}-*")):
+        if other != own:
+            try:
+                os.rename(other, os.path.join(own, os.path.basename(other)))
+            except OSError:  # yet another start has been faster, or this disk renames no folders
+                shutil.rmtree(other, ignore_errors=True)
+    CLAIMED[folder] = own
+    if also and os.stat(also).st_dev == os.stat(own).st_dev:
+        CLAIMED[os.path.realpath(also)] = own  # at one moment, so that of two starts one has both
+    elif also:
+        claim(also, name)
+    found = [os.path.join(where, name) for where, _, names in os.walk(own) for name in names]
+    return sorted(path for path in found if path.endswith(TEMPORARY))
+
+
+def tidy() -> None:
+    """Remove what claim() has taken away."""
+    for own in CLAIMED.values():
+        for other in glob.glob(os.path.join(glob.escape(own), ".*")):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def release() -> None:
+    """What this process has claimed; the folders of its own go."""
+    for own in CLAIMED.values():
+        shutil.rmtree(own, ignore_errors=True)
+    CLAIMED.clear()
+
+
+def taken_over() -> bool:
+    """Whether another start has claimed what this one had."""
+    return any(map(_is_gone, CLAIMED.values()))
+
+
+def _is_gone(folder: str) -> bool:
+    """Not where the disk fails."""
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _own(path: str) -> tuple[str, str]:
+    """(the folder that this process has claimed and that holds the path, its own in there), or empty."""
+    where = os.path.realpath(os.path.dirname(path)) + os.sep
+    folder, own = max((pair for pair in CLAIMED.items() if where.startswith(pair[0] + os.sep)), default=("", ""))
+    with contextlib.suppress(OSError):
+        if own and os.stat(where).st_dev != os.stat(own).st_dev:  # another disk is mounted there
+            return "", ""
+    return folder, own
+
+
+@contextlib.contextmanager
+def if_ours(path: str) -> Iterator[None]:
+    """TakenOver in place of the error that an operation on the path ends with, where that is why."""
+    try:
+        yield
+    except OSError:
+        folder, own = _own(path)
+        if own and _is_gone(own):
+            raise TakenOver(folder) from None
+        raise
+
+
+def temporary(path: str) -> str:
+    """Where a file is until it is whole."""
+    folder, own = _own(path)
+    if not own:
+        return path + TEMPORARY
+    inside = os.path.relpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)), folder)
+    return os.path.join(own, inside.replace(os.sep, "+") + TEMPORARY)
+
+
+def unfinished(path: str) -> list[str]:
+    """Where this file may be, of whichever start, while it has not its name yet."""
+    folder, name = os.path.split(path)
+    places = [path + TEMPORARY]
+    for inside in (".start-*", os.path.join(".start-*", ".*")):
+        places += sorted(glob.glob(os.path.join(glob.escape(folder), inside, glob.escape(name + TEMPORARY))))
+    return list(filter(os.path.exists, places))
 
 
 def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
@@ -21,7 +134,7 @@ def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
 
 def write_aside(path: str, content: Union[bytes, memoryview]) -> None:
     """Write the whole file under its temporary name; where that fails, nothing of it stays on the disk, which may be full."""
-    with _or_nothing(path), create(path + TEMPORARY) as file:
+    with if_ours(path), _or_nothing(path), create(temporary(path)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -33,13 +146,14 @@ def _or_nothing(path):
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(path + TEMPORARY)
+            os.unlink(temporary(path))
         raise
 
 
 def give_name(path: str) -> None:
     """The file that write_aside() wrote appears under its name, and replaces what had it."""
-    os.replace(path + TEMPORARY, path)
+    with if_ours(path):
+        os.replace(temporary(path), path)
     with contextlib.suppress(OSError):  # some mounted stores cannot; the digest in a manifest still tells an incomplete file
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
@@ -93,5 +207,28 @@ def sha256(path: str) -> str:
 
 
 def remove(path: str) -> None:
-    if os.path.exists(path):
-        os.unlink(path)
+    """The file, if it is there."""
+    own = _own(path)[1]
+    aside = os.path.join(own, f"removed-{threading.get_ident()}")
+    with if_ours(path):
+        try:
+            if own:
+                os.replace(path, aside)
+            os.unlink(aside if own else path)
+        except FileNotFoundError:
+            if own:
+                os.stat(own)  # an error where it is that which is not there
+
+
+def own_copy(path: str, flags: int = 0) -> io.FileIO:
+    """The file, made where it is missing, to read and write; who has opened it before now has another one than has its name."""
+    place = temporary(path)
+    with if_ours(path), _or_nothing(path):
+        file = io.FileIO(os.open(place, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | flags, 0o666), "r+b")
+        if os.path.isfile(path) and not os.path.islink(path):
+            with open_regular(path) as before:
+                while content := before.read(MIB):
+                    append(file, content)
+        os.fsync(file.fileno())
+        os.replace(place, path)
+    return file

@@ -81,7 +81,7 @@ def of_this_process() -> Pulse:
 
 
 def watched_alone(prefix: str) -> None:
-    """This process has no other ranks, and a process of ours watches it (processes/alone.py)."""
+    """This process has no other ranks, and a process of ours watches it (watching/alone.py)."""
     global _alone
     _alone = prefix
 
@@ -95,7 +95,7 @@ def has_parent() -> bool:
 
 
 def has_watcher() -> bool:
-    """Whether a process of ours watches this rank, which the platform has started (processes/watcher.py)."""
+    """Whether a process of ours watches this rank, which the platform has started (watching/watcher.py)."""
     return FILES in os.environ and not has_parent()
 
 

@@ -1,7 +1,7 @@
 """How a job runs and ends: its `main` is called, and its result is an exit code (see errors.py) and at most one line.
 
 With --doctor true the doctor listens to the moments of the job, from when its arguments are parsed. A small process watches
-a job on one device; several ranks are watched by processes/.
+a job on one device; several ranks are watched by watching/.
 """
 
 import argparse

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 import pytest
 
-from common import moments
+from common import files, moments
 from common.stops import STOPS, Stops
 from tests.jobs import ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
@@ -35,6 +35,7 @@ def nobody_listens_any_more(monkeypatch):
     """A test that calls a job in its own process leaves no listener, which would start a watcher for each that parses arguments."""
     monkeypatch.setattr(moments, "_listeners", [])
     vars(STOPS).update(vars(Stops()))  # nor a stop
+    monkeypatch.setattr(files, "CLAIMED", {})  # nor a folder that is its own
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ plain = os.open
 
 
 def opened(path, flags, *more, **how):
-    if path != full:
+    if os.path.basename(path) != os.path.basename(full):
         return plain(path, flags, *more, **how)
     os.open = plain
     return plain("/dev/full", os.O_RDWR)

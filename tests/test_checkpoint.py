@@ -214,7 +214,7 @@ def test_the_last_and_the_best_are_kept(folder):
         f"epoch_{epoch}.pth{suffix}" for epoch in (2, 11) for suffix in ("", ".sha256")
     }
     checkpoint.write(str(folder), state(), about(200))  # the run went back behind a damaged 300
-    checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 200, "best": None})
+    checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 200, "best": None}, damaged={300})
     assert checkpoint.numbers(str(folder)) == [200]
 
 

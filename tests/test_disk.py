@@ -4,6 +4,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import struct
 
 import pytest
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import files, heartbeat, job
 from common.errors import SampleError, TrainingFailed, UserError
+from common.run import spare
 from common.run.observers import tensorboard
 from common.run.position import Position
 from common.run.saving import checkpoint, evidence, output
@@ -27,12 +29,16 @@ from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_f
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
 
-def run_full_once(path, folder, **how):
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def run_full_once(path, folder, *options, **how):
     """The job so that this file, once, finds no room."""
     script = [
         ROOT / "tests" / "full_once.py",
         f"{path}.unfinished",
-        *command("train", *TINY, "--output_dir", folder / "out")[1:],
+        *command("train", *TINY, *options, "--output_dir", folder / "out")[1:],
     ]
     return run_forked(script, folder, **how)
 
@@ -49,13 +55,8 @@ def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finishe
 
 
 def test_a_run_goes_on_without_its_note_of_the_step(finished, tmp_path):
-    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "out" / "checkpoints" / ".attempt").symlink_to(FULL)
-    done = run_job("train", tmp_path, *TINY)
-    assert (
-        done.stdout.count(".attempt cannot be written: No space left on device; a step that kills the job may go unnoticed")
-        == 1
-    )
+    done = run_full_once(tmp_path / "out" / "checkpoints" / ".attempt", tmp_path)
+    assert len(re.findall(r"\.attempt cannot be written: .*; a step that kills the job may go unnoticed", done.stdout)) == 1
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
@@ -68,11 +69,10 @@ def test_numbers_that_no_run_has_written_name_no_step(tmp_path):
 def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, monkeypatch, capsys):
     (tmp_path / "tensorboard").mkdir()
     monkeypatch.setattr(tensorboard, "file_name", lambda: "events.out.tfevents.1.host")
-    (path := tmp_path / "tensorboard" / "events.out.tfevents.1.host").symlink_to(FULL)
-    told = observed.observer(tensorboard.TensorBoard, tmp_path)
+    path = tmp_path / "tensorboard" / "events.out.tfevents.1.host"
+    told, append = observed.observer(tensorboard.TensorBoard, tmp_path), spare.append
     for step in (1, 2, 3):
-        if step == 3:
-            path.unlink()
+        monkeypatch.setattr(spare, "append", append if step == 3 else full)
         told.epoch_ended(observed.facts(tmp_path, Position(total_steps=step)), metrics={"accuracy": step / 10})
     assert capsys.readouterr().out.splitlines() == [
         f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again",
@@ -93,11 +93,11 @@ def test_weights_that_cannot_be_written_end_the_run_in_one_line_with_the_last_go
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
-def test_a_ledger_that_cannot_be_written_ends_the_run_in_one_line(tmp_path):
-    (tmp_path / "out" / "ledger").mkdir(parents=True)
-    (tmp_path / "out" / "ledger" / "rank_0.jsonl").symlink_to(FULL)
-    done = run_job("train", tmp_path, *TINY, "--ledger", "true", check=1)
-    assert done.stderr == "error: the ledger cannot be written: No space left on device; no checkpoint yet\n"
+def test_a_ledger_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "own_copy", full)
+    kept = evidence.Evidence(argparse.Namespace(output_dir=str(tmp_path), ledger=True), print, lambda: "no checkpoint yet")
+    with pytest.raises(TrainingFailed, match=r"^the ledger cannot be written: No space left on device; no checkpoint yet$"):
+        kept.keep(1, attempt=False, ledger=True)
 
 
 def test_half_a_line_of_a_ledger_is_dropped(tmp_path):

@@ -15,8 +15,8 @@ from tests.jobs import ROOT, environment
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
     ["common.packages", "common.secrets", "common.naming"],
-    ["common.errors", "common.files", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
-    ["common.version", "common.stops", "common.streams", "common.typed", "common.optional"],
+    ["common.errors", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
+    ["common.files", "common.version", "common.stops", "common.streams", "common.typed", "common.optional"],
     ["common.malloc", "common.devices", "common.progress"],
     ["common.seeds"],
     ["common.world"],

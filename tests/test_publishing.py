@@ -57,7 +57,8 @@ def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch,
             there.discard(f"{match[1]}.{match[2]}")
     local = tmp_path / "output_dir/s3/data/runs/one"
     files = [os.path.relpath(os.path.join(where, name), local) for where, _, names in os.walk(local) for name in names]
-    assert remote_names(store, "runs/one/") == sorted(name for name in files if not os.path.basename(name).startswith("."))
+    there = [name for name in remote_names(store, "runs/one/") if not name.startswith(".starts/")]
+    assert there == sorted(name for name in files if not os.path.basename(name).startswith("."))
 
 
 def test_a_good_checkpoint_is_in_the_bucket_at_every_moment_while_its_number_is_saved_again(store, tmp_path, monkeypatch):
@@ -126,7 +127,7 @@ def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_no
         Bucket="data", Key="runs/left/checkpoints/000000000064.pt", Body=b"whole, but without its manifest"
     )
     assert "nothing to do" in run_here(tmp_path / "second", url).stdout
-    assert remote_names(store, "runs/left/checkpoints/") == names
+    assert remote_names(store, "runs/left/checkpoints/") == [name.replace("512.", "512-2.") for name in names]
     left = ["checkpoints/000000000128.pt", "checkpoints/000000000192.pt", "checkpoints/000000000192.json"]
     assert (
         checkpoint.surplus(left, 2, {"best": {"samples_seen": 128}, "samples_seen": 192}) == left[:1]

@@ -1,5 +1,6 @@
 """report.html and what it is made of: the numbers are those of the files, nothing in a file is run, and any run has its page."""
 
+import errno
 import html.parser
 import json
 import re
@@ -10,7 +11,7 @@ import torch
 
 from common import job, moments, progress, report
 from common.report import left, page
-from common.run import clock, scores
+from common.run import clock, scores, spare
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
 from common.run.position import Position
@@ -183,18 +184,14 @@ def test_a_warning_of_a_loader_process_is_in_the_journal(tmp_path):
     assert [row["text"] for row in rows if row["event"] == "warning"] == ["sample 0", "sample 1"]
 
 
-def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp_path, capsys):
+def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp_path, capsys, monkeypatch):
     """The warning of a file that cannot be written is a line of the journal, which cannot be written."""
     told, facts = journal_of(tmp_path), observed.facts(tmp_path)
-    for name in ("journal.jsonl", "speed.jsonl"):
-        (tmp_path / name).unlink(missing_ok=True)
-    for name in ("journal.jsonl", "speed.jsonl"):
-        (tmp_path / name).symlink_to("/dev/full")
-    told.line(facts, **observed.LINE)
+    with monkeypatch.context() as full:
+        full.setattr(spare, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        told.line(facts, **observed.LINE)
     said = capsys.readouterr().out
     assert said.count("speed.jsonl cannot be written") == said.count("journal.jsonl cannot be written") == 1
-    for name in ("journal.jsonl", "speed.jsonl"):
-        (tmp_path / name).unlink()
     threads = [threading.Thread(target=lambda: [progress.say("warning: again") for _ in range(200)]) for _ in range(4)]
     for thread in threads:
         thread.start()

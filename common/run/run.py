@@ -21,7 +21,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common import devices, moments
+from common import devices, files, moments
 from common.errors import STOP_SIGNALS
 from common.run import timing
 from common.run.clock import Clock
@@ -300,8 +300,11 @@ class Run:
         self.losses.check(self.args.lr, self.saving.last_good)
         self.losses.share()
         self.peers.agreement.saved()
-        if not self.spare.writes or not self.args.checkpoints:
+        if not self.spare.writes:
             return  # a trial writes nothing, and rank 0 writes for all
+        self.saving.require_ours()
+        if not self.args.checkpoints:
+            return
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
         self.show("save")
@@ -339,8 +342,11 @@ class Run:
         self.show("publish")
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
         self.evidence.done()
+        if self.spare.writes:
+            self.saving.require_ours()
         self.show("done")
         self.tell("left", how=how, why=why, last_good=self.saving.last_good())
+        files.release()
 
 
 def sizes_of_weights(network: torch.nn.Module) -> list[float]:

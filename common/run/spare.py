@@ -8,7 +8,7 @@ import threading
 from typing import Callable, Union
 
 from common import progress
-from common.files import append, write_atomically
+from common.files import TakenOver, append, drop_half_a_line, own_copy, taken_over, write_atomically
 
 
 class Spare:
@@ -17,6 +17,7 @@ class Spare:
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
         """Does nothing on other ranks. Which ranks they are may change, where nodes go and come."""
         self.shows, self.writes, self._folder = shows, writes, folder
+        self._grow: dict[str, int] = {}  # {a file that grows: the number of the one that this start has made}
         self._begin(progress.say)
 
     def _begin(self, say: Callable[[str], None]):
@@ -53,14 +54,17 @@ class Spare:
             self.say(text)
 
     def _write_all(self):
+        if taken_over():  # which the next save says
+            self._owed.clear()
         for path, (content, appended) in list(self._owed.items()):
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 if appended:
-                    with open(path, "ab", buffering=0) as file:
-                        append(file, content)
+                    self._append(path, content)
                 else:
                     write_atomically(path, content)
+            except TakenOver:
+                pass
             except OSError as error:
                 if path not in self._warned:
                     yield f"warning: {path} cannot be written: {error.strerror or error}; the run goes on and tries it again"
@@ -70,3 +74,13 @@ class Spare:
             if path in self._warned:
                 self._warned.remove(path)
                 yield f"{path} is written again"
+
+    def _append(self, path, content):
+        """To a copy of this start's own: where the name is another one's by now, nothing is appended."""
+        if path not in self._grow:
+            with own_copy(path, os.O_APPEND) as own:
+                drop_half_a_line(own)
+                self._grow[path] = os.fstat(own.fileno()).st_ino
+        with open(path, "ab", buffering=0) as file:
+            if os.fstat(file.fileno()).st_ino == self._grow[path] or not taken_over():
+                append(file, content)

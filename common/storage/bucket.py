@@ -111,12 +111,12 @@ class Bucket:
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
 
-    def items(self, prefix: str) -> Iterator[Item]:
+    def items(self, prefix: str, patience: "Optional[Patience]" = None) -> Iterator[Item]:
         """Every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""
         while True:
             # Version 1 of the request, because every store of this kind has it.
-            page = self.ask("list_objects", prefix, Prefix=prefix, Marker=marker)
+            page = self.ask("list_objects", prefix, patience, Prefix=prefix, Marker=marker)
             entries = page.get("Contents", [])
             for entry in entries:
                 yield Item(entry["Key"], entry["Size"], entry["ETag"].strip('"'))

@@ -14,11 +14,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
-from common.errors import TrainingFailed, one_line
-from common.files import MIB, TEMPORARY
+from common.errors import TrainingFailed, UserError, one_line
+from common.files import MIB, TEMPORARY, TakenOver, unfinished
 from common.storage import etag
 from common.storage.bucket import Bucket, Item, Patience, Say
-from common.world.folders import FETCHING
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 PATIENCE_SECONDS = 60  # of one look; the next one tries again
@@ -27,7 +26,7 @@ STOP_PATIENCE_SECONDS = 20  # after a stop signal, when the platform is about to
 FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to hear of it
 PART = 16 << 20  # larger files go in parts of this size
 NOTHING = re.compile("(?!)")  # matches no name
-CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})\.(pt|json)")
+CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})(?:-\d+)?\.(pt|json)")
 WEIGHTS = re.compile(r"epoch_\d+\.pth(?:\.sha256)?")
 
 Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
@@ -37,10 +36,10 @@ class Publisher:
     """Keeps the objects of a bucket as the files of a folder, or as one file, are.
 
     start() does so in the background, finish() until all is there. `ours`: unfinished uploads to such names, which an earlier
-    start has left in the bucket, are removed.
+    start has left in the bucket, are removed. `starts`: of a run, this one among others (common/run/saving/starts.py).
     """
 
-    def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING) -> None:
+    def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING, starts: Any = None) -> None:
         self._folder, self._say, self._ours = folder, say, ours
         self._bucket = Bucket(url, say)
         self._there: dict[str, tuple[int, int]] = {}  # {name: (size, mtime) of the file that the bucket has}
@@ -49,12 +48,16 @@ class Publisher:
         self._surplus: Optional[Surplus] = None
         self._pruned: Optional[Surplus] = None
         self._patience = Patience(PATIENCE_SECONDS)
+        self._starts = starts
+        self._later = self.taken_over = False  # there is a later start; and what this one has overwritten is made good
 
     def start(self) -> None:
         """Publish in the background from now on; UserError at once where the bucket cannot be written to."""
         self._put(".writable", b"")
         self._bucket.ask("delete_object", self._key(".writable"), self._patience)
         self._abort_unfinished()
+        if self._starts:
+            self._make_good()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -99,16 +102,36 @@ class Publisher:
             try:
                 self._patience.good()
                 self._sync(background=True)
+            except TakenOver:  # which the next save says
+                return
             except Exception as error:  # the training goes on, and the next look tries again
                 self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
 
     # --- One look at the folder ---
 
     def _sync(self, background: bool = False) -> None:
+        if not self._is_late():
+            self._look(background)
+        if self._is_late():  # also after all that was sent
+            self._make_good()
+            self.taken_over = True
+            raise TakenOver(self._bucket.url(self._bucket.prefix))
+
+    def _is_late(self) -> bool:
+        self._later = self._later or (bool(self._starts) and self._starts.later(self._patience))
+        return self._later
+
+    def _make_good(self) -> None:
+        """Give the files that all starts write under one name the content that the latest start has left."""
+        for name, copy in self._starts.copies().items():
+            with contextlib.suppress(UserError):  # that one has just replaced or deleted it
+                self._copy(copy, name)
+
+    def _look(self, background: bool) -> None:
         surplus = self._surplus  # read first: the checkpoints that it keeps are in the folder now, so in the bucket at the end
         unread: list[OSError] = []
         files = self._changed(unread)
-        manifests = {name: self._read(name) for name in files if name.endswith(".json") and CHECKPOINT.fullmatch(name)}
+        manifests = {name: _content(self._path(name)) for name in files if CHECKPOINT.fullmatch(name) and name.endswith("json")}
         for name in sorted(files, key=_order):
             if background and self._over.is_set():
                 return  # the last look begins with what is newest then
@@ -159,7 +182,7 @@ class Publisher:
             yield self._folder
             return
         for folder, folders, names in os.walk(self._folder, onerror=unread.append):
-            folders[:] = [name for name in folders if name != FETCHING]
+            folders[:] = [name for name in folders if not name.startswith(".")]
             yield from (os.path.join(folder, name) for name in names)
 
     def _announce(self, name: str) -> None:
@@ -169,7 +192,8 @@ class Publisher:
         """
         if (match := CHECKPOINT.fullmatch(name)) and match[2] == "pt":
             manifest = re.sub(r"pt$", "json", name)
-            content = self._read(manifest + TEMPORARY) or self._read(manifest)  # in this order they get their names here, too
+            places = (*unfinished(self._path(manifest)), self._path(manifest))  # in this order they get their names here, too
+            content = next(filter(None, map(_content, places)), None)
             if content:
                 self._put(manifest + TEMPORARY, content)
 
@@ -189,27 +213,35 @@ class Publisher:
     def _path(self, name):
         return os.path.join(self._folder, name) if name else self._folder
 
-    def _read(self, name):
-        with contextlib.suppress(OSError), open(self._path(name), "rb") as file:
-            return file.read()
-        return None
-
     def _key(self, name):
+        name = self._starts.named(name) if self._starts else name
         return "/".join(word for word in (self._bucket.prefix, name) if word)
 
     # --- Requests ---
 
     def _upload(self, name, content):
+        copy = self._starts.copy_of(name) if self._starts else None
+        self._send(copy or name, name, content)
+        if copy:
+            self._copy(copy, name)
+            for outdated in self._starts.outdated(name):
+                self._bucket.ask("delete_object", self._key(outdated), self._patience)
+
+    def _copy(self, there, name):
+        source = {"Bucket": self._bucket.name, "Key": self._key(there)}
+        self._bucket.ask("copy_object", self._key(name), self._patience, CopySource=source)
+
+    def _send(self, to, name, content):
         if content is not None:
-            self._put(name, content)
+            self._put(to, content)
             return
         with open(self._path(name), "rb") as file:
             content = file.read(PART + 1)  # a file that still grows is sent as it is now
             if len(content) <= PART:
-                self._put(name, content)
+                self._put(to, content)
             else:
                 file.seek(0)
-                self._put_in_parts(name, file)
+                self._put_in_parts(to, file)
 
     def _put(self, name, content):
         digest = hashlib.md5(content)
@@ -248,10 +280,13 @@ class Publisher:
 
     def _prune(self, surplus: Surplus) -> None:
         for name in surplus([self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below())]):
-            if os.path.exists(self._path(name)):  # written again meanwhile, or not yet removed here
+            here = self._starts.here(name) if self._starts else name
+            if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
                 continue
-            self._bucket.ask("delete_object", self._key(name), self._patience)
-            self._there.pop(name, None)
+            copy = self._starts.copy_of(name) if self._starts else None
+            for key in filter(None, (name, copy)):
+                self._bucket.ask("delete_object", self._bucket.below() + key, self._patience)
+            self._there.pop(here, None)
 
 
 def is_up_to_date(item: Optional[Item], path: str) -> bool:
@@ -274,6 +309,12 @@ def _order(name: str) -> tuple:
         return -1, 0, name
     match = CHECKPOINT.fullmatch(name)
     return (0, -int(match[1]), match[2] == "json") if match else (1, 0, name)
+
+
+def _content(path: str) -> Optional[bytes]:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return None
 
 
 def _base64(digest: Any) -> str:

@@ -90,7 +90,7 @@ def _best(run):
         raise UserError(f"{one_line(run)} holds no checkpoint: give the output folder of a run, a checkpoint or an epoch_N.pth")
     best = (newest[1].get("best") or {}).get("samples_seen")
     if best in checkpoint.numbers(folder):
-        path = os.path.join(folder, f"{best:012d}.pt")
+        path = checkpoint.path_of(folder, best)
         return (*checkpoint.read(path), path)
     return newest
 

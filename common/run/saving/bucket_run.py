@@ -10,10 +10,11 @@ from typing import Callable
 from common import storage
 from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY
-from common.run.saving import checkpoint, output
+from common.run.saving import checkpoint, output, starts
 from common.storage import bucket, download, index, once
 from common.world.folders import local_folder
 
+FOLDERS = ("checkpoints/", starts.FOLDER)
 GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
 
 
@@ -23,38 +24,37 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
     Returns whether there is a run in the bucket.
     """
     place = bucket.Bucket(args.output_url, say)
-    items = {place.relative(item.key): item for item in place.items(place.below() + "checkpoints/")}
-    numbers = sorted(int(match[1]) for name in items if (match := checkpoint.NAME.fullmatch(os.path.basename(name))))
-    here = checkpoint.numbers(args.checkpoint_dir)
-    if not numbers or only_look:
-        return bool(numbers)
+    items = {place.relative(item.key): item for below in FOLDERS for item in place.items(place.below() + below)}
+    there, here = starts.checkpoints(items), checkpoint.numbers(args.checkpoint_dir)
+    if not there or only_look:
+        return bool(there)
     if here:
-        _refuse_another_history(place, numbers[-1], here[-1], args)
-        numbers = [number for number in numbers if number > here[-1]]
-    for number in reversed(numbers):
+        _refuse_another_history(place, there[-1], here[-1], args)
+        there = [(start, samples) for start, samples in there if samples > here[-1]]
+    for start, samples in reversed(there):
         try:
-            _bring(place, items, number, args.checkpoint_dir)
+            _bring(place, items, start, samples, args.checkpoint_dir)
         except download.Damaged as error:  # any other failure says nothing about this checkpoint
             say(f"warning: {error}; trying the one before it")
-            checkpoint.delete(args.checkpoint_dir, number)
+            checkpoint.delete(args.checkpoint_dir, samples)
         else:
-            say(f"fetched checkpoint {number:012d}.pt from {args.output_url}")
+            say(f"fetched checkpoint {starts.stem(samples, start)}.pt from {args.output_url}")
             return True
-    if numbers and not here:
-        raise UserError(f"all {len(numbers)} checkpoints in {args.output_url} are damaged; {checkpoint.AFRESH}")
+    if there and not here:
+        raise UserError(f"all {len(there)} checkpoints in {args.output_url} are damaged; {checkpoint.AFRESH}")
     return True
 
 
-def _bring(place, items, number, folder):
-    names = _files_of(f"{number:012d}")
-    if f"checkpoints/{names[0]}" not in items:
-        raise download.Damaged(f"checkpoint {names[0]} is missing in {place.url(place.below())}")
-    for name in names:  # the manifest last, as when it was written
-        if f"checkpoints/{name}" not in items:
-            continue
-        download.fetch_items(place, {name: items[f"checkpoints/{name}"]}, folder)
+def _bring(place, items, start, samples, folder):
+    """In the folder it has the name without the number of the start."""
+    theirs, ours = _files_of(starts.stem(samples, start)), _files_of(f"{samples:012d}")
+    if f"checkpoints/{theirs[0]}" not in items:
+        raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
+    for there, here in zip(theirs, ours):  # the manifest last, as when it was written
+        if f"checkpoints/{there}" in items:
+            download.fetch_items(place, {here: items[f"checkpoints/{there}"]}, folder)
     try:
-        checkpoint.read_verified(os.path.join(folder, names[0]))
+        checkpoint.read_verified(os.path.join(folder, ours[0]))
     except UserError as error:
         raise download.Damaged(str(error)) from None
 
@@ -66,7 +66,7 @@ def _files_of(name):
 
 def _refuse_another_history(place, theirs, ours, args):
     """The local folder may hold an earlier run that the bucket no longer has."""
-    key = f"{place.below()}checkpoints/{theirs:012d}.json"
+    key = f"{place.below()}checkpoints/{starts.stem(theirs[1], theirs[0])}.json"
     content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
     if _run_id(content) != _run_id(Path(args.checkpoint_dir, f"{ours:012d}.json").read_bytes()):
         raise UserError(
@@ -124,9 +124,10 @@ def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:
     """Fetch the files that every start appends to, where the disk lacks them: an upload would replace those in the bucket."""
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
+    copies = starts.copies(items)  # an earlier start may have overwritten the file late
     missing = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
     if missing:
-        download.fetch_items(place, {name: items[name] for name in missing}, args.output_dir)
+        download.fetch_items(place, {name: items[copies.get(name, name)] for name in missing}, args.output_dir)
 
 
 def bring_what_grows_if_possible(args: argparse.Namespace, say: Callable) -> None:

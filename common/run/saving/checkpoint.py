@@ -8,6 +8,7 @@ number is saved again, at every moment one of the two checkpoints is there. The 
 only tensors and plain types are ever loaded (weights_only).
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -15,7 +16,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -23,10 +24,10 @@ import torch
 
 from common import devices, progress
 from common.errors import UserError, one_line
-from common.files import TEMPORARY, give_name, remove, write_aside, write_atomically
+from common.files import TEMPORARY, give_name, if_ours, remove, temporary, unfinished, write_aside, write_atomically
 from common.ranks import collectives
 
-NAME = re.compile(r"(\d{12})\.json")
+NAME = re.compile(r"(\d{12})(?:-(\d+))?\.json")  # the second number is that of the start, in a bucket (starts.py)
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
 OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # the end of its files' names is the beginning of their digest
@@ -189,16 +190,27 @@ def write(folder: str, state: dict, about: dict) -> None:
         give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
     except OSError:
         for suffix in (".pt", ".json"):
-            remove(path + suffix + TEMPORARY)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary(path + suffix))
         raise
     give_name(f"{path}.json")
 
 
+def _manifests(folder):
+    """[(number of the start, number, name)] of the manifests, oldest first; in a copy of a bucket the first may be above 1."""
+    there = map(NAME.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ())
+    return sorted((int(match[2] or 1), int(match[1]), match[0]) for match in there if match)
+
+
 def numbers(folder: str) -> list[int]:
     """The numbers of the checkpoints that have a manifest, oldest first."""
-    if not os.path.isdir(folder):
-        return []
-    return sorted(int(match.group(1)) for match in map(NAME.fullmatch, os.listdir(folder)) if match)
+    return sorted({number for _, number, _ in _manifests(folder)})
+
+
+def path_of(folder: str, number: int) -> str:
+    """The file of this checkpoint."""
+    names = [name for _, its, name in _manifests(folder) if its == number] or [f"{number:012d}.json"]
+    return os.path.join(folder, re.sub(r"json$", "pt", names[-1]))
 
 
 def read(path: str) -> tuple[dict, dict]:
@@ -214,10 +226,11 @@ def read_verified(path: str) -> tuple[dict, bytes]:
         content = Path(path).read_bytes()
         try:
             return _read_manifest(manifest_path, content), content
-        except _DAMAGE:
-            if not os.path.exists(manifest_path + TEMPORARY):
-                raise
-            return _read_manifest(manifest_path + TEMPORARY, content), content
+        except _DAMAGE as error:
+            for waiting in unfinished(manifest_path):
+                with contextlib.suppress(*_DAMAGE):
+                    return _read_manifest(waiting, content), content
+            raise error from None
     except _DAMAGE as error:
         raise UserError(f"checkpoint {path} is damaged: {one_line(error)}") from None
 
@@ -257,9 +270,9 @@ def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
 
 def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str]]:
     """(state, about, path) of the newest valid checkpoint, or None without any; warns of every newer one that is damaged."""
-    existing = numbers(folder)
-    for number in reversed(existing):
-        path = os.path.join(folder, f"{number:012d}.pt")
+    existing = _manifests(folder)
+    for _, _, manifest in reversed(existing):
+        path = os.path.join(folder, re.sub(r"json$", "pt", manifest))
         try:
             return (*read(path), path)
         except UserError as error:
@@ -274,22 +287,27 @@ def delete(folder: str, number: int) -> None:
         remove(os.path.join(folder, f"{number:012d}{suffix}"))
 
 
-def sweep(folder: str) -> None:
+def sweep(folder: str, left: Iterable[str] = ()) -> None:
     """Complete the save that a kill has ended between its two names, and remove the other unfinished files.
 
-    Only at the start, when no process is writing.
+    Only at the start, when no process is writing. `left`: those in folders of starts before.
     """
-    for name in os.listdir(folder):
-        if name.endswith(TEMPORARY):
-            path = os.path.join(folder, name.removesuffix(TEMPORARY))
-            if _is_the_right_one(path):
-                give_name(path)
+    beside = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(TEMPORARY)]
+    with if_ours(os.path.join(folder, "any")):
+        for place in (*beside, *left):
+            path = os.path.join(folder, os.path.basename(place).removesuffix(TEMPORARY))
+            if _is_the_right_one(path, place):
+                os.replace(place, path)
             else:
-                os.unlink(path + TEMPORARY)
+                os.unlink(place)
+        for start, number, name in _manifests(folder):
+            for ending in ("pt", "json") if start > 1 else ():  # in a copy of a bucket
+                numbered, plain = re.sub(r"json$", ending, name), f"{number:012d}.{ending}"
+                os.replace(os.path.join(folder, numbered), os.path.join(folder, plain))
 
 
-def _is_the_right_one(path):
-    """Whether `path`, a manifest, does not describe its checkpoint, and the one beside it under the temporary name does."""
+def _is_the_right_one(path, place):
+    """Whether `path`, a manifest, does not describe its checkpoint, and the one in `place`, without that name yet, does."""
 
     def describes(manifest):
         try:
@@ -297,28 +315,28 @@ def _is_the_right_one(path):
         except _DAMAGE:
             return False
 
-    return bool(NAME.fullmatch(os.path.basename(path))) and describes(path + TEMPORARY) and not describes(path)
+    return bool(NAME.fullmatch(os.path.basename(path))) and describes(place) and not describes(path)
 
 
-def surplus(names: Iterable[str], keep: int, about: dict) -> list[str]:
+def surplus(names: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
     """Which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
 
-    `about` is the manifest of the checkpoint just written. Checkpoints with higher numbers are damaged: the run went on from
-    an earlier one.
+    `about` is the manifest of the checkpoint just written. Those with higher numbers stay, but for the `damaged` ones.
     """
     best, now = about["best"] or {}, about["samples_seen"]
     form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # the last is in a bucket, after a kill
     files = [(name, match) for name in names if (match := form.fullmatch(name))]
-    numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"})
+    numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"} - {*damaged})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}
-    old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in numbers or int(match[1]) < now)]
+    old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in damaged or int(match[1]) < now)]
     weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth(\.sha256)?", name))]
+    weights = [(epoch, name) for epoch, name in weights if epoch <= about.get("epoch", epoch)]
     kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}
     old_weights = [name for epoch, name in sorted(weights) if epoch not in kept_epochs]
     return sorted(old) + old_weights  # each manifest before its file: no manifest, no checkpoint
 
 
-def prune(folder: str, output_dir: str, keep: int, about: dict) -> None:
+def prune(folder: str, output_dir: str, keep: int, about: dict, damaged: Collection[int] = ()) -> None:
     places = {name: place for place in (folder, output_dir) for name in os.listdir(place)}
-    for name in surplus(places, keep, about):
+    for name in surplus(places, keep, about, damaged):
         remove(os.path.join(places[name], name))

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import struct
@@ -11,7 +12,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common.errors import TrainingFailed
-from common.files import append, drop_half_a_line
+from common.files import TakenOver, append, claim, drop_half_a_line, own_copy, remove, tidy
 
 
 class Evidence:
@@ -33,9 +34,13 @@ class Evidence:
             self.attempt = Attempt(self._args.checkpoint_dir, self._say)
         if ledger and self._args.ledger and not self._ledger:
             folder = os.path.join(self._args.output_dir, "ledger")
-            os.makedirs(folder, exist_ok=True)
-            self._ledger = open(os.path.join(folder, f"rank_{rank}.jsonl"), "a+b", buffering=0)  # noqa: SIM115 (for the whole run)
-            drop_half_a_line(self._ledger)
+            with self._or_untrue():
+                os.makedirs(folder, exist_ok=True)
+                if not attempt:  # this rank writes nothing else
+                    claim(folder, f"rank_{rank}")
+                    tidy()
+                self._ledger = own_copy(os.path.join(folder, f"rank_{rank}.jsonl"), os.O_APPEND)
+                drop_half_a_line(self._ledger)
 
     def begin(self, epoch: int, consumed: int) -> None:
         """A start, at this step."""
@@ -54,9 +59,15 @@ class Evidence:
         self.trying(-1, -1)
 
     def _write(self, line):
-        try:
+        with self._or_untrue():
             append(self._ledger, json.dumps({**line, "t": time.time()}).encode() + b"\n")
-        except OSError as error:  # without this line it would be untrue
+
+    @contextlib.contextmanager
+    def _or_untrue(self):
+        """A line that lacks would make it so."""
+        try:
+            yield
+        except OSError as error:
             raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
 
     def done(self) -> None:
@@ -75,7 +86,7 @@ class Attempt:
     _FORM = struct.Struct("<4q")
 
     def __init__(self, folder: str, say: Callable[[str], None]):
-        self._file: Optional[int] = None
+        self._file: Optional[io.FileIO] = None
         self.left = False  # by the start before, which so did not end as it should
         self._say, self._warned = say, False
         self._path = os.path.join(folder, ".attempt")
@@ -87,20 +98,20 @@ class Attempt:
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
         self._died_in = died_in if died_in[0] >= 0 else before
         with self._spare():
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._file = own_copy(self._path)
         self.set(-1, -1)
 
     def set(self, epoch: int, consumed: int) -> None:
         if self._file is not None:
             with self._spare():
-                os.pwrite(self._file, self._FORM.pack(epoch, consumed, *self._died_in), 0)
+                os.pwrite(self._file.fileno(), self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def done(self) -> None:
         """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
-        with self._spare(), contextlib.suppress(FileNotFoundError):
+        with self._spare(), contextlib.suppress(TakenOver):
             if self._file is not None:
-                os.close(self._file)
-            os.unlink(self._path)
+                self._file.close()
+            remove(self._path)
 
     @contextlib.contextmanager
     def _spare(self):

@@ -10,14 +10,14 @@ import time
 
 from common import optional
 from common.errors import UserError, of_a_file
-from common.files import MIB, TEMPORARY, write_atomically
+from common.files import MIB, TEMPORARY, claim, remove, write_atomically
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/(\d{12}\.(pt|json)|\.attempt)|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
-    r"curves\.png|report\.(txt|json|html)|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
+    r"checkpoints/(\d{12}(-\d+)?\.(pt|json)|\.attempt)|\.starts/\d+/.*|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
+    r"curves\.png|report\.(txt|json|html)|nodes\.json|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 
@@ -97,7 +97,15 @@ def delete_run(args: argparse.Namespace) -> None:
         for name in names(folder):
             whole = name[: -len(TEMPORARY)] if name.endswith(TEMPORARY) else name
             if LEFT_BY_A_RUN.fullmatch(place + whole):
-                os.unlink(os.path.join(folder, name))
+                remove(os.path.join(folder, name))
+
+
+def claim_folders(args: argparse.Namespace) -> list[str]:
+    """From here on only this start writes there (common/files.py); what those before it had not finished of checkpoints."""
+    try:
+        return claim(args.checkpoint_dir, also=args.output_dir)
+    except OSError as error:
+        raise _not_writable(args.output_dir, error) from None
 
 
 def what_is_there(args: argparse.Namespace) -> str:

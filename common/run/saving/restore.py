@@ -83,7 +83,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
-    """The checkpoint to go on from, or None for a first start; refuses one that belongs to another run."""
+    """The checkpoint to go on from, or None for a first start; refuses one that belongs to another run. Deletes nothing."""
     folder, here = args.checkpoint_dir, args.world
     afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
@@ -102,9 +102,6 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
                 f"{args.output_url or args.output_dir} holds a run and --resume is never: "
                 "give another --output_dir, or --overwrite true to delete that run"
             )
-        output.delete_run(args)
-        if args.output_url:
-            bucket_run.delete(args, say)
         return None
     if args.resume == "auto":
         found = checkpoint.newest(folder, say)
@@ -167,7 +164,7 @@ def settings_before(args: argparse.Namespace, say: Callable) -> dict:
 
 
 def _from_path(args, say):
-    """The checkpoint of --resume PATH, to go on from; --overwrite true deletes the later checkpoints of its folder."""
+    """The checkpoint of --resume PATH, to go on from; the later ones of its folder are to be deleted with --overwrite true."""
     state, about, path = _named(args, say)
     later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
     newer = later if _inside(path, args.checkpoint_dir) else []
@@ -176,8 +173,6 @@ def _from_path(args, say):
             f"--resume {path} has {len(newer)} later checkpoints in its folder: "
             "give --overwrite true to delete those, or another --output_dir"
         )
-    for number in newer:
-        checkpoint.delete(args.checkpoint_dir, number)
     return state, about, path
 
 

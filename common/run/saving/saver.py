@@ -8,14 +8,16 @@ import concurrent.futures
 import contextlib
 import errno
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
-from common import moments
+from common import files, moments
 from common.errors import TrainingFailed, UserError, one_line
 from common.run.position import Position
-from common.run.saving import bucket_run, checkpoint, output, restore
+from common.run.saving import bucket_run, checkpoint, output, restore, starts
+from common.storage import bucket
 from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
 
 
@@ -30,6 +32,8 @@ class Saving:
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._pending: Optional[concurrent.futures.Future] = None
         self._publisher: Any = None  # where the output goes to a bucket
+        self._starts: Any = None  # in that bucket
+        self._damaged: set[int] = set()  # checkpoints from which no start can go on
 
     # --- Whose folder it is ---
 
@@ -40,14 +44,55 @@ class Saving:
         return found
 
     def _look(self):
+        folder = self._args.checkpoint_dir
         output.make_folders(self._args)
-        output.lock(self._args.checkpoint_dir)  # until this process ends
-        checkpoint.sweep(self._args.checkpoint_dir)
+        output.lock(folder)  # until this process ends
+        if self._args.output_url:
+            self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
+        before = self._there()
         found = restore.choose(self._args, self.identity, self._say)
+        afresh = not found and self._args.resume == "never"
+        self._claim(afresh)  # now that nothing has been refused
+        in_bucket = {number for number, start, _ in before if start}  # and fetched, perhaps
+        came = {(number, start, digest) for number, start, digest in self._there() - before if start or number not in in_bucket}
+        if _beyond(found, came):  # another start was still writing
+            if afresh:
+                raise files.TakenOver(self._args.output_url or self._args.output_dir)
+            found = restore.choose(self._args, self.identity, self._say)
+        self._delete_what_is_not_wanted(found, afresh)
+        self._damaged = {number for number, _, _ in _beyond(found, self._there())}
         self._start_publishing()
         if found and self._publisher:  # a killed start may have left a file without its manifest, and this one may save nothing
             self._tell_surplus(found[1])
         return found
+
+    def _there(self):
+        """{(number, 0, digest)} of the checkpoints in the folder, {(number, start, "")} of those in the bucket."""
+        folder, there = self._args.checkpoint_dir, set()
+        for number in checkpoint.numbers(folder):
+            with contextlib.suppress(OSError):  # another start has just removed it
+                there.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
+        return there | {(samples, start, "") for start, samples in self._starts.checkpoints()} if self._starts else there
+
+    def _claim(self, afresh):
+        left = output.claim_folders(self._args)
+        if not afresh:
+            checkpoint.sweep(self._args.checkpoint_dir, left)
+        files.tidy()
+        if self._starts:
+            self._starts.take(afresh)
+
+    def _delete_what_is_not_wanted(self, found, afresh):
+        """As --resume and --overwrite say; and what was noted of nodes that are gone (common/elastic)."""
+        files.remove(os.path.join(self._args.output_dir, "nodes.json"))
+        if afresh:
+            output.delete_run(self._args)
+            if self._args.output_url:
+                bucket_run.delete(self._args, self._say)
+        if found and self._args.overwrite and self._args.resume not in ("auto", "never"):
+            for number in checkpoint.numbers(self._args.checkpoint_dir):
+                if number > found[1]["samples_seen"]:
+                    checkpoint.delete(self._args.checkpoint_dir, number)
 
     def take_over(self) -> None:
         """From the rank that was to write, which has gone."""
@@ -56,13 +101,17 @@ class Saving:
             output.lock(self._args.checkpoint_dir)
         except UserError as error:  # by the one that had to do it, on a machine that is frozen
             self._say(f"warning: {error}")
+        if self._args.output_url:
+            self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
+        self._claim(afresh=False)
         bucket_run.bring_what_grows_if_possible(self._args, self._say)
         self._start_publishing()
 
     def last_good(self) -> str:
         url, folder = self._args.output_url, self._args.checkpoint_dir
         if numbers := checkpoint.numbers(folder):
-            return f"last checkpoint {url.rstrip('/') + '/checkpoints' if url else folder}/{numbers[-1]:012d}.pt"
+            name = starts.stem(numbers[-1], self._starts.number if self._starts else 1)
+            return f"last checkpoint {url.rstrip('/') + '/checkpoints' if url else folder}/{name}.pt"
         return "no checkpoint yet" if self._args.checkpoints else "no checkpoint, as --checkpoints false wants it"
 
     # --- Writing ---
@@ -91,27 +140,37 @@ class Saving:
                 path = os.path.join(output_dir, f"epoch_{weights_of_epoch}.pth")
                 checkpoint.write_weights(path, checkpoint.to_take_away(state))
             checkpoint.write(folder, state, about)
+            self._damaged.discard(about["samples_seen"])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 error.strerror = f"{error.strerror}, {output.room_for(folder, checkpoint.size_of(state))}"
             raise
         try:
-            checkpoint.prune(folder, output_dir, self._args.keep, about)
+            checkpoint.prune(folder, output_dir, self._args.keep, about, self._damaged)
         except OSError as error:
             self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
         if self._publisher:
             self._tell_surplus(about)
 
+    def require_ours(self) -> None:
+        """An error where another start has taken over."""
+        if files.taken_over() or (self._publisher and self._publisher.taken_over):
+            raise files.TakenOver(self._args.output_url or self._args.output_dir)
+
     # --- Publishing ---
 
     def _start_publishing(self):
-        if self._args.output_url:
-            self._publisher = Publisher(self._args.output_dir, self._args.output_url, self._say, output.LEFT_BY_A_RUN)
+        if self._starts:
+            where = self._args.output_dir, self._args.output_url
+            self._publisher = Publisher(*where, self._say, output.LEFT_BY_A_RUN, self._starts)
             self._publisher.start()
             moments.listen(self)
 
     def _tell_surplus(self, about):
-        self._publisher.saved(lambda names: checkpoint.surplus(names, self._args.keep, about))
+        def choose(names):
+            return checkpoint.surplus(names, self._args.keep, about, self._damaged)
+
+        self._publisher.saved(lambda names: self._starts.surplus(names, choose))
 
     def failure(self, _error: BaseException) -> None:
         """The job is about to end: publish what can be published in a few seconds."""
@@ -123,7 +182,14 @@ class Saving:
             return
         try:
             self._publisher.finish(STOP_PATIENCE_SECONDS if in_a_hurry else LAST_PATIENCE_SECONDS)
+        except files.TakenOver:
+            raise
         except (UserError, TrainingFailed) as error:
             there, wanted = self._args.output_dir, self._args.output_url
             raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
         self._say(f"published to {self._args.output_url}")
+
+
+def _beyond(found, there):
+    """Of these checkpoints, those after the one that a start goes on from."""
+    return {one for one in there if not found or one[0] > found[1]["samples_seen"]}

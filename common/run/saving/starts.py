@@ -1,0 +1,131 @@
+"""The starts of a run whose results are in a bucket.
+
+A store has no folder that could be taken away from a start whose machine stands still (common/files.py): when it wakes up, it
+may still send what it was about to send. So each start takes a number, and nothing that it sends can harm a later one:
+
+    .starts/2-3f9a01bc                  the second start; with -afresh at its end, what others have left is no longer the run
+    checkpoints/000000012800-2.pt       a checkpoint of it; those of the first start have no number
+    .starts/2/metrics.jsonl             a file that all starts write under one name, as this one has left it
+
+The newest number counts, then the samples seen. A start that finds a later one copies what that has left over the files with
+one name, and ends.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Callable, Optional
+
+from common.storage.bucket import Bucket, Patience
+
+FOLDER = ".starts/"
+MARKER = re.compile(r"\.starts/(\d+)-([0-9a-f]{8})(-afresh)?")
+COPY = re.compile(r"\.starts/(\d+)/(.+)")
+NUMBERED = re.compile(r"checkpoints/(\d{12})(?:-(\d+))?\.(pt|json|json\.unfinished)")
+ITS_OWN = re.compile(r"checkpoints/.*|tensorboard/.*")  # names that no other start writes
+
+
+def stem(samples: int, number: int) -> str:
+    """The name of a checkpoint in a bucket, without its ending."""
+    return f"{samples:012d}" + (f"-{number}" if number > 1 else "")
+
+
+def first_that_counts(names: Iterable[str]) -> int:
+    """What the starts before it have left is no longer the run."""
+    return max((int(match[1]) for match in map(MARKER.fullmatch, names) if match and match[3]), default=1)
+
+
+def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
+    """[(number of the start, samples seen)] of those in a bucket that have a manifest and count, oldest first."""
+    names = list(names)
+    first = first_that_counts(names)
+    found = [(int(match[2] or 1), int(match[1])) for match in map(NUMBERED.fullmatch, names) if match and match[3] == "json"]
+    newest = max((start for start, _ in found), default=1)
+    return sorted(pair for pair in found if pair[0] >= first and (pair[0] == newest or pair[1] <= _last(found, newest)))
+
+
+def _last(found, start):
+    """The samples seen by the newest checkpoint of this start; what an earlier one has sent late may have more."""
+    return max(samples for its, samples in found if its == start)
+
+
+def copies(names: Iterable[str]) -> dict[str, str]:
+    """{name: the copy of the latest start that has one}"""
+    names = list(names)
+    found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, names) if match)
+    return {name: copy for number, name, copy in found if number >= first_that_counts(names)}
+
+
+class Starts:
+    """This start among them."""
+
+    def __init__(self, bucket: Bucket):
+        self._bucket = bucket
+        self.number = 0
+        self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
+
+    def take(self, afresh: bool) -> None:
+        """The next number. Of two that take one at the same time, who sees the other takes another."""
+        own = secrets.token_hex(4)
+        while True:
+            there = self._names()
+            alike = [match[2] for match in map(MARKER.fullmatch, there) if match and int(match[1]) == self.number]
+            if alike == [own]:
+                break
+            numbers = [int(match[1]) for match in (MARKER.fullmatch(name) or COPY.fullmatch(name) for name in there) if match]
+            numbers += [int(match[2] or 1) for match in map(NUMBERED.fullmatch, self._names("checkpoints/")) if match]
+            self.number = max(numbers, default=0) + 1
+            marker = f"{FOLDER}{self.number}-{own}{'-afresh' if afresh and self.number > 1 else ''}"
+            self._bucket.ask("put_object", self._bucket.below() + marker, Body=b"")
+        for match in filter(None, map(COPY.fullmatch, there)):
+            self._older.setdefault(match[2], []).append(match[0])
+
+    def _names(self, below: str = FOLDER, patience: Optional[Patience] = None) -> list[str]:
+        return [self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below() + below, patience)]
+
+    def checkpoints(self) -> list[tuple[int, int]]:
+        return checkpoints([*self._names(), *self._names("checkpoints/")])
+
+    def named(self, name: str) -> str:
+        """What a file of the folder is called in the bucket."""
+        match = NUMBERED.fullmatch(name)
+        return f"checkpoints/{stem(int(match[1]), self.number)}.{match[3]}" if match else name
+
+    def here(self, name: str) -> Optional[str]:
+        """What an object of the bucket is called in the folder; None for a checkpoint of another start."""
+        match = NUMBERED.fullmatch(name)
+        if not match:
+            return name
+        return f"checkpoints/{match[1]}.{match[3]}" if int(match[2] or 1) == self.number else None
+
+    def copy_of(self, name: str) -> Optional[str]:
+        """Where this file goes first, so that an earlier start can make good what it overwrites; none is before the first."""
+        return None if self.number == 1 or ITS_OWN.fullmatch(name) else f"{FOLDER}{self.number}/{name}"
+
+    def outdated(self, name: str) -> list[str]:
+        """The copies of earlier starts, which are no longer needed."""
+        return self._older.pop(name, [])
+
+    def later(self, patience: Patience) -> bool:
+        """Whether a start has come after this one."""
+        return any(int(match[1]) > self.number for match in map(MARKER.fullmatch, self._names(patience=patience)) if match)
+
+    def copies(self) -> dict[str, str]:
+        return copies(self._names())
+
+    def surplus(self, names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
+        """Of these names in the bucket those that are not kept; `choose` says so of the names in the folder."""
+        known: dict[str, str] = {}  # {name in the folder: in the bucket}
+        of_samples: dict[str, dict[int, dict[str, str]]] = {}
+        for name in names:
+            match = NUMBERED.fullmatch(name)
+            if not match:
+                known[name] = name
+            elif int(match[2] or 1) <= self.number:
+                of_samples.setdefault(match[1], {}).setdefault(int(match[2] or 1), {})[match[3]] = name
+        twice = []
+        for samples, starts in of_samples.items():
+            counts = max((number for number in starts if "json" in starts[number]), default=max(starts))
+            known.update({f"checkpoints/{samples}.{ending}": name for ending, name in starts[counts].items()})
+            twice += [name for number in starts if number < counts for _, name in sorted(starts[number].items())]
+        return [*twice, *(known[name] for name in choose(list(known)))]
