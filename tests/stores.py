@@ -1,6 +1,7 @@
 """What the object store of the tests holds, and how a folder compares with it."""
 
 import os
+import re
 from pathlib import Path
 
 from common.world.folders import FETCHING
@@ -46,3 +47,13 @@ def remote_names(store, prefix):
 def store_environment():
     """By what a job finds the store that this test has."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def copied(client, prefix, place):
+    """What is in the bucket below the prefix, as a folder: without the numbers of the starts that have written the checkpoints."""
+    for entry in client.list_objects_v2(Bucket="data", Prefix=prefix).get("Contents", []):
+        name = re.sub(r"(checkpoints/\d{12})-\d+", r"\1", entry["Key"][len(prefix) :])
+        if not name.startswith(".starts/"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(client.get_object(Bucket="data", Key=entry["Key"])["Body"].read())
+    return place

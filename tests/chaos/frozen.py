@@ -11,7 +11,6 @@ nobody disturbed; nothing of it is lost, mixed or left over, and whoever starts 
 import argparse
 import itertools
 import random
-import re
 import shutil
 import signal
 import sys
@@ -25,6 +24,7 @@ from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
 from tests.jobs import final_state
 from tests.objectstore import ObjectStore, free_port
 from tests.ranks import TWO
+from tests.stores import copied
 
 SAVES = ["--save_steps", "1", "--epochs", "3", "--ledger", "true"]
 HOW = {
@@ -113,16 +113,8 @@ def judge(folder, store, output, how, expected):
 
 
 def in_a_folder(store, folder):
-    """What is in the bucket, the checkpoints without the numbers of the starts that have written them."""
-    client, place = store.client(), folder / "bucket"
-    shutil.rmtree(place, ignore_errors=True)
-    for entry in client.list_objects_v2(Bucket="data", Prefix=f"{folder.name}/")["Contents"]:
-        name = re.sub(r"(checkpoints/\d{12})-\d+", r"\1", entry["Key"].partition("/")[2])
-        if name.startswith(".starts/"):
-            continue
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(client.get_object(Bucket="data", Key=entry["Key"])["Body"].read())
-    return place
+    shutil.rmtree(folder / "bucket", ignore_errors=True)
+    return copied(store.client(), f"{folder.name}/", folder / "bucket")
 
 
 def undisturbed(folder, how):

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.jobs import ROOT, environment, final_state
 from tests.objectstore import ObjectStore, free_port
 from tests.starter import become, opened
+from tests.stores import copied
 
 SMALL = ["--custom_data", "true", "--max_samples", "512", "--batch_size", "32", "--width", "4", "--epochs", "3",
          "--save_steps", "2"]  # fmt: skip
@@ -163,11 +164,7 @@ class Published(Job):
         self._fetch(folder, "further")
 
     def _fetch(self, folder, name="out"):
-        """Everything that is in the bucket, as a folder."""
-        for entry in self._client.list_objects_v2(Bucket="data", Prefix=f"{folder.name}/").get("Contents", []):
-            path = folder / name / entry["Key"].partition("/")[2]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self._client.get_object(Bucket="data", Key=entry["Key"])["Body"].read())
+        copied(self._client, f"{folder.name}/", folder / name)
 
     def result(self, folder):
         from common.run.saving.checkpoint import read_verified
