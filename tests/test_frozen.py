@@ -9,7 +9,7 @@ import pytest
 from common import files
 from common.run import checkpoint
 from common.run.saving import starts
-from common.storage import bucket
+from common.storage import bucket, upload
 from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
 from tests.jobs import TINY, assert_same_bits, command, final_state, run_forked
 from tests.ranks import TWO
@@ -53,6 +53,20 @@ def test_it_wakes_up_when_the_run_is_finished(undisturbed, tmp_path, moment):
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
     assert_same_bits(final_state(tmp_path), final_state(undisturbed))
     assert left_in(tmp_path / "out") == left_in(undisturbed / "out")
+
+
+@pytest.mark.parametrize("moment", ["mkdir */checkpoints/.start-* 1", "upload */.starts/* 1"])
+def test_before_it_has_claimed_anything_it_is_the_later_start_and_goes_on_with_what_there_is(request, tmp_path, moment):
+    in_bucket = moment.startswith("upload")
+    if in_bucket:
+        request.getfixturevalue("reachable")
+    output = "s3://data/runs/before" if in_bucket else tmp_path / "out"
+    env = store_environment() if in_bucket else {}
+    asleep = frozen(tmp_path / "asleep", moment, "train", OPTIONS, output, env=env)
+    other = Start(tmp_path / "other", "train", OPTIONS, output, env=env)
+    assert other.ends() == 0, other.log()
+    asleep.signal(signal.SIGCONT)
+    assert asleep.ends() == 0 and "nothing to do: the run has done 2 epochs" in asleep.log(), asleep.log()
 
 
 @pytest.mark.parametrize("moment", ["rename */000000000128.json 1", "delete */000000000128.json 1"])
@@ -166,6 +180,38 @@ def test_a_start_deletes_nothing_of_a_later_one_and_what_is_there_twice():
     assert seen(2) == [
         f"checkpoints/000000000{number}.{end}" for number, end in ((128, "json"), (128, "pt"), ("064", "json"))
     ] + ["checkpoints/000000001024.json"]
+
+
+def test_what_the_last_look_has_overwritten_is_made_good(store, reachable, tmp_path):
+    """It has just seen that no start came after it, and then stands still."""
+    (tmp_path / "metrics.jsonl").write_text("of the first")
+    one, other = (starts.Starts(bucket.Bucket("s3://data/runs/good")) for _ in range(2))
+    one.take(afresh=False)
+    late = upload.Publisher(str(tmp_path), "s3://data/runs/good", starts=one)
+    look = late._look
+
+    def stands_still(background):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "metrics.jsonl").write_text("of the second")
+        other.take(afresh=False)
+        upload.Publisher(str(tmp_path / "other"), "s3://data/runs/good", starts=other).finish()
+        look(background)
+
+    late._look = stands_still
+    with pytest.raises(files.TakenOver):
+        late.finish()
+    assert contents(store, "runs/good")["metrics.jsonl"] == b"of the second"
+
+
+def test_what_is_no_longer_kept_has_no_copy_of_any_start(store, reachable, tmp_path):
+    url, env = "s3://data/runs/copies", store_environment()
+    for epochs in (1, 2, 3, 4):  # each on an empty disk, so that it sends no weights but its own
+        start = Start(tmp_path / f"{epochs}", "train", [*OPTIONS, "--epochs", epochs, "--keep", 1], url, env=env)
+        assert start.ends() == 0, start.log()
+    names = remote_names(store, "runs/copies/")
+    copied = {name.split("/", 2)[2] for name in names if name.startswith(".starts/") and name.count("/") > 1}
+    assert {"epoch_4.pth", "metrics.jsonl"} <= copied <= set(names)
+    assert not [name for name in names if name.endswith("/metrics.jsonl") and name != ".starts/4/metrics.jsonl"]
 
 
 def test_two_starts_have_two_numbers_and_a_copy_of_a_bucket_goes_on(store, reachable, tmp_path):

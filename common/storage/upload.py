@@ -283,8 +283,8 @@ class Publisher:
             here = self._starts.here(name) if self._starts else name
             if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
                 continue
-            copy = self._starts.copy_of(name) if self._starts else None
-            for key in filter(None, (name, copy)):
+            copies = [self._starts.copy_of(name), *self._starts.outdated(name)] if self._starts else []
+            for key in filter(None, (name, *copies)):
                 self._bucket.ask("delete_object", self._bucket.below() + key, self._patience)
             self._there.pop(here, None)
 

@@ -40,20 +40,16 @@ def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
     names = list(names)
     first = first_that_counts(names)
     found = [(int(match[2] or 1), int(match[1])) for match in map(NUMBERED.fullmatch, names) if match and match[3] == "json"]
-    newest = max((start for start, _ in found), default=1)
-    return sorted(pair for pair in found if pair[0] >= first and (pair[0] == newest or pair[1] <= _last(found, newest)))
-
-
-def _last(found, start):
-    """The samples seen by the newest checkpoint of this start; what an earlier one has sent late may have more."""
-    return max(samples for its, samples in found if its == start)
+    start, last = max(found, default=(1, 0))  # what an earlier start has sent late may have more samples
+    return sorted(pair for pair in found if pair[0] >= first and (pair[0] == start or pair[1] <= last))
 
 
 def copies(names: Iterable[str]) -> dict[str, str]:
     """{name: the copy of the latest start that has one}"""
     names = list(names)
+    first = first_that_counts(names)
     found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, names) if match)
-    return {name: copy for number, name, copy in found if number >= first_that_counts(names)}
+    return {name: copy for number, name, copy in found if number >= first}
 
 
 class Starts:
