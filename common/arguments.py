@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
-from common import heartbeat, moments, secrets, typed, world
+from common import heartbeat, moments, patience, secrets, typed, world
 from common.errors import UserError, one_line, show
 from common.typed import boolean
 from common.version import VERSION
@@ -159,6 +159,8 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
     add = parser.add_argument_group("output and restart").add_argument
     place = "folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB"
     add("--output_dir", "--train_url", help=place)
+    waits = "seconds to wait for a store or a mount that does not answer; a training without a step hangs after a fifth of it"
+    add("--patience", type=number(float, at_least=10), default=patience.DEFAULT, help=waits)
 
     add = parser.add_argument_group("distributed (set by the platform)").add_argument
     add("--init_method", help="tcp://HOST:PORT of the first node")
@@ -247,6 +249,7 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     args.given = {name: value for name, value in vars(args).items() if name in given}
     args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
     others = typed.unknown_options(parser, unknown, args.ignore)
+    patience.use(args.patience)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     try:
         _which_device(args)

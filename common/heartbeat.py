@@ -1,59 +1,67 @@
 """What a worker tells the parent of its node: the phase it is in, how many steps it has done, why it failed.
 
 The parent names the files in one variable. The pulse is a few bytes of shared memory, written with every change and read
-twice a second; the fault is a line of JSON, written once. A job without a parent writes neither.
+twice a second; the fault is a line of JSON, written once. Without a parent nobody reads either.
 """
 
 import contextlib
 import faulthandler
+import functools
 import json
 import mmap
 import os
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
 PARENT = "ANYRANK_PARENT"  # and the parent's process id
 
-# Every phase, and the seconds without a change after which it counts as stuck. "data" and "step" are the training, whose
-# limit is ten times the median step, and at least a minute.
+# Every phase, and the seconds without a change after which it counts as stuck, with --patience 300: a larger one raises them.
+# "data" and "step" are the training, which may also take ten times the median step.
 PHASES = {
     "start": 3600,
     "join": 3600,
     "fetch": 600,
     "compile": 900,
-    "data": None,
-    "step": None,
+    "data": 60,
+    "step": 60,
     "evaluate": 3600,
     "save": 900,
     "publish": 3600,
     "done": 600,
 }
 TRAINING = ("data", "step")
+QUIET_SECONDS = 60  # after which it is news again that the same is waited for
 
 _NAMES = list(PHASES)
 _FORM = struct.Struct("<2q")
 _NUMBER = struct.Struct("<q")
 _SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate(("wanted", "offered", "stop"))}
-_SIZE = _FORM.size + len(_SLOTS) * _NUMBER.size
+_WAIT = struct.Struct("<3d160s")  # since when, or 0; until when it is no hang; seconds of all before; for what
+_WAIT_AT = _FORM.size + len(_SLOTS) * _NUMBER.size
+_SIZE = _WAIT_AT + 2 * _WAIT.size
 _alone: Optional[str] = None
 
 
 class Pulse:
-    """The phase and the number of steps in shared memory; without a prefix, set() does nothing."""
+    """The phase and the number of steps in shared memory; without a prefix, that of this process and those that it forks."""
 
     def __init__(self, prefix: Optional[str]):
-        self._memory: Any = None
-        if prefix:
-            with open(f"{prefix}.pulse", "r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _SIZE)
+        with open(f"{prefix}.pulse", "r+b") if prefix else contextlib.nullcontext() as file:
+            self._memory = mmap.mmap(file.fileno() if file else -1, _SIZE)
+        self.store = Wait(self._memory, _WAIT_AT)  # for a store or a server, as a process of the rank says (patience.py)
+        self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # as who watches it has seen (watching/held.py)
+
+    def waited(self) -> float:
+        """The seconds of both."""
+        return self.store.seconds() + self.disk.seconds()
 
     def set(self, phase: str, steps: int) -> None:
-        if self._memory:
-            _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
+        _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
 
     def read(self) -> tuple[str, int]:
         """(phase, steps done)"""
@@ -70,6 +78,50 @@ class Pulse:
         return _NUMBER.unpack_from(self._memory, _SLOTS[name])[0]
 
 
+class Wait:
+    """What is waited for that may come back, since when, and until when that is no hang; any process of the rank says so."""
+
+    def __init__(self, memory: mmap.mmap, at: int):
+        self._memory, self._at = memory, at
+
+    def _read(self):
+        return _WAIT.unpack_from(self._memory, self._at)
+
+    def begins(self, what: str, since: float, until: float) -> bool:
+        """Or goes on. Whether that is news."""
+        now, name = time.monotonic(), what.encode()[:160].ljust(160, b"\0")
+        began, over, before, known = self._read()
+        if began and (over < now or name != known):  # another wait, of which nobody has said that it is over
+            before, began = before + min(over, now) - began, 0.0
+        _WAIT.pack_into(self._memory, self._at, began or max(since, min(over, now)), until, before, name)
+        return name != known or now - over > QUIET_SECONDS
+
+    def ends(self, what: str) -> float:
+        """The seconds that it took, for the first who says so."""
+        began, over, before, name = self._read()
+        if not began or name.rstrip(b"\0") != what.encode()[:160]:
+            return 0.0
+        now = time.monotonic()
+        _WAIT.pack_into(self._memory, self._at, 0.0, now, before + min(over, now) - began, name)
+        return now - began
+
+    def lasts(self) -> bool:
+        """And is no hang."""
+        began, until, _, _ = self._read()
+        return bool(began) and time.monotonic() <= until
+
+    def text(self) -> str:
+        """What has not come, and for how long; empty where nothing is waited for."""
+        began, _, _, name = self._read()
+        what = name.rstrip(b"\0").decode(errors="replace")
+        return f"{what} for {time.monotonic() - began:.0f} s" if began else ""
+
+    def seconds(self) -> float:
+        """Of all waits."""
+        began, until, before, _ = self._read()
+        return before + (min(time.monotonic(), until) - began if began else 0.0)
+
+
 def create(prefix: str) -> Pulse:
     """The pulse of a worker that is about to start, in a new file."""
     Path(f"{prefix}.pulse").write_bytes(bytes(_SIZE))
@@ -77,7 +129,13 @@ def create(prefix: str) -> Pulse:
 
 
 def of_this_process() -> Pulse:
-    return Pulse(_files())
+    """That of its rank, also in a process that loads."""
+    return _pulse(_files())
+
+
+@functools.lru_cache(1)
+def _pulse(prefix):
+    return Pulse(prefix)
 
 
 def watched_alone(prefix: str) -> None:

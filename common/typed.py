@@ -28,7 +28,6 @@ MEANINGS = {
     "data_dir": "data_url", "data_path": "data_url", "dataset": "data_url", "output": "output_dir", "save_dir": "output_dir",
     "scheduler": "schedule", "lr_scheduler": "schedule", "amp": "amp_dtype", "fp16": "amp_dtype", "precision": "amp_dtype",
     "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size", "pretrained": "weights",
-    "patience": "early_stopping_patience",
 }  # fmt: skip
 
 YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

@@ -7,13 +7,15 @@ import re
 import shutil
 import sys
 import tarfile
+import time
+import types
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side, and threads that wait spin
 
 import pytest
 
-from common import files, moments
+from common import files, heartbeat, moments, patience
 from common.stops import STOPS, Stops
 from tests.jobs import ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
@@ -36,6 +38,20 @@ def nobody_listens_any_more(monkeypatch):
     monkeypatch.setattr(moments, "_listeners", [])
     vars(STOPS).update(vars(Stops()))  # nor a stop
     monkeypatch.setattr(files, "CLAIMED", {})  # nor a folder that is its own
+    heartbeat._pulse.cache_clear()  # nor what it waits for
+    monkeypatch.setenv(patience.VARIABLE, str(patience.DEFAULT))  # nor for how long
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """at(NOW, MODULES): for these it is NOW[0]. For nobody else: an object that is deleted meanwhile may wait for its processes."""
+
+    def at(now, *modules):
+        for module in modules:
+            monkeypatch.setattr(module, "time", types.SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]}))
+        return now
+
+    return at
 
 
 @pytest.fixture(scope="session")

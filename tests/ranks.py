@@ -18,9 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
 CHANGED = """
 import ctypes, os, sys, time
 sys.path.insert(0, {root!r})
-from common.watching import worker
 from datasets import loader
-worker.STALL_SECONDS = 8
 batches = loader.DeviceLoader.__iter__
 
 def changed(self):
@@ -36,10 +34,10 @@ exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "
 
 
 def changed_loader(name, folder, what):
-    """The command of this job with `what` in place of the third batch."""
+    """The command of this job with `what` in place of the third batch; without progress for 8 s it is ended."""
     job = folder / f"{name}.py"
     job.write_text(CHANGED.format(root=str(ROOT), job=str(ROOT / "jobs" / job.name), what=what))
-    return [sys.executable, str(job)]
+    return [sys.executable, str(job), "--patience", "40"]
 
 
 def processes_of(folder):

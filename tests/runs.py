@@ -26,7 +26,8 @@ def made_up(folder, epochs=4, steps=5, names=("cat", "dog", "ship"), event=(), *
             speed.append({
                 "time": TIME + 10 * done, "epoch": epoch, "steps": done, "samples": done * size, "loss": None if last else 3 / done,
                 "lr": None if last else 0.1 / done, "images": size, "images_per_s": 50.0 + step, "waiting_for_data": 1.0,
-                "transfer": 0.5, "compute": 8.0, "evaluation": 0.4 * last, "saving": 0.1 * last, "paused": 0.0, "peak_memory_mib": 512.5,
+                "transfer": 0.5, "compute": 8.0, "evaluation": 0.4 * last, "saving": 0.1 * last, "paused": 0.0, "waiting_for_storage": 0.0,
+                "peak_memory_mib": 512.5,
             })  # fmt: skip
         metrics.append({
             "epoch": epoch, "steps": epoch * steps, "samples": epoch * steps * size, "train_loss": 2 / epoch,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common import storage
+from common import patience, storage
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket, download, index, listing, obstore
 from common.storage import etag as etag_module
@@ -94,9 +94,9 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     prefix, _, without = prefix.partition(" ")
     if without:
         monkeypatch.setattr(obstore, "reader", lambda bucket: None)
-    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr(bucket, "READ_SECONDS", 1)
-    monkeypatch.setattr(obstore, "READ_SECONDS", 1)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(bucket, "read_seconds", lambda: 1)
+    monkeypatch.setattr(obstore, "read_seconds", lambda: 1)
     seen = set()
 
     def plan(request):
@@ -113,9 +113,8 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
 @pytest.mark.parametrize("fault", ["flip", "short"])
 @pytest.mark.parametrize("key", ["set/0/1.bin", "big/one"])
 def test_an_object_that_always_arrives_damaged_is_refused(store, monkeypatch, fault, key):
-    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.06)
-    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 3)
-    monkeypatch.setattr(download, "PATIENCE_SECONDS", 3)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
+    monkeypatch.setenv(patience.VARIABLE, "3")
     refused = pytest.raises(TrainingFailed, match=r"damaged there or on the way|no good answer for 3 s")
     with faults(store, lambda request: fault if request.is_object else None, monkeypatch), refused:
         storage.fetch(f"s3://data/{key}", "got")

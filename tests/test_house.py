@@ -16,7 +16,7 @@ from tests.jobs import ROOT, environment
 FLOORS = [
     ["common.packages", "common.secrets", "common.naming"],
     ["common.errors", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
-    ["common.files", "common.version", "common.stops", "common.streams", "common.typed", "common.optional"],
+    ["common.files", "common.version", "common.stops", "common.streams", "common.typed", "common.optional", "common.patience"],
     ["common.malloc", "common.devices", "common.progress"],
     ["common.seeds"],
     ["common.world"],

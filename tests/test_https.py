@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from common import storage
+from common import patience, storage
 from common.errors import UserError
 from common.storage import https
 from common.world.folders import FETCHING
@@ -157,7 +157,7 @@ WRONG_ANSWERS = {
 
 @pytest.mark.parametrize("name", WRONG_ANSWERS)
 def test_a_wrong_answer_is_one_line_and_leaves_nothing_under_the_final_name(serve, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(https, "ATTEMPTS", 2)
+    monkeypatch.setenv(patience.VARIABLE, "0.3")
     body, headers, words = WRONG_ANSWERS[name]
     server = serve(body, ranges=False, headers=headers)
     with pytest.raises(UserError, match=re.escape(words)) as refused:

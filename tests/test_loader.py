@@ -165,11 +165,8 @@ def test_a_dead_loader_process_is_said_with_its_signal(number, how):
 
 
 @pytest.fixture
-def now(monkeypatch):
-    """The clock of the machine, in a list."""
-    now = [100.0]
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
-    return now
+def now(at):
+    return at([100.0], clock)
 
 
 def take_a_step(told, now, waiting, computing):
@@ -193,7 +190,16 @@ def test_the_clock_adds_up_each_phase_between_two_lines_of_the_log(now):
     shares = {"waiting_for_data": 0.5 / 1.75, "transfer": 0.25 / 1.75, "compute": 1 / 1.75}
     assert told.lap() == pytest.approx({"images_per_s": 8 / 1.75, **shares})
     assert told.read() == pytest.approx(
-        {"waiting_for_data": 2, "transfer": 1, "compute": 4, "evaluation": 0, "saving": 100, "paused": 0, "training": 7}
+        {
+            "waiting_for_data": 2,
+            "transfer": 1,
+            "compute": 4,
+            "evaluation": 0,
+            "saving": 100,
+            "paused": 0,
+            "waiting_for_storage": 0,
+            "training": 7,
+        }
     )
 
 

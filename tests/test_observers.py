@@ -204,9 +204,8 @@ def test_a_rank_that_takes_over_writes_what_came_since_its_own_last_line(tmp_pat
     assert events == ["nodes", "start"]
 
 
-def test_its_report_has_the_scores_of_the_last_evaluation_and_its_console_the_whole_epoch(tmp_path, capsys, monkeypatch):
-    spare, now = Spare(str(tmp_path), shows=False, writes=False), [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+def test_its_report_has_the_scores_of_the_last_evaluation_and_its_console_the_whole_epoch(tmp_path, capsys, at):
+    spare, now = Spare(str(tmp_path), shows=False, writes=False), at([0.0], console)
     report, shown = (kind(observed.options(tmp_path), None, spare) for kind in (Report, console.Console))
     scores = Scores(["a", "b"], torch.device("cpu"))
     scores.add(torch.eye(2), torch.tensor([0, 1]), torch.arange(2))

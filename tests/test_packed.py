@@ -20,8 +20,9 @@ import pytest
 import torch
 from PIL import Image
 
+from common import patience
 from common.errors import TrainingFailed, UserError
-from common.storage import bucket, once
+from common.storage import once
 from datasets.photos import packed, tree
 from launch.pack import command as pack
 from tests.faultproxy import faults
@@ -357,14 +358,14 @@ def test_samples_are_read_out_of_a_bucket(url, store, whole, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["flip", "short", "cut", "reset", "503"])
 def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole, monkeypatch, fault):
-    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.06)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
     expected = packed.load(str(whole), "train").read(5)
     samples = packed.load(url, "train")
     plan = lambda request: fault if request.is_object and not any(earlier.fault for earlier in proxy.log[:-1]) else None  # noqa: E731
     with faults(store, lambda request: plan(request), monkeypatch) as proxy:
         assert samples.read(5) == expected and len(proxy.objects()) == 2
         plan = lambda request: fault  # noqa: E731
-        monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 1)
+        monkeypatch.setenv(patience.VARIABLE, "1")
         error, said = (
             (OSError, "is damaged: its bytes are not") if fault == "flip" else (TrainingFailed, "no good answer for 1 s")
         )

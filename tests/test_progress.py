@@ -2,7 +2,6 @@
 
 import io
 import threading
-import types
 
 import pytest
 
@@ -12,11 +11,9 @@ from common.progress import Progress
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(at):
     """A clock that goes on only when the test says so."""
-    clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
-    return clock
+    return at([100.0], progress)
 
 
 @pytest.fixture
@@ -51,12 +48,12 @@ LINES = [
 @pytest.mark.parametrize("counted, added, line", LINES, ids=[line for _, _, line in LINES])
 def test_a_log_has_a_line_every_ten_seconds(log, clock, capsys, counted, added, line):
     with Progress("work", **counted) as shown:
-        clock.now += 9.9
+        clock[0] += 9.9
         shown.add()
         assert capsys.readouterr().out == ""
         for words in added[:-1]:
             shown.add(**words)
-        clock.now += 0.1
+        clock[0] += 0.1
         shown.add(**added[-1])
         shown.add()
         assert capsys.readouterr().out == f"{line}\n"
@@ -66,7 +63,7 @@ def test_those_who_wait_hear_of_it_once_a_second_and_its_number_changes(log, clo
     told = []
     shown = Progress("work", total=9, unit="images", tell=lambda text, number: told.append((text, number)))
     for _ in range(4):
-        clock.now += 0.5
+        clock[0] += 0.5
         shown.add(1, size=100)
     assert told == [
         ("work: 2 of 9 images, 0 MiB, 0.0 MiB/s, 4 s left", 202),
@@ -80,7 +77,7 @@ def test_a_terminal_has_a_bar_and_no_lines(monkeypatch, clock, capsys):
     terminal.isatty = lambda: True
     monkeypatch.setattr(progress.sys, "stderr", terminal)
     with Progress("work\n" + "x" * 99, total=4, unit="objects", total_bytes=4 * MIB) as shown:
-        clock.now += 60
+        clock[0] += 60
         shown.add(1, size=2 * MIB)
         progress.say("a line above the bar")
     assert "work\\nxxx" in terminal.getvalue() and "x" * 40 not in terminal.getvalue()

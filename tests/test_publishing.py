@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import torch
 
-from common import storage
+from common import patience, storage
 from common.errors import TrainingFailed, UserError
 from common.run.saving import bucket_run, checkpoint, output
 from common.storage import bucket, upload
@@ -232,7 +232,7 @@ def test_a_run_that_fails_still_publishes_what_it_has(store, tmp_path):
 def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_results_here(store, monkeypatch, tmp_path):
     done = run_here(tmp_path, "s3://nowhere/run", check=2)
     assert "404 NoSuchBucket" in done.stderr and len(done.stderr.splitlines()) == 1
-    monkeypatch.setattr(bucket, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.1)
     (tmp_path / "results").mkdir()
     (tmp_path / "results/metrics.jsonl").write_text("{}")
     said = []
@@ -240,10 +240,11 @@ def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_result
         publishing = upload.Publisher(str(tmp_path / "results"), "s3://data/lost", said.append)
         publishing.start()
         proxy.plan = lambda request: "503"
+        monkeypatch.setattr(upload, "STOP_SECONDS", 1)
         with pytest.raises(TrainingFailed, match="no good answer for 1 s, the last was: 503 SlowDown"):
-            publishing.finish(1)
+            publishing.finish(in_a_hurry=True)
         proxy.plan = lambda request: None
-        publishing.finish(PATIENCE)
+        publishing.finish()
     assert remote_names(store, "lost/") == ["metrics.jsonl"]
 
 
@@ -255,9 +256,9 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
         publishing.start()
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
-            publishing.finish(PATIENCE, at_most=0.5)
+            publishing.finish(at_most=0.5)
         proxy.plan = lambda request: None
-        publishing.finish(PATIENCE)  # its thread would go on in the tests after this one
+        publishing.finish()  # its thread would go on in the tests after this one
 
 
 def test_a_wrong_body_is_refused_by_the_store(store):

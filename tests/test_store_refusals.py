@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from common import storage
+from common import patience, storage
 from common.errors import TrainingFailed, UserError
-from common.storage import bucket, download
+from common.storage import bucket
 from tests.faultproxy import faults
 from tests.objectstore import SECRET
 
@@ -41,8 +41,7 @@ def test_a_refusal_is_one_line_with_a_remedy_and_without_the_secret(store, monke
 
 
 def test_a_store_that_never_answers_is_given_up_with_the_reason(monkeypatch):
-    monkeypatch.setattr(download, "PATIENCE_SECONDS", 1)
-    monkeypatch.setattr(bucket, "PATIENCE_SECONDS", 1)
+    monkeypatch.setenv(patience.VARIABLE, "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     said = []
     with pytest.raises(

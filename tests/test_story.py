@@ -100,14 +100,13 @@ def replayed(run, now):
 
 
 @pytest.mark.parametrize("name", RECORDED["runs"])
-def test_the_time_left_is_true_within_a_tenth_after_the_first_tenth(name, monkeypatch):
+def test_the_time_left_is_true_within_a_tenth_after_the_first_tenth(name, at):
     """Of runs whose steps were recorded, on two cores of an AMD EPYC. In the last tenth a step more or less is more than a tenth of it.
 
     In the longest the machine itself changed: its steps took a fifth less from the middle on, which nobody could know before.
     """
     within = 0.15 if "40 epochs" in name else 0.1
-    now = [0.0]
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    now = at([0.0], clock)
     told = [row for row in replayed(RECORDED["runs"][name], now) if 0.1 <= row[0] <= 0.9]
     assert len(told) > 20
     for passed, said, true in told:

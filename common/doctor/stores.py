@@ -15,6 +15,7 @@ from common.doctor.checks import check_clock
 from common.doctor.table import Finding, bad, good, refusal, size
 from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
+from common.patience import Patience
 from common.storage import bucket, https
 from common.storage.listing import SPARE
 from common.world import folders
@@ -89,7 +90,7 @@ def _existing(folder):
 
 def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str] = None) -> Iterator[Finding]:
     """Whether the store allows to list, read, and where it `writes` to write and delete; its clock; the disk for `inputs`."""
-    patience = bucket.Patience(ANSWER_SECONDS)
+    patience = Patience(ANSWER_SECONDS)
     try:
         place = bucket.Bucket(url, say=lambda text: None)
         items, whole, ahead = _list(place, patience)

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import distributed
 
-from common import devices, moments
+from common import devices, moments, patience
 from common.errors import UserError
 from common.naming import first_difference
 from common.stops import STOPS, Interrupted
 
 POLL_SECONDS = 0.001
-TIMEOUT = datetime.timedelta(minutes=30)  # of a collective; the parents notice a dead peer within seconds
 
 
 class Changed(Exception):
@@ -47,11 +46,16 @@ class Group:
         if distributed.get_backend() == "gloo":
             return distributed.group.WORLD
         if self._control is None:
-            self._control = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+            self._control = distributed.new_group(backend="gloo", timeout=longest())
         return self._control
 
 
 GROUP = Group()
+
+
+def longest() -> datetime.timedelta:
+    """A collective; the parents notice a dead peer within seconds."""
+    return datetime.timedelta(seconds=max(1800.0, 2 * patience.limit()))
 
 
 def grouped() -> bool:

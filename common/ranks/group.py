@@ -26,7 +26,7 @@ from torch import distributed
 from common import arguments, devices, heartbeat, moments, naming
 from common.errors import UserError
 from common.ranks import store
-from common.ranks.collectives import GROUP, TIMEOUT, compare, one_device_each
+from common.ranks.collectives import GROUP, compare, longest, one_device_each
 from common.watching import watcher
 from common.wire import network
 
@@ -82,7 +82,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         raise UserError(
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
-    seconds = moments.announce("meeting", args) or TIMEOUT.total_seconds()
+    seconds = moments.announce("meeting", args) or longest().total_seconds()
     # Imported after that, as DistributedDataParallel does, its functions keep the group as a default argument: then
     # destroy_process_group cannot end Gloo's threads, and one that lets go of its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")

@@ -12,7 +12,7 @@ from common.errors import UserError, one_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
 LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes of one of them; of speed.jsonl, for each row that is put together with another
-ADDED = ("images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")
+ADDED = ("images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
 NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
 LARGEST_NUMBER = 1e11  # as a time in seconds it is in the year 5138
 NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # in the journal

@@ -24,10 +24,12 @@ SIDE, SHOWN = 64, 24  # of the squares in examples/mistakes.png, and how many ar
 OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # options that another run does not take over
 WIDEST = 384  # pixels of a picture of examples
 SAMPLES, EPOCH = ("Samples", "样本数"), ("Epoch", "Epoch")
-PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused")  # as common/run/clock.py has them
+# As common/run/clock.py has them.
+PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
 WORDS = {
     "waiting_for_data": ("waiting for data", "等待数据"), "transfer": ("transfer", "传输"), "compute": ("compute", "计算"),
     "evaluation": ("evaluation", "评估"), "saving": ("saving", "保存"), "paused": ("paused", "暂停"),
+    "waiting_for_storage": ("waiting for a store or a disk", "等待存储"),
     "train_loss": ("training loss", "训练损失"), "loss": ("validation loss", "验证损失"), "lr": ("learning rate", "学习率"),
     "images_per_s": ("images a second", "每秒图像数"), "accuracy": ("accuracy", "准确率"),
     "top5": ("top-5 accuracy", "top-5 准确率"),

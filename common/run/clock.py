@@ -1,7 +1,8 @@
 """The clock of a run: the seconds that this start has spent in each phase, how fast it is, how long the rest takes.
 
 The host's clock measures all but the transfer to a GPU, which overlaps the computing and is measured by the GPU's clock: there
-the phases of the training may add up to more than 100 %. What is shown and written is saving, and no part of the speed.
+the phases of the training may add up to more than 100 %. What is shown and written is saving, and no part of the speed; nor is
+what a store or a disk lets wait that does not answer (common/patience.py).
 """
 
 import time
@@ -12,7 +13,7 @@ from common import heartbeat
 
 LINE_SECONDS = 5
 TRAINING = ("waiting_for_data", "transfer", "compute")
-PHASES = (*TRAINING, "evaluation", "saving", "paused")
+PHASES = (*TRAINING, "evaluation", "saving", "paused", "waiting_for_storage")
 # In which of them the time of a worker's phase is (heartbeat.py); it is in no other while it starts.
 OF_THE_HEARTBEAT = {
     "data": "waiting_for_data", "step": "compute", "evaluate": "evaluation", "save": "saving", "publish": "saving",
@@ -27,6 +28,7 @@ class Clock:
         self._phase, self._since = "", time.monotonic()
         self._stepped = self._since
         self._pulse = heartbeat.of_this_process()
+        self._waited = self._pulse.waited()
         self._beside = False  # whether transfers overlap the computing
         self._line_every, self._test_samples, self._evaluations = line_every, test_samples, 0
         self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) after each step of this start
@@ -47,10 +49,13 @@ class Clock:
 
     def read(self) -> dict[str, float]:
         """The seconds of each phase until now; those of "training" are of the first three, without a transfer beside."""
-        now = time.monotonic()
+        now, waited = time.monotonic(), self._pulse.waited()
         if self._phase:
-            self._seconds[self._phase] += now - self._since
-        self._since = now
+            # What a loader process waits for while the rank computes holds nobody up.
+            storage = 0.0 if self._phase == "compute" else max(0.0, min(waited - self._waited, now - self._since))
+            self._seconds[self._phase] += now - self._since - storage
+            self._seconds["waiting_for_storage"] += storage
+        self._since, self._waited = now, waited
         training = self._seconds["waiting_for_data"] + self._seconds["compute"]
         return {**self._seconds, "training": training + (0 if self._beside else self._seconds["transfer"])}
 

@@ -11,24 +11,19 @@ an argument. Each request is made once by boto3 and repeated here, so that there
 import dataclasses
 import ipaddress
 import os
-import random
 import re
-import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, Callable, Optional
 
+from common import patience as time_limit
 from common.errors import TrainingFailed, UserError, one_line
+from common.patience import Patience, Say
 from common.secrets import mask
 from common.world.folders import BUCKETS
 
-PATIENCE_SECONDS = 180  # a store that gives no good answer for so long is given up
-CONNECT_SECONDS, READ_SECONDS = 5, 10  # a connection that is silent for so long is opened again
-LONGEST_PAUSE, WAITING_LINE_SECONDS = 8, 10
 THREADS = 16  # requests under way at a time
-
-Say = Callable[[str], object]  # prints a line of the log
 
 ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.DOTALL)
 
@@ -91,8 +86,6 @@ class Bucket:
             raise UserError(f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX")
         self.scheme, self.name, self.prefix = match[1], match[2], (match[3] or "").strip("/")
         self.say = say
-        self._lock = threading.Lock()
-        self._warned = 0.0
         try:
             self.client, self.settings = _client(self.scheme)
         except UserError:
@@ -111,7 +104,7 @@ class Bucket:
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
 
-    def items(self, prefix: str, patience: "Optional[Patience]" = None) -> Iterator[Item]:
+    def items(self, prefix: str, patience: Optional[Patience] = None) -> Iterator[Item]:
         """Every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""
         while True:
@@ -128,7 +121,7 @@ class Bucket:
         self,
         operation: str,
         key: str,
-        patience: "Optional[Patience]" = None,
+        patience: Optional[Patience] = None,
         work: Optional[Callable[[Any], Any]] = None,
         **parameters: Any,
     ) -> Any:
@@ -136,10 +129,12 @@ class Bucket:
 
         `work` reads the answer's body, so that one that breaks off is asked for again, too.
         """
-        patience = patience or Patience(PATIENCE_SECONDS)
+        patience = patience or Patience()
+        place = f"{self.scheme}://{self.name} at {self.endpoint}"
         if operation != "list_objects":  # for which the key is only in messages
             parameters["Key"] = key
         while True:
+            began = time.monotonic()
             try:
                 answer = getattr(self.client, operation)(Bucket=self.name, **parameters)
                 result = work(answer) if work else answer
@@ -147,21 +142,16 @@ class Bucket:
                 asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
                 if refusal := _refusal(error, asked):
                     raise refusal from None
-                self._pause(patience, asked, describe(error))
+                if patience.is_over(place, began):
+                    longer = ", with a larger --patience to wait longer" if patience.has_option else ""
+                    raise TrainingFailed(
+                        f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {describe(error)}; "
+                        f"start again to go on{longer}"
+                    ) from None
+                patience.pause(place, self.say, f"{asked}: {describe(error)}")
             else:
-                patience.good()
+                patience.good(place, self.say)
                 return result
-
-    def _pause(self, patience: "Patience", asked: str, what: str) -> None:
-        if patience.over():
-            raise TrainingFailed(
-                f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {what}; start again to go on"
-            )
-        with self._lock:
-            if time.monotonic() - self._warned > WAITING_LINE_SECONDS:
-                self._warned = time.monotonic()
-                self.say(f"warning: {asked}: {what}; trying again")
-        patience.pause()
 
 
 def encryption(url: str) -> Optional[str]:
@@ -174,27 +164,9 @@ def encryption(url: str) -> Optional[str]:
         return None
 
 
-class Patience:
-    """One time limit for many requests: the seconds since the last good answer to any of them."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._stop = seconds, threading.Event()
-        self.good()
-
-    def good(self) -> None:
-        self._since, self._failures = time.monotonic(), 0
-
-    def over(self) -> bool:
-        return self._stop.is_set() or time.monotonic() - self._since > self.seconds
-
-    def pause(self) -> None:
-        """Wait a random time, which grows with every failure in a row."""
-        self._failures += 1
-        self._stop.wait(random.uniform(0.05, min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failures, 10))))
-
-    def give_up(self) -> None:
-        """End every pause, and ask no more."""
-        self._stop.set()
+def read_seconds() -> float:
+    """A connection that is silent for so long is opened again."""
+    return min(10.0, time_limit.limit() / 10)
 
 
 # --- How a store is reached --------------------------------------------------------------------------------------------
@@ -217,8 +189,8 @@ def _client(scheme: str) -> tuple[Any, Settings]:
         "signature_version": "s3v4",
         "s3": {"addressing_style": style},
         "retries": {"total_max_attempts": 1},
-        "connect_timeout": CONNECT_SECONDS,
-        "read_timeout": READ_SECONDS,
+        "connect_timeout": read_seconds() / 2,
+        "read_timeout": read_seconds(),
         "max_pool_connections": 2 * THREADS,
         "user_agent_extra": "anyrank",
     }
@@ -268,8 +240,8 @@ def describe(error: Exception) -> str:
         return one_line(f"{status} {response['Error'].get('Code', '')}")[:200]
     kind = type(error).__name__
     known = {
-        "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {CONNECT_SECONDS} s",
-        "ReadTimeoutError": f"no byte for {READ_SECONDS} s", "ConnectionClosedError": "the connection was closed",
+        "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {read_seconds() / 2:g} s",
+        "ReadTimeoutError": f"no byte for {read_seconds():g} s", "ConnectionClosedError": "the connection was closed",
         "IncompleteReadError": "the answer broke off", "ResponseStreamingError": "the answer broke off",
     }  # fmt: skip
     return known.get(kind) or one_line(f"{kind}: {error}")[:200]

@@ -13,9 +13,10 @@ from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.files import create
+from common.patience import Patience, Say
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore
-from common.storage.bucket import PATIENCE_SECONDS, THREADS, Bucket, Changed, Item, Patience, Say
+from common.storage.bucket import THREADS, Bucket, Changed, Item
 from common.storage.index import Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
@@ -79,7 +80,7 @@ class Transfer:
     def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
         self._bucket, self._folder, self._index, self._progress = bucket, folder, known, progress
         index.notes(folder)
-        self._patience = Patience(PATIENCE_SECONDS)
+        self._patience = Patience()
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast_reader = self._fast_parts = obstore.reader(bucket)
         self._folders: set[str] = set()  # that exist already

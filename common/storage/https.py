@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import http.client
 import os
-import random
 import re
 import time
 import urllib.error
@@ -15,12 +14,12 @@ from typing import Optional
 
 from common import files
 from common.errors import UserError, one_line
+from common.patience import Patience, limit
 from common.progress import Progress, Tell
 from common.secrets import mask, parts_of
 from common.storage import index
 
 STALL_SECONDS = 15  # a connection that brings no byte for so long is opened again
-ATTEMPTS = 6  # in a row that bring no new byte
 CHUNK = 1 << 20
 ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that as --data_url"
 
@@ -43,9 +42,9 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
     shown, secret = one_line(url), parts_of(url)
     if os.path.islink(part):
         os.unlink(part)
-    failures = 0
+    patience = Patience(limit() / 20)  # a job without Internet should soon hear of it
     while True:
-        had = _size(part)
+        had, began = _size(part), time.monotonic()
         try:
             _download(url, path, part, sha256 is None, tell)
             break
@@ -61,11 +60,14 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
             reason = error
         except (OSError, http.client.HTTPException) as error:
             reason = error
-        failures = 0 if _size(part) > had else failures + 1
-        if failures == ATTEMPTS:
-            why = one_line(mask(reason, *secret))
+        why = one_line(mask(reason, *secret))
+        if _size(part) > had:
+            patience.good(shown)
+            patience.change(limit(), in_the_way=True)
+        if patience.is_over(shown, began):
             raise UserError(f"{shown} cannot be fetched: {why}; fetch it to {path}, or {ELSEWHERE}") from None
-        time.sleep(random.uniform(0, min(8, 2**failures)) / 4)
+        patience.pause(shown, print, f"{shown}: {why}")
+    patience.good(shown)
     digest = files.sha256(part) if sha256 else None
     if digest != sha256:
         os.unlink(part)

@@ -4,7 +4,7 @@ import datetime
 import functools
 from typing import Any, Callable, Optional
 
-from common.storage.bucket import CONNECT_SECONDS, READ_SECONDS, Bucket, Item
+from common.storage.bucket import Bucket, Item, read_seconds
 
 PIECE = 1 << 18  # bytes: they are still in the processor's cache when they are written
 
@@ -64,7 +64,9 @@ def reader(bucket: Bucket) -> Optional[Reader]:
         store = S3Store(
             bucket.name, endpoint=endpoint, region=settings.region, credential_provider=credential,
             virtual_hosted_style_request=virtual,
-            client_options={"allow_http": True, "connect_timeout": f"{CONNECT_SECONDS}s", "timeout": f"{READ_SECONDS}s"},
+            client_options={
+                "allow_http": True, "connect_timeout": f"{read_seconds() / 2:g}s", "timeout": f"{read_seconds():g}s",
+            },
             retry_config={"max_retries": 0},
         )  # fmt: skip
     except Exception:

@@ -11,8 +11,8 @@ from typing import Optional
 
 from common import files
 from common.errors import UserError, of_a_file, one_line
+from common.patience import Say
 from common.storage import bucket, download, https, index, once, upload
-from common.storage.bucket import Say
 from common.world.folders import INPUT_DIR, is_address, is_name, local_folder
 
 

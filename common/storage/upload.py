@@ -16,13 +16,12 @@ from typing import Any, Callable, Optional
 
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, TEMPORARY, TakenOver, unfinished
+from common.patience import Patience, Say, limit
 from common.storage import etag
-from common.storage.bucket import Bucket, Item, Patience, Say
+from common.storage.bucket import Bucket, Item
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
-PATIENCE_SECONDS = 60  # of one look; the next one tries again
-LAST_PATIENCE_SECONDS = 600  # at the end of a run, when there is no next look
-STOP_PATIENCE_SECONDS = 20  # after a stop signal, when the platform is about to kill the job
+STOP_SECONDS = 20  # that a store is waited for after a stop signal, when the platform is about to kill the job
 FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to hear of it
 PART = 16 << 20  # larger files go in parts of this size
 NOTHING = re.compile("(?!)")  # matches no name
@@ -47,7 +46,7 @@ class Publisher:
         self._thread: Optional[threading.Thread] = None
         self._surplus: Optional[Surplus] = None
         self._pruned: Optional[Surplus] = None
-        self._patience = Patience(PATIENCE_SECONDS)
+        self._patience = Patience()
         self._starts = starts
         self._later = self.taken_over = False  # there is a later start; and what this one has overwritten is made good
 
@@ -58,6 +57,7 @@ class Publisher:
         self._abort_unfinished()
         if self._starts:
             self._make_good()
+        self._patience.change(limit(), in_the_way=False)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -66,12 +66,12 @@ class Publisher:
         self._surplus = surplus
         self._wake.set()
 
-    def finish(self, patience_seconds: float = LAST_PATIENCE_SECONDS, at_most: Optional[float] = None) -> None:
+    def finish(self, in_a_hurry: bool = False, at_most: Optional[float] = None) -> None:
         """Publish what is left, and wait for it, `at_most` so many seconds; TrainingFailed where that is not possible.
 
         May be called again.
         """
-        self._patience.seconds = patience_seconds  # of the look that is under way, too
+        self._patience.change(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
         self._over.set()
         self._wake.set()
         failed: list[Exception] = []
@@ -123,7 +123,7 @@ class Publisher:
 
     def _make_good(self) -> None:
         """Give the files that all starts write under one name the content that the latest start has left."""
-        for name, copy in self._starts.copies().items():
+        for name, copy in self._starts.copies(self._patience).items():
             with contextlib.suppress(UserError):  # that one has just replaced or deleted it
                 self._copy(copy, name)
 
@@ -279,7 +279,9 @@ class Publisher:
                     client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def _prune(self, surplus: Surplus) -> None:
-        for name in surplus([self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below())]):
+        for name in surplus(
+            [self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below(), self._patience)]
+        ):
             here = self._starts.here(name) if self._starts else name
             if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
                 continue

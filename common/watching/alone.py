@@ -10,7 +10,7 @@ import time
 from common import heartbeat
 from common.errors import one_line, show
 from common.watching import beside
-from common.watching.worker import Worker, stalled, summary
+from common.watching.worker import Worker, stalled, summary, where
 
 LOOK_SECONDS = 0.2
 
@@ -55,4 +55,4 @@ def _fault(worker):
     status = worker.status()
     if status["phase"] not in heartbeat.TRAINING or not stalled([summary([status])]):
         return None
-    return f"no progress for {status['idle']:.0f} s after step {status['steps']}, in phase {status['phase']}"
+    return f"no progress {where(status)}"

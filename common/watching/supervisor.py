@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from common.watching.worker import Worker
 from common.wire import channel, hub, network, secret
 from common.world import World
 
+KILLED_SECONDS = 10  # that killed workers may take to end; one that the kernel holds does not
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
 
 
@@ -201,7 +203,10 @@ class Supervisor(Watch):
         else:
             show(text)
         self._kill_workers()
-        return None if restart else verdict["code"]
+        held = [worker.rank for worker in self.workers if worker.process and worker.process.poll() is None]
+        if restart and held:
+            show(f"rank {held[0]} cannot be ended, so the job is not started again in place")
+        return None if restart and not held else verdict["code"]
 
     # --- Ending ---
 
@@ -254,9 +259,11 @@ class Supervisor(Watch):
             if worker.process and worker.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.kill()
+        deadline = time.monotonic() + KILLED_SECONDS
         for worker in self.workers:
             if worker.process:
-                worker.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.1, deadline - time.monotonic()))
 
     def _part(self):
         if self.hub:

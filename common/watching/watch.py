@@ -9,7 +9,7 @@ have been noticed.
 import time
 from typing import Any, Optional
 
-from common.watching.worker import STOP, Worker, cause, stalled, summary
+from common.watching.worker import STOP, Worker, cause, stalled, summary, where
 from common.wire import channel
 from common.wire.channel import SILENCE_SECONDS
 
@@ -118,8 +118,7 @@ class Watch:
         elif stalls and not self.suspects and not self.stop_signal:
             status = stalled(self.statuses.values())
             if status:
-                name, where = f"rank {status['rank']}", f"after step {status['steps']}, in phase {status['phase']}"
-                report = cause(f"{name} has made no progress for {status['idle']:.0f} s {where}")
+                report = cause(f"rank {status['rank']} has made no progress {where(status)}")
                 self.verdict = {**report, "stack_of": status["rank"]}
         if self.verdict and self.hub:
             self.hub.send(verdict=self.verdict)

@@ -10,11 +10,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from common import heartbeat
+from common import heartbeat, patience
 from common.errors import STOP_SIGNALS
+from common.watching import held
 
 STOPPED_SECONDS = 3.0  # a debugger may put a process into state T for a moment; this is longer
-STALL_SECONDS, STALL_STEPS = 60, 10  # training without a step for this long, or for as long as this many median steps
+STALL_STEPS = 10  # so many median steps the training may take for one
 ASLEEP_SECONDS = 10  # without a look at a worker: a terminal's Ctrl-Z, or a cluster that has suspended the job
 STOP = "stop"  # no fault: the platform has told this worker to stop
 
@@ -35,24 +36,42 @@ class Worker:
         self.last = self.pulse.read()
         self.step_seconds = collections.deque(maxlen=50)
         self.stopped_since = self.code = None
+        self.held = held.Held()
+        self.waited = self.waited_before = 0.0  # by the last look, and by the one that saw a change
         self.reported = False
 
     def look(self) -> None:
         """Read the pulse and the state of the process."""
-        now, seen = time.monotonic(), self.pulse.read()
-        if now - self.looked > ASLEEP_SECONDS:  # this process was stopped, and what it watches was, too: no time of the run
-            self.changed += now - self.looked
+        now, seen, waited = time.monotonic(), self.pulse.read(), self.pulse.waited()
+        self._look_for_a_disk(now)
+        # What this process has slept counts as little as what the rank has waited for: then the rank slept, too.
+        slept = now - self.looked if now - self.looked > ASLEEP_SECONDS else 0.0
+        self.changed = min(now, self.changed + max(slept, waited - self.waited))
         self.looked = now
         if seen != self.last:
-            if seen[1] > self.last[1] and (self.last[1] > 0 or self.last[0] == "compile") and seen[0] in heartbeat.TRAINING:
+            counts = (self.last[1] > 0 or self.last[0] == "compile") and waited == self.waited_before
+            if seen[1] > self.last[1] and counts and seen[0] in heartbeat.TRAINING:
                 self.step_seconds.append((now - self.changed) / (seen[1] - self.last[1]))
-            self.last, self.changed = seen, now
+            self.last, self.changed, self.waited_before = seen, now, waited
+        self.waited = waited
         self.code = self.process.poll()
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
+    def _look_for_a_disk(self, now):
+        """A rank that the kernel holds cannot say itself what it waits for."""
+        disk, longest = self.pulse.disk, patience.limit()
+        idle = self.code is None and (now - self.changed > held.least_seconds() or disk.lasts())
+        since = self.held.look(self.process.pid) if idle else None
+        who = f"warning: rank {self.rank} (process {self.process.pid})"
+        if since is None:
+            if waited := disk.ends(held.DISK):
+                print(f"{who} has waited {waited:.0f} s for {held.DISK}", flush=True)
+        elif now < since + longest and disk.begins(held.DISK, since, since + longest):
+            print(f"{who} waits for {held.DISK} that does not answer, for {longest:g} s (--patience)", flush=True)
+
     def _is_stopped(self):
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            return held.state(f"/proc/{self.process.pid}") == "T"
         return False
 
     def status(self) -> dict[str, Any]:
@@ -60,7 +79,11 @@ class Worker:
         phase, steps = self.last
         idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # no other rank waits for one that has ended
         median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
-        return {"rank": self.rank, "phase": phase, "steps": steps, "idle": idle, "median": median}
+        store, disk = self.pulse.store, self.pulse.disk
+        return {
+            "rank": self.rank, "phase": phase, "steps": steps, "idle": idle, "median": median,
+            "waits": store.text() or disk.text(), "waiting": store.lasts() or disk.lasts(),
+        }  # fmt: skip
 
     def fault(self, home: str) -> Union[dict[str, Any], str, None]:
         """What is wrong with it: a cause(), STOP, or None. `home`: the node and host that it runs on."""
@@ -107,15 +130,27 @@ class Worker:
 
 def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
     """What node 0 needs of the workers of a node to find a stall, however many they are."""
-    limits = [(status, heartbeat.PHASES[status["phase"]]) for status in statuses]
-    training = [status for status, limit in limits if limit is None]
+    training = [status for status in statuses if status["phase"] in heartbeat.TRAINING]
+    others = [status for status in statuses if status not in training]
     return {
-        "late": next((status for status, limit in limits if limit is not None and status["idle"] > limit), None),
+        "late": next((status for status in others if status["idle"] > _limit(status["phase"])), None),
         "last": min(training, key=_progress, default=None),
         "idle": min(status["idle"] for status in statuses),
         "median": max(status["median"] for status in statuses),
         "training": len(training) == len(statuses),
+        "waiting": any(status["waiting"] for status in statuses),
     }
+
+
+def _limit(phase):
+    """A smaller --patience makes only that of the training smaller: a save takes as long as it takes."""
+    times = patience.limit() / patience.DEFAULT
+    return heartbeat.PHASES[phase] * (times if phase in heartbeat.TRAINING else max(1.0, times))
+
+
+def where(status: dict[str, Any]) -> str:
+    waits = f", waiting for {status['waits']}" if status["waits"] else ""
+    return f"for {status['idle']:.0f} s after step {status['steps']}, in phase {status['phase']}{waits}"
 
 
 def _progress(status):
@@ -124,10 +159,12 @@ def _progress(status):
 
 def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
     """The status of the worker that the others wait for, if the whole job has made no progress for too long."""
+    if any(node["waiting"] for node in summaries):  # and the others for that rank
+        return None
     late = next((node["late"] for node in summaries if node["late"]), None)
     if late or not summaries or not all(node["training"] for node in summaries):
         return late  # a rank saves or evaluates within the limit of its phase, and the others wait for it
-    limit = max(STALL_SECONDS, STALL_STEPS * max(node["median"] for node in summaries))
+    limit = max(_limit("step"), STALL_STEPS * max(node["median"] for node in summaries))
     if min(node["idle"] for node in summaries) <= limit:
         return None
     return min((node["last"] for node in summaries), key=_progress)

@@ -41,16 +41,19 @@ def is_address(value: Any) -> bool:
 
 
 RANK, STEPS = whole(0, 10**7), whole(0, 1 << 62)
-STATUS = record(rank=RANK, steps=STEPS, idle=is_number, median=is_number, phase=lambda value: value in list(heartbeat.PHASES))
+PORT, BOOL = whole(1, 65535), lambda value: type(value) is bool
+STATUS = record(
+    rank=RANK, steps=STEPS, idle=is_number, median=is_number, phase=lambda value: value in list(heartbeat.PHASES),
+    waits=text(200), waiting=BOOL,
+)  # fmt: skip
 STALL = record(
     late=lambda value: value is None or STATUS(value), last=lambda value: value is None or STATUS(value), idle=is_number,
-    median=is_number, training=lambda value: type(value) is bool,
+    median=is_number, training=BOOL, waiting=BOOL,
 )  # fmt: skip
 REPORT = record(
     optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),
     restart=lambda value: type(value) is bool, stack_of=RANK,
 )  # fmt: skip
-PORT, BOOL = whole(1, 65535), lambda value: type(value) is bool
 GO = record(optional=("later",), attempt=whole(0, 10**6), address=is_address, port=PORT, later=is_true)
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Optional
 
 import numpy as np
 
-from common import storage
+from common import progress, storage
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket
@@ -168,7 +168,7 @@ def _from_store(url, begin, length):
 @functools.lru_cache(8)
 def _connected(url, _process):
     """One client for each process: a client that is in use during a fork may wait for ever in the child."""
-    return bucket.Bucket(url)
+    return bucket.Bucket(url, lambda text: progress.warn(text.removeprefix("warning: ")))
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------

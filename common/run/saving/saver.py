@@ -18,7 +18,7 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.run.position import Position
 from common.run.saving import bucket_run, checkpoint, output, restore, starts
 from common.storage import bucket
-from common.storage.upload import FAILURE_SECONDS, LAST_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS, Publisher
+from common.storage.upload import FAILURE_SECONDS, Publisher
 
 
 class Saving:
@@ -175,13 +175,13 @@ class Saving:
     def failure(self, _error: BaseException) -> None:
         """The job is about to end: publish what can be published in a few seconds."""
         with contextlib.suppress(UserError, TrainingFailed):
-            self._publisher.finish(FAILURE_SECONDS, at_most=FAILURE_SECONDS)
+            self._publisher.finish(in_a_hurry=True, at_most=FAILURE_SECONDS)
 
     def finish_publishing(self, in_a_hurry: bool) -> None:
         if self._publisher is None:
             return
         try:
-            self._publisher.finish(STOP_PATIENCE_SECONDS if in_a_hurry else LAST_PATIENCE_SECONDS)
+            self._publisher.finish(in_a_hurry)
         except files.TakenOver:
             raise
         except (UserError, TrainingFailed) as error:

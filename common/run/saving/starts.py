@@ -16,7 +16,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Callable, Optional
 
-from common.storage.bucket import Bucket, Patience
+from common.patience import Patience
+from common.storage.bucket import Bucket
 
 FOLDER = ".starts/"
 MARKER = re.compile(r"\.starts/(\d+)-([0-9a-f]{8})(-afresh)?")
@@ -106,8 +107,8 @@ class Starts:
         """Whether a start has come after this one."""
         return any(int(match[1]) > self.number for match in map(MARKER.fullmatch, self._names(patience=patience)) if match)
 
-    def copies(self) -> dict[str, str]:
-        return copies(self._names())
+    def copies(self, patience: Patience) -> dict[str, str]:
+        return copies(self._names(patience=patience))
 
     def surplus(self, names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
         """Of these names in the bucket those that are not kept; `choose` says so of the names in the folder."""

@@ -1,0 +1,370 @@
+"""What is tried again is no stall: a store or a mount that does not answer is waited for, for --patience seconds."""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from common import heartbeat, patience
+from common.run import clock
+from common.run.clock import Clock
+from common.watching import held, worker
+from tests.faultproxy import faults
+from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, wait_for
+from tests.ranks import TWO
+from tests.stores import store_environment
+from tests.test_imagenet import SMALL
+from tests.test_packed import reached, root, url, whole  # noqa: F401 (fixtures)
+
+RANKS = {1: [], 2: ["--nproc_per_node", "2"]}
+
+
+@pytest.fixture
+def now(at):
+    return at([1000.0], heartbeat, patience, worker, held, clock)
+
+
+# --- What the pulse says -----------------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_news_once_and_its_seconds_are_added_up(now):
+    wait = heartbeat.Pulse(None).store
+    assert not wait.lasts() and wait.text() == "" and wait.seconds() == 0 and wait.ends("s3://a") == 0
+    assert wait.begins("s3://a", 990, 1290) and not wait.begins("s3://a", 995, 1295), "of several processes one says so"
+    now[0] += 4
+    assert wait.lasts() and wait.text() == "s3://a for 14 s" and wait.seconds() == 14
+    assert wait.ends("s3://b") == 0, "another store has answered"
+    assert wait.ends("s3://a") == 14 and wait.ends("s3://a") == 0 and wait.seconds() == 14 and not wait.lasts()
+    now[0] += 10
+    assert not wait.begins("s3://a", 900, 1300), "a store that stumbles now and then has one line"
+    assert wait.seconds() == 14 + 10, "no second counts twice"
+    assert wait.begins("s3://b", 1014, 1314) and wait.seconds() == 14 + 10 and wait.text() == "s3://b for 0 s"
+
+
+def test_a_wait_is_no_hang_until_its_time_is_over(now):
+    wait = heartbeat.Pulse(None).store
+    wait.begins("s3://a", 1000, 1300)
+    now[0] += 600
+    assert not wait.lasts() and wait.text() == "s3://a for 600 s" and wait.seconds() == 300
+    assert wait.begins("s3://a", 1590, 1890), "after a minute it is news again"
+    now[0] += 5
+    assert wait.seconds() == 300 + 15 and wait.ends("s3://a") == 15
+
+
+def test_a_store_and_a_disk_do_not_end_the_wait_for_each_other(now):
+    pulse = heartbeat.Pulse(None)
+    assert pulse.store.begins("s3://a", 1000, 1300) and pulse.disk.begins(held.DISK, 1000, 1300)
+    assert not pulse.store.begins("s3://a", 1000, 1300) and not pulse.disk.begins(held.DISK, 1000, 1300)
+    now[0] += 7
+    assert pulse.store.ends("s3://a") == 7 and pulse.disk.lasts() and pulse.waited() == 14
+
+
+@pytest.mark.parametrize("phase, counted", [("data", 30), ("evaluate", 30), ("save", 30), ("step", 0)])
+def test_the_time_is_a_phase_of_its_own_unless_the_rank_computes_meanwhile(now, monkeypatch, phase, counted):
+    monkeypatch.setattr(heartbeat, "of_this_process", functools.cache(lambda: heartbeat.Pulse(None)))
+    run = Clock()
+    run.enter(phase, 1)
+    now[0] += 10
+    heartbeat.of_this_process().store.begins("s3://a", now[0], now[0] + 100)
+    now[0] += 30
+    heartbeat.of_this_process().store.ends("s3://a")
+    now[0] += 2
+    seconds = run.read()
+    assert seconds["waiting_for_storage"] == counted
+    assert seconds[clock.OF_THE_HEARTBEAT[phase]] == 42 - counted
+
+
+def watched(folder, pid=None):
+    found = worker.Worker(0, str(folder / "worker"))
+    found.process = types.SimpleNamespace(poll=lambda: None, pid=pid or os.getpid())
+    return found
+
+
+def look_for(rank, now, seconds):
+    for _ in range(seconds):
+        now[0] += 1
+        rank.look()
+
+
+def test_what_a_rank_has_waited_for_is_no_time_without_progress(tmp_path, now):
+    rank = watched(tmp_path)
+    look_for(rank, now, 50)
+    rank.pulse.store.begins("s3://a", now[0] - 40, now[0] + 260)  # its first attempt took so long
+    look_for(rank, now, 1)
+    assert rank.status()["idle"] == 10 and rank.status()["waiting"]
+    look_for(rank, now, 270)
+    assert rank.status()["idle"] == 21 and not rank.status()["waiting"]
+    look_for(rank, now, 45)
+    stalled = worker.stalled([worker.summary([{**rank.status(), "phase": "data"}])])
+    assert worker.where(stalled) == "for 66 s after step 0, in phase data, waiting for s3://a for 356 s"
+
+
+def test_nobody_is_late_while_a_rank_waits_for_a_store():
+    status = {"rank": 0, "phase": "compile", "steps": 0, "idle": 901, "median": 0.0, "waits": "", "waiting": False}
+    other = {**status, "rank": 1, "phase": "data", "idle": 0, "waits": "s3://a for 200 s", "waiting": True}
+    for nodes in ([[status, other]], [[status], [other]]):
+        assert worker.stalled([worker.summary(node) for node in nodes]) is None
+    assert worker.stalled([worker.summary([status, {**other, "waiting": False}])])["rank"] == 0
+
+
+def test_a_step_in_which_something_was_waited_for_tells_nothing_of_the_others(tmp_path, now):
+    rank = watched(tmp_path)
+    for step, waits in ((1, False), (2, False), (3, True), (4, False)):
+        if waits:
+            rank.pulse.store.begins("s3://a", now[0], now[0] + 300)
+        look_for(rank, now, 4)
+        rank.pulse.store.ends("s3://a")
+        rank.pulse.set("data", step)
+        rank.look()
+    assert list(rank.step_seconds) == [4, 4]
+
+
+@pytest.mark.parametrize("seconds, training, saving", [(300, 60, 900), (1000, 200, 3000), (10, 2, 900)])
+def test_a_larger_number_raises_every_limit(seconds, training, saving):
+    patience.use(seconds)
+    for phase, limit in (("data", training), ("save", saving)):
+        for idle in (limit - 1, limit + 1):
+            status = {"rank": 0, "phase": phase, "steps": 5, "idle": idle, "median": 0.01, "waits": "", "waiting": False}
+            assert bool(worker.stalled([worker.summary([status])])) == (idle > limit)
+
+
+# --- How long is waited ------------------------------------------------------------------------------------------------
+
+
+def test_many_requests_have_one_limit_and_one_line(monkeypatch):
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
+    waiting, said = patience.Patience(0.4), []
+    while not waiting.is_over("a store", time.monotonic()):
+        pauses = [threading.Thread(target=waiting.pause, args=("a store", said.append, "no connection")) for _ in range(8)]
+        for thread in pauses:
+            thread.start()
+        for thread in pauses:
+            thread.join()
+    assert said == ["warning: no connection; trying again for 0.4 s"]
+    waits = heartbeat.of_this_process().store
+    assert waits.seconds() >= 0.4 and waits.text() == "", "who has given up does not wait"
+    waiting.good("a store", said.append)
+    assert not waiting.is_over("a store", time.monotonic())
+
+
+def test_the_time_begins_with_the_first_attempt_that_fails(now):
+    waiting = patience.Patience()
+    now[0] += 1000  # in which there was nothing to ask for
+    assert not waiting.is_over("a store", now[0] - 10)
+    now[0] += 291
+    assert waiting.is_over("a store", now[0])
+
+
+def test_the_option_is_named_where_it_is_the_limit(monkeypatch):
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
+    said = []
+    for what, seconds, option in (("a", None, True), ("b", 20, True), ("c", None, False)):
+        if not option:  # a program that has none
+            monkeypatch.delenv(patience.VARIABLE)
+        waiting = patience.Patience(seconds)
+        assert not waiting.is_over(what, time.monotonic())
+        waiting.pause(what, said.append, what)
+    assert said == [
+        f"warning: {words}"
+        for words in ("a; trying again for 300 s (--patience)", "b; trying again for 20 s", "c; trying again for 300 s")
+    ]
+
+
+def test_what_is_sent_in_the_background_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
+    waiting, said = patience.Patience(60), []
+    for in_the_way in (False, True):
+        waiting.change(20, in_the_way)
+        assert not waiting.is_over("a store", time.monotonic())
+        waiting.pause("a store", said.append, "no connection")
+        assert heartbeat.of_this_process().store.lasts() == in_the_way
+    assert len(said) == 2
+
+
+# --- Jobs ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(folder, words, *options):
+    folder.mkdir(exist_ok=True)
+    with open(folder / "log", "w") as log:
+        process = Popen([*words, *map(str, options), "--output_dir", folder / "out"], cwd=folder, env=environment(**store_environment()),
+                        stdout=log, stderr=log)  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def log_of(folder):
+    return (folder / "log").read_text()
+
+
+def pictures(url, ranks, *options):
+    backend = "packed-remote" if str(url).startswith("s3://") else "packed"
+    return command(
+        "train_imagenet", *SMALL, "--workers", 1, "--data_backend", backend, "--data_url", url, *RANKS[ranks], *options
+    )
+
+
+def silent_from(number, times):
+    """A plan for the proxy: so many requests for bytes of an object are not answered to the end."""
+    objects, silenced = [], []
+
+    def plan(request):
+        objects.extend([request] * request.is_object)
+        if request.is_object and len(objects) > number and len(silenced) < times:
+            silenced.append(request)
+            return "stall"
+        return None
+
+    return plan, silenced
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_store_that_is_silent_for_longer_than_a_step_may_take_costs_only_time(
+    url, whole, store, monkeypatch, tmp_path, ranks
+):
+    """Three attempts of 4 s of each rank, where a rank without progress is ended after 8 s."""
+    plan, silenced = silent_from(40, 3 * ranks)
+    with faults(store, plan, monkeypatch), started(tmp_path / "silent", pictures(url, ranks, "--patience", 40)) as process:
+        assert process.wait(PATIENCE) == 0, log_of(tmp_path / "silent")
+    with started(tmp_path / "untouched", pictures(whole, ranks)) as process:
+        assert process.wait(PATIENCE) == 0
+    log = log_of(tmp_path / "silent")
+    assert len(silenced) == 3 * ranks
+    assert (
+        1
+        <= len(re.findall(r"^warning: get_object s3://data/pack/.*; trying again for 40 s \(--patience\)$", log, re.M))
+        <= ranks
+    )
+    assert re.search(r"^warning: s3://data at http://\S+ has answered after \d+ s$", log, re.M)
+    assert_same_bits(final_state(tmp_path / "silent"), final_state(tmp_path / "untouched"))
+    if ranks == 1:
+        rows = [json.loads(line) for line in (tmp_path / "silent/out/speed.jsonl").read_text().splitlines()]
+        assert sum(row["waiting_for_storage"] for row in rows) > 8
+        page = (tmp_path / "silent/out/report.html").read_text()
+        assert "waiting for a store or a disk" in page and "has answered after" in page
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_store_that_stays_silent_ends_the_job_in_a_line_that_names_it(url, store, monkeypatch, tmp_path, ranks):
+    plan, _ = silent_from(40, 10**6)
+    with faults(store, plan, monkeypatch), started(tmp_path / "silent", pictures(url, ranks, "--patience", 20)) as process:
+        assert process.wait(PATIENCE) == 1
+    last = log_of(tmp_path / "silent").splitlines()[-1]
+    assert re.match(
+        r"error: .*get_object s3://data/pack/train-\S+ at http://\S+: no good answer for 20 s, the last was: ", last
+    ), last
+
+
+# What happens once, in the third batch of the last rank: `where` it is loaded, or in the step after it.
+ONCE = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from common.run.run import Run
+from datasets import loader
+def once(owner, name):
+    whole, calls = getattr(owner, name), []
+    def changed(self, *given):
+        calls.append(given)
+        if len(calls) == 3 and os.environ.get("RANK") in (None, "1"):
+            {what}
+        return whole(self, *given)
+    setattr(owner, name, changed)
+once(*{where})
+exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
+"""
+IN_A_LOADER, IN_A_STEP = '(loader.HandsOnErrors, "__getitem__")', '(Run, "step")'
+
+
+def changed(folder, ranks, where, what, *options):
+    job = folder / ("train_ddp.py" if ranks > 1 else "train.py")
+    job.write_text(ONCE.format(root=str(ROOT), job=str(ROOT / "jobs" / job.name), where=where, what=what))
+    return [sys.executable, str(job), *TWO, *RANKS[ranks], "--workers", "1", *options]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "where, what, phase",
+    [(IN_A_LOADER, "os.kill(os.getpid(), signal.SIGSTOP)", "data"), (IN_A_STEP, "time.sleep(10000)", "step")],
+)
+def test_what_nobody_tries_again_is_stuck_after_its_own_limit(tmp_path, ranks, where, what, phase):
+    with started(tmp_path, changed(tmp_path, ranks, where, what, "--patience", "30")) as process:
+        assert process.wait(PATIENCE) == 1
+    who = "rank 1 has made" if ranks > 1 else ""
+    assert re.search(rf"^error: {who} ?no progress for \d+ s after step \d, in phase {phase}(; stopping all 2 ranks)?$", log_of(tmp_path),
+                     re.M), log_of(tmp_path)  # fmt: skip
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """(code that the kernel holds until the disk answers, a function with which it does): a process that starts another one by
+    vfork is held, in state D, until that has opened its files."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code = (
+        f"os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, {str(fifo)!r}, os.O_RDONLY, 0)])"
+    )
+
+    def answer():
+        with contextlib.suppress(OSError):  # nobody waits
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+
+    yield code, answer
+    answer()
+
+
+def test_a_process_that_the_kernel_holds_is_not_idle(tmp_path, now, disk, capsys):
+    code, answer = disk
+    with subprocess.Popen([sys.executable, "-c", f"import os; {code}; print('there', flush=True); input()"], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
+        rank = watched(tmp_path, process.pid)
+        wait_for(lambda: [*held.children(process.pid)] and [*held.waits_of(process.pid)], process, "the kernel to hold it")
+        idle = []
+        for seconds in (4, 4, 282, 40):
+            look_for(rank, now, seconds)
+            idle.append(rank.status()["idle"])
+        waits = rank.status()["waits"]
+        answer()
+        assert waits == "a disk or a mount for 326 s"
+        assert idle == [4, 8, 4, 30], "without what it has waited, from when it was found to the end of --patience"
+        assert process.stdout.readline() == "there\n"
+        look_for(rank, now, 1)
+        assert rank.status()["waits"] == "" and rank.pulse.waited() == 300
+        process.communicate("\n")
+    who = rf"warning: rank 0 \(process {process.pid}\)"
+    assert re.fullmatch(
+        rf"{who} waits .* for 300 s \(--patience\)\n{who} has waited \d+ s for a disk or a mount\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mount_that_answers_again_is_waited_for(tmp_path, ranks, disk):
+    code, answer = disk
+    with started(tmp_path, changed(tmp_path, ranks, IN_A_LOADER, code)) as process:
+        wait_for(lambda: "waits for a disk or a mount that does not answer" in log_of(tmp_path), process, "the warning")
+        answer()
+        assert process.wait(PATIENCE) == 0, log_of(tmp_path)
+    assert re.search(
+        rf"^warning: rank {ranks - 1} \(process \d+\) has waited \d+ s for a disk or a mount$", log_of(tmp_path), re.M
+    )
+
+
+def test_a_mount_that_stays_silent_is_named_in_the_last_line(tmp_path, disk):
+    code, _ = disk
+    with started(tmp_path, changed(tmp_path, 1, IN_A_LOADER, code, "--patience", "20")) as process:
+        assert process.wait(PATIENCE) == 1
+    last = log_of(tmp_path).splitlines()[-1]
+    assert re.fullmatch(
+        r"error: no progress for \d+ s after step \d, in phase data, waiting for a disk or a mount for 2\d s", last
+    ), last
