@@ -301,7 +301,8 @@ def changed(folder, ranks, where, what, *options):
 def test_what_nobody_tries_again_is_stuck_after_its_own_limit(tmp_path, ranks, where, what, phase):
     with started(tmp_path, changed(tmp_path, ranks, where, what, "--patience", "30")) as process:
         assert process.wait(PATIENCE) == 1
-    who = "rank 1 has made" if ranks > 1 else ""
+    # Where a rank hangs in its step, the other one may wait for it in the same one: then nobody knows which of them it is.
+    who = "" if ranks == 1 else "rank 1 has made" if phase == "data" else "rank [01] has made"
     assert re.search(rf"^error: {who} ?no progress for \d+ s after step \d, in phase {phase}(; stopping all 2 ranks)?$", log_of(tmp_path),
                      re.M), log_of(tmp_path)  # fmt: skip
 
@@ -319,6 +320,8 @@ def disk(tmp_path):
     def answer():
         with contextlib.suppress(OSError):  # nobody waits
             os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+            return True
+        return False
 
     yield code, answer
     answer()
@@ -346,6 +349,35 @@ def test_a_process_that_the_kernel_holds_is_not_idle(tmp_path, now, disk, capsys
     assert re.fullmatch(
         rf"{who} waits .* for 300 s \(--patience\)\n{who} has waited \d+ s for a disk or a mount\n", capsys.readouterr().out
     )
+
+
+def test_only_one_wait_that_lasts_counts_as_a_disk_that_does_not_answer(now, monkeypatch):
+    waits, of_a_rank = set(), held.Held()
+    monkeypatch.setattr(held, "waits_of", lambda pid: set(waits))
+
+    def looked(seconds, *found):
+        waits.clear()
+        waits.update(found)
+        now[0] += seconds
+        return of_a_rank.look(1)
+
+    assert [looked(1, (7, f"wait {number}")) for number in range(10)] == [None] * 10, "a slow disk"
+    assert [looked(1, (7, "a")) for _ in range(4)] == [None] * 4 and looked(1, (7, "a"), (8, "b")) == now[0] - 4
+    assert looked(1000, (7, "a")) is None and looked(2, (7, "a")) is None, "nobody has looked meanwhile"
+    assert looked(2, (7, "a")) == now[0] - 4
+
+
+def test_each_operation_of_a_thread_is_a_wait_of_its_own(tmp_path, disk):
+    code, answer = disk
+    script = f"import os\nfor _ in range(2):\n    {code}\n    print('there', flush=True)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        found = []
+        for _ in range(2):
+            wait_for(lambda: [*held.children(process.pid)] and [*held.waits_of(process.pid)], process, "the kernel to hold it")
+            found.append(set(held.waits_of(process.pid)))
+            wait_for(answer, process, "what it waits for")
+            process.stdout.readline()
+    assert found[0] and found[1] and not found[0] & found[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
