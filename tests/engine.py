@@ -114,6 +114,7 @@ OPTIONS = {
     "the same with train_ddp_exact.py": handed_over("train_ddp_exact", *TINY, *TWO),
     "the same with train_imagenet.py": handed_over("train_imagenet", *IMAGENET, *TWO),
     "the same with train_restore.py": handed_over("train_restore", *RESTORE, *TWO),
+    "hostile files in place of weights": [["-m", "tests.hostile"]],
     "weights that are a program": [
         ["-c", PROGRAM],
         job("train_imagenet", *IMAGENET, "--evaluate", "true", "--weights", "program.pth"),

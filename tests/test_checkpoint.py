@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -137,7 +138,7 @@ def test_when_all_are_damaged_nothing_is_overwritten_in_silence(folder):
 
 
 def test_nothing_but_tensors_and_plain_types_is_loaded(tmp_path):
-    """A stranger's file with a matching manifest: it is refused by weights_only, and runs nothing."""
+    """A stranger's file with a matching manifest: it is refused, and runs nothing."""
 
     class Trap:
         def __reduce__(self):
@@ -153,6 +154,27 @@ def test_nothing_but_tensors_and_plain_types_is_loaded(tmp_path):
     with pytest.raises(UserError, match="something other than tensors"):
         checkpoint.read(f"{path}.pt")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("samples", [torch.ones(2), torch.tensor(1), [[]], {"a": torch.ones(1)}])
+def test_a_manifest_with_a_tensor_in_it_is_no_manifest(tmp_path, samples):
+    checkpoint.write(str(tmp_path), state(), about(1))
+    content = checkpoint.encode({"model": {}, "about": {**about(2), "samples_seen": samples}})
+    manifest = {**about(2), "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (tmp_path / "000000000002.pt").write_bytes(content)
+    (tmp_path / "000000000002.json").write_bytes(json.dumps(manifest, indent=1).encode())
+    said = []
+    assert checkpoint.newest(str(tmp_path), said.append)[2].endswith("000000000001.pt")
+    assert "its manifest was changed; trying the one before it" in said[0]
+
+
+@pytest.mark.parametrize(
+    "part", [{1, 2}, {1.5: 2}, {(1,): 2}, 1j, torch.ones(2).to_sparse(), torch.float32, np.float64(1), b"x"]
+)
+def test_what_could_not_be_read_again_is_not_written(tmp_path, part):
+    with pytest.raises(UserError, match=r"a checkpoint cannot hold the state of part: it holds a "):
+        checkpoint.write(str(tmp_path), {**state(), "part": {"inside": [part]}}, about(1))
+    assert not os.listdir(tmp_path)
 
 
 CHANGES = ("fsync", "replace", "unlink")  # what a save asks of the disk, besides writing
@@ -277,10 +299,15 @@ def test_files_of_torchvision_are_taken_as_they_come_and_compared_with_the_diges
     path.write_bytes(content)
     assert checkpoint.load_weights(ours, str(path)) == [] and not capsys.readouterr().out
     assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters()))
-    path.rename(tmp_path / "flowers-20240131.pth")  # a date
-    assert (
-        checkpoint.load_weights(ours, str(tmp_path / "flowers-20240131.pth")) == [] and "unverified" in capsys.readouterr().out
-    )
+    path.rename(dated := tmp_path / "flowers-20240131.pth")
+    if zipped:
+        assert checkpoint.load_weights(ours, str(dated)) == []
+    else:
+        with pytest.raises(UserError, match=r"in the form before torch 1\.6, in which no damage is noticed: save it again"):
+            checkpoint.load_weights(ours, str(dated))
+        (tmp_path / f"{dated}.sha256").write_text(hashlib.sha256(content).hexdigest())
+        assert checkpoint.load_weights(ours, str(dated)) == []
+    assert ("unverified" in capsys.readouterr().out) == zipped or not zipped
     path.write_bytes(content[:-1])
     with pytest.raises(
         UserError, match=r"is damaged, or not the file of that name: its SHA-256 does not begin with [0-9a-f]{8}"

@@ -17,7 +17,7 @@ FLOORS = [
     ["common.packages", "common.secrets", "common.naming"],
     ["common.errors", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
     ["common.files", "common.version", "common.stops", "common.streams", "common.typed", "common.optional", "common.patience"],
-    ["common.malloc", "common.devices", "common.progress"],
+    ["common.malloc", "common.devices", "common.progress", "common.tensors"],
     ["common.seeds"],
     ["common.world"],
     ["common.arguments", "common.models", "common.storage"],

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -24,7 +23,7 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from common import devices, heartbeat, moments
+from common import devices, heartbeat, moments, tensors
 from common.errors import UserError, one_line
 from common.ranks.collectives import AtOnce, Changed, Stopped
 
@@ -201,7 +200,6 @@ def torchft() -> Any:
     except ImportError:
         raise UserError("--min_nodes needs torchft: pip install .[elastic]") from None
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", "The given buffer is not writable")  # what torchft has received is only read
     return torchft
 
 
@@ -222,7 +220,6 @@ def _with_timeout(options):
 
 def _transport(address):
     """torchft's, which otherwise names this host instead of its address, and unpickles what it is sent."""
-    from torch.distributed._serialization import _streaming_load
     from torchft.checkpointing import HTTPTransport
 
     class OfThisNode(HTTPTransport):
@@ -234,7 +231,7 @@ def _transport(address):
         def _load_from_address(cls, address, timeout):
             without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with without_proxy.open(address, timeout=timeout.total_seconds()) as answer:
-                return _streaming_load(answer, weights_only=True)
+                return tensors.of_stream(answer)
 
     transport = OfThisNode(timeout=STATE_SECONDS, num_chunks=0)
     transport._server.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]

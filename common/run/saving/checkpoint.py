@@ -5,7 +5,7 @@
 
 No manifest, no checkpoint. Both are written whole under temporary names before the first of them gets its own, so where the
 number is saved again, at every moment one of the two checkpoints is there. The digest is checked before a byte is parsed, and
-only tensors and plain types are ever loaded (weights_only).
+nothing but tensors and plain values is ever made of them (common/tensors.py).
 """
 
 import contextlib
@@ -13,19 +13,19 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import re
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
 
-from common import devices, progress
+from common import progress
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, give_name, if_ours, remove, temporary, unfinished, write_aside, write_atomically
 from common.ranks import collectives
+from common.tensors import OldForm, Refused, check
+from common.tensors import read as read_tensors
 
 NAME = re.compile(r"(\d{12})(?:-(\d+))?\.json")  # the second number is that of the start, in a bucket (starts.py)
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
@@ -48,17 +48,6 @@ def unwrapped(model: Any) -> torch.nn.Module:
     return model
 
 
-def load(content: bytes) -> Any:
-    """The tensors and plain values in a file of torch.save; nothing in it is run."""
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1 says so of its own code
-    # Before torch 2.6 an archive of TorchScript was run, in spite of weights_only (CVE-2025-32434). torch.load knows it so.
-    if devices.TORCH < (2, 6) and content.startswith(b"PK"):
-        with torch.serialization._open_zipfile_reader(io.BytesIO(content)) as archive:
-            if torch.serialization._is_torchscript_zip(archive):
-                raise pickle.UnpicklingError("it is a program of TorchScript")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
     """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit()."""
     return fit(network, read_weights(path), path, new_head)
@@ -69,40 +58,47 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
     A file that says what its bytes must be is verified; of others the log says that they are not.
     """
-    content = _read_weights(path)
+    content, verified = _read_weights(path)
     try:
-        state = load(content)
+        state = read_tensors(content, verified)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
         state = to_take_away(state) if "model" in state else plain_keys(state)
         state = {OLD_KEY.sub(r"\1\2", name): tensor for name, tensor in state.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
+    except OldForm:
+        raise UserError(
+            f"{path} is in the form before torch 1.6, in which no damage is noticed: save it again with torch.save, or make "
+            f"{path}{DIGEST} with sha256sum"
+        ) from None
     except Exception as error:  # a file of something else can raise anything
-        raise UserError(f"{path} holds no weights: {one_line(error)[:200]}; give a .pth or .pt file of this network") from None
+        raise UserError(
+            f"{path} holds no weights: {one_line(str(error)[:200])}; give a .pth or .pt file of this network"
+        ) from None
     return state
 
 
 def _read_weights(path):
     try:
         if NAME.fullmatch(os.path.basename(manifest := re.sub(r"\.pt$", ".json", path))) and os.path.exists(manifest):
-            return read_verified(path)[1]
+            return read_verified(path)[1], True
         content = Path(path).read_bytes()
         if not os.path.exists(path + DIGEST):
             begins = OF_TORCHVISION.search(path)
             if begins and hashlib.sha256(content).hexdigest().startswith(begins[1]):
-                return content
+                return content, True
             if begins and not begins[1].isdigit():  # else it may be a date
                 raise UserError(f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with {begins[1]}")
             if collectives.rank_and_size()[0] == 0:
                 progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
-            return content
+            return content, False
         expected = Path(path + DIGEST).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; give a .pth or .pt file of this network") from None
     if expected.split()[:1] != [hashlib.sha256(content).hexdigest().encode()]:
         raise UserError(f"{path} is damaged: its bytes are not those that {path}{DIGEST} names; take another copy of both")
-    return content
+    return content, True
 
 
 def write_weights(path: str, weights: dict) -> None:
@@ -125,7 +121,7 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
     if unmatched or (other_shapes and not new_head) or len(other_shapes) > 2:
-        names = ", ".join((unmatched + other_shapes)[:3])
+        names = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
             f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit; "
             "give the options of its run, such as --arch or --width"
@@ -180,8 +176,13 @@ def _encode_manifest(manifest):
 
 def write(folder: str, state: dict, about: dict) -> None:
     """Write `state` as checkpoint number about["samples_seen"]."""
-    about = json.loads(json.dumps(about))  # plain types only, or weights_only would refuse them at the next start
+    about = json.loads(json.dumps(about))  # plain types only, or common/tensors.py would refuse them at the next start
     path = os.path.join(folder, f"{about['samples_seen']:012d}")
+    for name in state:
+        try:
+            check(state[name])
+        except Refused as error:
+            raise UserError(f"a checkpoint cannot hold the state of {name}: {error}") from None
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     write_aside(f"{path}.pt", content)
@@ -257,15 +258,25 @@ def _read_manifest(path, content):
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
     """(state, about) in verified bytes. They hold a copy of the manifest, so a changed manifest is noticed."""
     try:
-        state = load(content)
-    except pickle.UnpicklingError:
-        raise UserError(f"checkpoint {path} is refused: it holds something other than tensors and plain values") from None
+        state = read_tensors(content, verified=True)
+    except Refused as error:
+        other = "it holds something other than tensors and plain values"
+        raise UserError(f"checkpoint {path} is refused: {other}: {one_line(str(error)[:200])}") from None
     except Exception as error:  # a whole file of something else can raise anything
         raise UserError(f"checkpoint {path} is damaged: it is no archive of torch: {one_line(error)[:200]}") from None
     about = state.pop("about", None) if isinstance(state, dict) else None
-    if not isinstance(about, dict) or {**about, "sha256": manifest["sha256"], "size": manifest["size"]} != manifest:
+    if not isinstance(about, dict) or not _are_alike(
+        {**about, "sha256": manifest["sha256"], "size": manifest["size"]}, manifest
+    ):
         raise UserError(f"checkpoint {path} is damaged: its manifest was changed")
     return state, about
+
+
+def _are_alike(about, manifest):
+    try:
+        return _encode_manifest(about) == _encode_manifest(manifest)
+    except (TypeError, ValueError, RecursionError):  # there is a tensor in it, for instance
+        return False
 
 
 def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str]]:

@@ -18,6 +18,7 @@ from common.run.observers import journal
 from common.run.position import Position
 from common.run.saving import bucket_run, checkpoint, output
 from common.run.saving.evidence import Attempt
+from common.tensors import read as read_tensors
 from common.version import VERSION
 from common.world import folders
 
@@ -135,7 +136,7 @@ def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpo
             return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
 
     content = on_every_rank(what, encoded)  # fetching it from a bucket may take long
-    answer = checkpoint.load(broadcast(content))
+    answer = read_tensors(broadcast(content), verified=True)
     if answer["refused"]:
         raise UserError(answer["refused"])
     return answer["found"]

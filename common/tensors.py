@@ -1,0 +1,331 @@
+"""The tensors and plain values in a file of torch.save, read without torch.load: nothing in it is run, on any torch.
+
+torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a made-up file could damage the
+memory of its process (CVE-2026-24747). Here a pickle may only make plain values and what NAMES has, each number that describes
+a tensor is compared with the bytes that are there, and these are copied.
+"""
+
+import collections
+import io
+import math
+import pickle
+import struct
+import zipfile
+import zlib
+from typing import Any, BinaryIO, Callable, Optional
+
+import numpy as np
+import torch
+
+LONGEST_PICKLE, DEEPEST = 64 << 20, 100  # bytes; lists and dicts in each other
+LARGEST_KEY = 2**32  # of a dict, where it is a number: larger ones can be chosen so that all fall on one place
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # with which the form before torch 1.6 begins
+Storage = Callable[[str, int], torch.Tensor]  # (key, bytes) -> those bytes
+
+
+class Refused(ValueError):
+    """It is no file of tensors and plain values."""
+
+
+class OldForm(Refused):
+    """It is in the form before torch 1.6, in which nothing can be verified."""
+
+
+def read(content: bytes, verified: bool) -> Any:
+    """`verified`: by a digest from elsewhere. Else each record is compared with the checksum that the archive has of it."""
+    if content.startswith(b"PK"):
+        value = _archive(content, verified)
+    elif not content.startswith(pickle.dumps(MAGIC, 2)):
+        raise Refused("it is no archive of torch.save")
+    elif not verified:
+        raise OldForm("it is of a torch before 1.6")
+    else:
+        value = _old_form(content)
+    check(value)
+    return value
+
+
+def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
+    """An error where it holds what read() does not make, so that it should not be written either."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:  # what is there many times is looked at once
+        return
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.dtype not in TYPES.values() or value.layout is not torch.strided:
+            raise Refused(f"it holds a tensor of {value.dtype}, {value.layout}, which is not stored here")
+        if value.dtype is torch.bool and bool((value.detach().view(torch.uint8) > 1).any()):
+            raise Refused("it holds a truth that is neither true nor false")
+    elif isinstance(value, (dict, list, tuple)):
+        seen.add(id(value))
+        if depth == DEEPEST:
+            raise Refused(f"it holds lists in lists, more than {DEEPEST} deep")
+        for key in value if isinstance(value, dict) else ():
+            if not is_key(key):
+                raise Refused(f"it holds a dict with a key that is {type(key).__name__} or too large")
+        for item in value.values() if isinstance(value, dict) else value:
+            check(item, depth + 1, seen)
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise Refused(f"it holds a {type(value).__name__}, which is neither a tensor nor a plain value")
+
+
+def is_key(key: Any) -> bool:
+    """Of a dict. To hash a tuple in a tuple in ... can overflow the stack of C."""
+    return key is None or type(key) is str or (type(key) in (int, bool) and abs(key) < LARGEST_KEY)
+
+
+def of_records(records: dict[str, Any]) -> Any:
+    """`records`: {name: bytes} as torch.save puts them into an archive; taken out as they are used."""
+    copied: dict[str, torch.Tensor] = {}
+
+    def storage(key, size):
+        if key not in copied:
+            if f"data/{key}" not in records:
+                raise Refused("it lacks a storage")
+            copied[key] = _copy(records.pop(f"data/{key}"))
+        return copied[key]
+
+    if bytes(records.get("byteorder", b"little")) != b"little":
+        raise Refused("its numbers are big-endian")
+    if not 0 < len(records.get("data.pkl", b"")) <= LONGEST_PICKLE:
+        raise Refused("it lacks a pickle, or has a very long one")
+    return Unpickler(io.BytesIO(records.pop("data.pkl")), storage).load()
+
+
+def _archive(content, verified):
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+    records: dict[str, memoryview] = {}
+    for entry in entries:
+        top, _, name = entry.filename.partition("/")
+        if not name or name in records or top != entries[0].filename.partition("/")[0]:
+            raise Refused("its names are not those of torch.save")
+        if name == "constants.pkl" or name.startswith("code/"):
+            raise Refused("it is a program of TorchScript")
+        begin = entry.header_offset + 30
+        begin += sum(struct.unpack_from("<2H", content, begin - 4))  # the lengths of the name and of what follows it
+        records[name] = memoryview(content)[begin : begin + entry.file_size]
+        if entry.compress_type or len(records[name]) != entry.file_size:
+            raise Refused(f"{name} is compressed, or not whole")
+        if not verified and zlib.crc32(records[name]) != entry.CRC:
+            raise Refused(f"{name} is damaged")
+    if sum(map(len, records.values())) > len(content):
+        raise Refused("its records share their bytes")
+    return of_records(records)
+
+
+def _old_form(content):
+    """Four pickles, the list of the storages' keys as a fifth, and then of each storage how many numbers it has, and these."""
+    file, storages, left = io.BytesIO(content), {}, len(content)
+
+    def storage(key, size):
+        nonlocal left
+        if key not in storages:
+            left -= size
+            if left < 0:
+                raise Refused("it has not as many bytes as it says")
+            storages[key] = torch.empty(size, dtype=torch.uint8)
+        return storages[key]
+
+    magic, protocol, _ = (Unpickler(file, storage).load() for _ in range(3))
+    if (magic, protocol) != (MAGIC, PROTOCOL):
+        raise Refused("it is no file of torch.save")
+    value, keys = Unpickler(file, storage).load(), Unpickler(file, storage).load()
+    if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
+        raise Refused("it lacks a storage")
+    for key in keys:
+        file.read(8)
+        if file.readinto(storages[key].numpy()) != len(storages[key]):
+            raise Refused("it ends too early")
+    return value
+
+
+def _copy(record):
+    copied = torch.empty(len(record), dtype=torch.uint8)
+    copied.numpy()[:] = np.frombuffer(record, np.uint8)
+    return copied
+
+
+# --- What a pickle may make ---------------------------------------------------------------------------------------------
+
+
+class _Storage:
+    """No tensor of a tensor is made: only what persistent_load returns is a storage."""
+
+    def __init__(self, flat: torch.Tensor):
+        self.flat = flat
+
+
+def _tensor(storage, offset, size, stride, needs_gradient=False, _hooks=None, metadata=None):
+    """A view of a storage that has no more elements, and none outside."""
+    if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple or metadata:
+        raise Refused("a tensor in it is none")
+    if not len(size) == len(stride) <= 64 or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)):
+        raise Refused("a tensor in it has no shape")
+    count, there = math.prod(size), len(storage.flat)
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride))
+    if count > there or (count and last >= there):
+        raise Refused("a tensor in it is larger than its bytes")
+    return storage.flat.as_strided(size, stride, offset).requires_grad_(bool(needs_gradient))
+
+
+def _parameter(tensor, needs_gradient=True, _hooks=None):
+    if type(tensor) is not torch.Tensor:
+        raise Refused("a parameter in it is none")
+    return torch.nn.Parameter(tensor, bool(needs_gradient))
+
+
+def _ordered(pairs=()):
+    if type(pairs) not in (list, tuple) or not all(map(_is_item, pairs)):
+        raise Refused("a dict in it is none")
+    return collections.OrderedDict(pairs)
+
+
+def _is_item(pair):
+    return type(pair) in (list, tuple) and len(pair) == 2 and is_key(pair[0])
+
+
+FUNCTIONS = {
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch.nn.parameter", "Parameter"): _parameter,  # by NEWOBJ, before torch 0.4
+    ("collections", "OrderedDict"): _ordered,
+}
+TYPES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
+    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}  # fmt: skip
+NAMES = {**FUNCTIONS, **{("torch", name): kind for name, kind in TYPES.items()}}
+
+
+class Unpickler(
+    pickle._Unpickler
+):  # that in Python: its memo is a dict, where the one in C takes memory up to any index in the file
+    """Knows the opcodes with which torch.save writes, on the types for which they are meant."""
+
+    stack: list
+    pop_mark: Callable[[], list]
+    _OPCODES = [
+        pickle.PROTO, pickle.STOP, pickle.MARK, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE,
+        pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT,
+        pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.BINSTRING,
+        pickle.SHORT_BINSTRING, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL,
+        pickle.BINPERSID,
+    ]  # fmt: skip
+
+    def __init__(self, file: BinaryIO, storage: Storage):
+        super().__init__(file)
+        self._storage = storage
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        except KeyError as error:
+            raise Refused(f"it has opcode {error}: it is no pickle of protocol 2, with which torch.save writes") from None
+        except (EOFError, IndexError):
+            raise Refused("it ends too early, or is no pickle") from None
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in NAMES:
+            raise Refused(f"it asks for {module[:80]}.{name[:80]}")
+        return NAMES[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        if type(pid) is not tuple or len(pid) not in (5, 6) or any(view is not None for view in pid[5:]):
+            raise Refused("a storage in it is none")
+        word, kind, key, _, count = pid[:5]
+        if (word, type(kind), type(key), type(count)) != ("storage", torch.dtype, str, int) or count < 0 or len(key) > 100:
+            raise Refused("a storage in it is none")
+        size = count * torch.empty(0, dtype=kind).element_size()
+        found = self._storage(key, size)
+        if len(found) != size:
+            raise Refused("a storage in it has another size than it says")
+        return _Storage(found.view(kind))
+
+    def _of(self, target, *kinds):
+        if type(target) not in kinds:
+            raise Refused(f"a {type(target).__name__} in it is where none may be")
+        return target
+
+    def _append(self):
+        values = [self.stack.pop()]
+        self._of(self.stack[-1], list).extend(values)
+
+    def _appends(self):
+        values = self.pop_mark()
+        self._of(self.stack[-1], list).extend(values)
+
+    def _setitem(self):
+        self._set([self.stack.pop(-2), self.stack.pop()])
+
+    def _setitems(self):
+        self._set(self.pop_mark())
+
+    def _set(self, values):
+        for key, value in zip(values[::2], values[1::2]):
+            if not is_key(key):
+                raise Refused(f"a {type(key).__name__} in it is a key, or too large for one")
+            self._of(self.stack[-1], dict, collections.OrderedDict)[key] = value
+
+    def _reduce(self):
+        given, function = self.stack.pop(), self.stack[-1]
+        if not any(function is known for known in FUNCTIONS.values()) or type(given) is not tuple or len(given) > 7:
+            raise Refused("it calls what is no part of a tensor")
+        try:
+            self.stack[-1] = function(*given)
+        except TypeError:
+            raise Refused("a tensor in it has too few parts") from None
+
+    def _build(self):
+        """The versions of the layers, which torch.nn keeps beside a state_dict, and which we do not need."""
+        self.stack.pop()
+        self._of(self.stack[-1], collections.OrderedDict)
+
+    _dispatch: Any = {
+        **{opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},
+        pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends, pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems,
+        pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build,
+    }  # fmt: skip
+    dispatch = _dispatch
+
+
+# --- What another rank has sent (torch.distributed._serialization) -------------------------------------------------------
+
+
+class _Entries(Unpickler):
+    """The list with which a stream begins: of each record a "key" and its "length", as attributes of an object."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != ("torch.distributed._serialization", "_Entry"):
+            raise Refused(f"it asks for {module[:80]}.{name[:80]}")
+        return dict
+
+    def _new(self):
+        self.stack.pop()
+        self.stack[-1] = {}
+
+    def _fill(self):
+        state = self._of(self.stack.pop(), dict)
+        self._of(self.stack[-1], dict).update(state)
+
+    _more: Any = {pickle.NEWOBJ[0]: _new, pickle.BUILD[0]: _fill}
+    dispatch = {**Unpickler.dispatch, **_more}
+
+
+def of_stream(file: BinaryIO) -> Any:
+    records = {}
+    entries = _Entries(file, lambda key, size: torch.empty(0)).load()
+    if type(entries) is not list:
+        raise Refused("it begins with no list")
+    for entry in entries:
+        key, length = (entry.get(name) if type(entry) is dict else None for name in ("key", "length"))
+        if type(key) is not str or key in records or type(length) is not int or not 0 <= length < 2**62:
+            raise Refused("its list of records is none")
+        records[key] = file.read(length)
+        if len(records[key]) != length:
+            raise Refused("it ends too early")
+    value = of_records(records)
+    check(value)
+    return value
