@@ -200,10 +200,11 @@ TYPES = {
 NAMES = {**FUNCTIONS, **{("torch", name): kind for name, kind in TYPES.items()}}
 
 
-class Unpickler(
-    pickle._Unpickler
-):  # that in Python: its memo is a dict, where the one in C takes memory up to any index in the file
-    """Knows the opcodes with which torch.save writes, on the types for which they are meant."""
+class Unpickler(pickle._Unpickler):
+    """Knows the opcodes with which torch.save writes, on the types for which they are meant.
+
+    It is Python's own in Python: the memo of the one in C takes memory up to any index that a file states.
+    """
 
     stack: list
     pop_mark: Callable[[], list]

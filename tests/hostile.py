@@ -250,24 +250,22 @@ def refused_in_a_line(content):
         if digest:
             with open("weights.pth.sha256", "w") as file:
                 file.write(digest)
-        try:
-            checkpoint.read_weights("weights.pth")
+        if not _refuses(checkpoint.read_weights, "weights.pth"):
             return False
-        except UserError as error:
-            if not str(error).isprintable() or len(str(error)) > 400:
-                return False
     manifest = {"samples_seen": 7, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     for name, body in (("000000000007.pt", content), ("000000000007.json", json.dumps(manifest, indent=1).encode())):
         with open(name, "wb") as file:
             file.write(body)
-    try:
-        checkpoint.read("000000000007.pt")
-        return False
-    except UserError as error:
-        if not str(error).isprintable() or len(str(error)) > 400:
-            return False
     os.unlink("weights.pth.sha256")
-    return not os.path.exists(CANARY)
+    return _refuses(checkpoint.read, "000000000007.pt") and not os.path.exists(CANARY)
+
+
+def _refuses(read, path):
+    try:
+        read(path)
+    except UserError as error:
+        return str(error).isprintable() and len(str(error)) <= 400
+    return False
 
 
 def right_or_refused(weights, times):

@@ -66,6 +66,8 @@ class SilentMount:
         place.mkdir()
         self._program = subprocess.Popen(["bindfs", "-f", "-o", "direct_io", pictures, place])
         while not list(place.iterdir()):
+            if self._program.poll() is not None:
+                raise RuntimeError("bindfs has ended: does this machine have /dev/fuse, and is this root?")
             time.sleep(0.1)
         self.environment, self.options = {}, ["--data_url", place]
         self.names = "a disk or a mount"
