@@ -7,8 +7,9 @@
         for images, labels in data.get_val_loader(): ...
         data.reset()
 
-With and without DALI the same pictures come in the same order. A pipeline of DALI lives for one epoch: the one for validation
-takes no GPU memory during training, and none can grow from epoch to epoch.
+With and without DALI the same pictures come in the same order, all of them in each epoch: the last batch may be smaller. A
+pipeline of DALI lives for one epoch: the one for validation takes no GPU memory during training, and none can grow from epoch
+to epoch.
 """
 
 import gc
@@ -26,7 +27,7 @@ from datasets.loader import DeviceLoader
 from datasets.photos import tree
 from datasets.photos.files import MEGAPIXELS
 from datasets.photos.labelled import Photos
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import EverySample, InOrder
 
 GROWTH = 1.25  # times the resident memory of the first epoch: with more, reset() gives memory back
 
@@ -73,7 +74,7 @@ class Dataset:
         return self._loader(self._val, sampler)
 
     def set_train_batch_size(self, batch_size: int) -> None:
-        self._sampler = EpochSampler(len(self._train), batch_size, self._seed)
+        self._sampler = EverySample(len(self._train), batch_size, self._seed)
         self._sampler.shard(self._rank, self._world_size)
         self._sampler.start_at(self._epoch, 0)
         self._train_loader = self._loader(self._train, self._sampler)

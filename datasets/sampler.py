@@ -31,6 +31,7 @@ class EpochSampler:
         self._deal(own, shares, "shares", global_batch)
 
     def _deal(self, own, shares, parts, global_batch):
+        _require_within(own, shares, parts)
         self.own, self.shares, self._parts = own, shares, parts
         self.set_global_batch(global_batch)
 
@@ -74,6 +75,28 @@ class EpochSampler:
         return (self.samples_per_epoch - self.consumed) // self.global_batch
 
 
+class EverySample(EpochSampler):
+    """The same, and a last batch with the samples that are left. Where they do not divide among the ranks, the first samples
+    of the epoch fill it up, as with torch's DistributedSampler: a rank with fewer would let the others wait."""
+
+    def set_global_batch(self, global_batch: int) -> None:
+        self.global_batch = global_batch
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)  # which begins anew
+        for first in range(self.consumed, len(order), self.global_batch):
+            batch = order[first : first + self.global_batch]
+            share = len(batch) // self.shares
+            yield batch[self.own.start * share : self.own.stop * share]
+
+    def __len__(self) -> int:
+        return -(-(self.num_samples - self.consumed) // self.global_batch)
+
+
 class InOrder:
     """Batches of sample ids for evaluation: every sample once, in order; the last batch may be shorter."""
 
@@ -86,6 +109,7 @@ class InOrder:
     def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None:
         """From here on, give every world_size-th sample: all ranks together still see each sample exactly once. Or every
         world_size-th batch: then a batch has the same samples whatever the number of ranks."""
+        _require_within(range(rank, rank + 1), world_size, "ranks")
         self.rank, self.world_size, self.whole_batches = rank, world_size, whole_batches
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -101,6 +125,12 @@ class InOrder:
         if self.whole_batches:
             return len(range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size))
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
+
+
+def _require_within(own, count, parts):
+    if not 0 <= own.start <= own.stop <= count:
+        which = own.start if len(own) == 1 else f"{own.start} to {own.stop - 1}"
+        raise UserError(f"there is no {parts[:-1]} {which} of {count} {parts}: they are counted from 0 to {count - 1}")
 
 
 Sampler = Union[EpochSampler, InOrder]

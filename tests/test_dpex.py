@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import inspect
+import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -145,29 +147,30 @@ TABLE = {
 @pytest.fixture(scope="module")
 def warm():
     """Two workers that go from one loader of this file to the next, as from epoch to epoch of one: it saves their start."""
-    kept = DpexDataLoader(Squares(), True, "local", num_workers=2)
+    kept = DpexDataLoader(Squares(), distribute_mode=True, head_address="local", num_workers=2)
     list(kept)
     yield kept._idle_workers
     del kept
 
 
 def loader(warm, data, **how):
-    made = DpexDataLoader(data, True, "local", num_workers=2, **how)
+    made = DpexDataLoader(data, distribute_mode=True, head_address="local", num_workers=2, **how)
     made._idle_workers = warm
     return made
 
 
-def prefetch(how, workers):
-    return {name: value for name, value in how.items() if workers or name != "prefetch_factor"}
+def in_this_process(how):
+    """torch refuses to fetch ahead without workers."""
+    return {name: value for name, value in how.items() if name != "prefetch_factor"}
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_three_modes_give_the_same_batches(warm, name):
     """Two epochs of each; they begin with the same seed, so that shuffling and the seeds of the workers are the same."""
     make, how, single = TABLE[name]
-    makers = [lambda: loader(warm, make(), **how), lambda: DpexDataLoader(make(), False, num_workers=2, **how)]
+    makers = [lambda: loader(warm, make(), **how), lambda: DpexDataLoader(make(), distribute_mode=False, num_workers=2, **how)]
     makers += [lambda: DataLoader(make(), num_workers=2, **how)]
-    makers += [lambda: DpexDataLoader(make(), True, num_workers=0, **prefetch(how, 0))] if single else []
+    makers += [lambda: DpexDataLoader(make(), distribute_mode=True, num_workers=0, **in_this_process(how))] if single else []
     results = []
     for maker in makers:
         torch.manual_seed(7)
@@ -203,14 +206,25 @@ def test_what_talks_to_ray_imports_neither_torch_nor_ray_at_its_start(name):
 
 
 def test_the_signature_is_that_of_the_article_and_torchs():
+    """Without names they are torch's: in the article's order another loader's positional call would give other batches."""
     names = list(inspect.signature(DpexDataLoader).parameters)
     torchs = list(inspect.signature(DataLoader).parameters)
-    assert names[:15] == ["dataset", "distribute_mode", "head_address", *torchs[1:13]]
-    assert issubclass(DpexDataLoader, DataLoader)
+    assert names[:15] == [*torchs[:13], "distribute_mode", "head_address"]
+    assert issubclass(DpexDataLoader, DataLoader) and isinstance(DpexDataLoader[torch.Tensor](Squares()), DpexDataLoader)
+    torch.manual_seed(3)
+    batches = list(DpexDataLoader(Squares(), 5, True))
+    torch.manual_seed(3)
+    assert_same_batches(batches, list(DataLoader(Squares(), 5, True)))
+    for first in (True, False):
+        with pytest.raises(UserError, match=f"give distribute_mode={first} by its name"):
+            DpexDataLoader(Squares(), first, "auto")
+    with pytest.raises(ValueError, match="prefetch_factor option could only be specified in multiprocessing"):
+        DpexDataLoader(Squares(), distribute_mode=True, prefetch_factor=3)
+    assert [DpexDataLoader(Squares(), num_workers=count).prefetch_factor for count in (0, 1)] == [None, 2]
     with pytest.raises(ValueError, match="mutually exclusive"):
-        DpexDataLoader(Squares(), True, shuffle=True, sampler=[1])
+        DpexDataLoader(Squares(), distribute_mode=True, shuffle=True, sampler=[1])
     with pytest.raises(UserError, match="neither 'local' nor 'stop'"):
-        DpexDataLoader(Squares(), True, num_workers=1, head_lost="hope")
+        DpexDataLoader(Squares(), distribute_mode=True, num_workers=1, head_lost="hope")
 
 
 def test_an_error_comes_in_its_place_with_the_workers_traceback_and_the_next_batches_follow(warm):
@@ -229,6 +243,12 @@ def refuse(worker):
     raise ValueError(f"worker {worker} will not")
 
 
+class Holds(Squares):
+    def __init__(self, thing):
+        super().__init__()
+        self.thing = thing
+
+
 class Unpicklable(Squares):
     def __getitem__(self, number):
         return (value for value in ())
@@ -239,6 +259,14 @@ class Unpicklable(Squares):
     [
         (Squares(), {"worker_init_fn": refuse}, ValueError, "worker 0 will not"),
         (Unpicklable(), {"batch_size": None}, TypeError, "generator"),
+        (
+            Holds(multiprocessing.Value("i")),
+            {},
+            UserError,
+            "cannot be sent to the Ray cluster: Synchronized objects .+ distribute",
+        ),
+        (Holds(multiprocessing.Lock()), {}, UserError, "Lock objects should only be shared between processes"),
+        (Holds(threading.Lock()), {}, UserError, "cannot pickle '_thread.lock' object; leave out"),
     ],
 )
 def test_what_cannot_work_says_why(warm, data, how, kind, words):
@@ -254,7 +282,7 @@ class Slow(Squares):
 
 
 def test_a_batch_that_takes_too_long_is_an_error_but_the_start_of_the_workers_is_none():
-    batches = iter(DpexDataLoader(Slow(), True, "local", num_workers=1, timeout=PATIENCE))
+    batches = iter(DpexDataLoader(Slow(), distribute_mode=True, head_address="local", num_workers=1, timeout=PATIENCE))
     assert [next(batches).item() for _ in range(3)] == [0, 1, 2]
     batches._timeout = 2
     with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
@@ -314,7 +342,7 @@ def test_a_sample_that_kills_every_worker_is_an_error(warm, tmp_path):
 
 
 def test_two_passes_at_once_and_one_that_was_left():
-    made = DpexDataLoader(Squares(), True, "local", batch_size=4, num_workers=1)
+    made = DpexDataLoader(Squares(), distribute_mode=True, head_address="local", batch_size=4, num_workers=1)
     for (one, _), (other, _) in zip(made, made):
         assert torch.equal(one, other)
     for _ in made:
@@ -393,9 +421,9 @@ from tests.test_dpex import Squares
 from datasets.dpex import DpexDataLoader, client
 from datasets.sampler import EpochSampler
 
-kept = DpexDataLoader(Squares(), True, "local", num_workers=1)
+kept = DpexDataLoader(Squares(), distribute_mode=True, head_address="local", num_workers=1)
 for number in range(20):
-    made = DpexDataLoader(Squares(), True, "local", num_workers=1)
+    made = DpexDataLoader(Squares(), distribute_mode=True, head_address="local", num_workers=1)
     if number % 5 == 0:
         assert len(list(made)) == 23
     if number == 5:
@@ -406,7 +434,7 @@ assert process.poll() is None
 del made, kept
 gc.collect()
 assert process.poll() is not None
-again = DpexDataLoader(Squares(), True, "local", num_workers=1)
+again = DpexDataLoader(Squares(), distribute_mode=True, head_address="local", num_workers=1)
 assert len(list(again)) == 23 and client.bridge("local").process.pid != process.pid
 """
 

@@ -44,7 +44,7 @@ def clusters(tmp_path_factory):
         if not started or started[-1][0].headless:
             cluster = RayHosts(tmp_path_factory.mktemp("cluster"), 2, store=STORE)
             os.environ.update(cluster.variables)
-            loader = DpexDataLoader(Pictures(), True, cluster.address, batch_size=2, num_workers=3)
+            loader = DpexDataLoader(Pictures(), distribute_mode=True, head_address=cluster.address, batch_size=2, num_workers=3)
             started.append((cluster, loader))
         return started[-1]
 
@@ -112,7 +112,9 @@ def test_a_stream_goes_on_where_its_lost_worker_was_to_the_same_bits(hosts):
         torch.manual_seed(3)
         data = Slowly(160, shared=True, noise=True)
         batches = []
-        for number, batch in enumerate(DpexDataLoader(data, distributed, hosts.address, batch_size=4, num_workers=2)):
+        for number, batch in enumerate(
+            DpexDataLoader(data, distribute_mode=distributed, head_address=hosts.address, batch_size=4, num_workers=2)
+        ):
             batches.append(batch)
             if kill and number == 7:
                 os.kill(max(hosts.workers()), signal.SIGKILL)
@@ -130,7 +132,9 @@ class Large(Squares):
 
 def test_more_is_on_its_way_than_the_hosts_have_room_for(hosts):
     """Batches of 24 MB, a dozen of them asked for, on hosts that hold three each."""
-    made = DpexDataLoader(Large(96), True, hosts.address, batch_size=6, num_workers=3, prefetch_factor=4)
+    made = DpexDataLoader(
+        Large(96), distribute_mode=True, head_address=hosts.address, batch_size=6, num_workers=3, prefetch_factor=4
+    )
     kept = []
     for number, batch in enumerate(made):
         kept.append(batch)  # what was given is the reader's, and no longer in the way
@@ -148,7 +152,11 @@ def test_a_host_is_lost_and_another_one_comes(loader, hosts):
 
 def test_the_head_is_lost(loader, hosts):
     """One loader goes on on this machine, from the next batch; the other one stops, as it was asked to."""
-    strict = iter(DpexDataLoader(Pictures(), True, hosts.address, batch_size=2, num_workers=1, head_lost="stop"))
+    strict = iter(
+        DpexDataLoader(
+            Pictures(), distribute_mode=True, head_address=hosts.address, batch_size=2, num_workers=1, head_lost="stop"
+        )
+    )
     next(strict)
     with pytest.warns(UserWarning, match="the Ray cluster is gone: .* on this machine from here on"):
         _, folders, _ = epoch(loader, hosts.kill_head)  # how long it takes is for make chaos

@@ -17,7 +17,9 @@ from PIL import Image
 
 from common import devices
 from common.errors import UserError
-from datasets.drop_in import DaliIterator, DaliIteratorCPU, DaliIteratorGPU, HybridTrainPipe, HybridValPipe, article
+from datasets.drop_in import (
+    DaliIterator, DaliIteratorCPU, DaliIteratorCPUNoPrefetch, DaliIteratorGPU, HybridTrainPipe, HybridValPipe, article,
+)  # fmt: skip
 from datasets.facade import Dataset, resident_bytes
 from tests.jobs import ROOT, environment
 
@@ -116,6 +118,22 @@ def test_a_photograph_that_dali_cannot_decode_is_an_error_and_no_hang(folder, tm
     loader = DaliIteratorCPU(pipelines=val_pipe(tmp_path, dali_cpu=True), size=VAL + 1)
     with pytest.raises(RuntimeError, match="nvImageCodec"):
         list(loader)
+
+
+def test_without_a_thread_the_batches_are_the_same(folder):
+    how = {"size": VAL, "fp16": True, "mean": MEAN, "std": STD, "pin_memory": False}
+    ahead, plain = (
+        kind(pipelines=val_pipe(folder, dali_cpu=True), **how) for kind in (DaliIteratorCPU, DaliIteratorCPUNoPrefetch)
+    )
+    threads = threading.active_count()
+    next(plain)
+    assert threading.active_count() == threads
+    assert [len(images) for images, _ in plain] == [4, 2] and len(plain) == 3
+    for (images, labels), (others, same) in zip(list(ahead), list(plain)):
+        assert torch.equal(images, others) and torch.equal(labels, same)
+    next(plain)
+    plain.close()
+    assert len(list(plain)) == 2  # what is left of that epoch, as with the thread
 
 
 def used():

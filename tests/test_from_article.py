@@ -105,6 +105,13 @@ def test_the_iterator_of_the_cpu_pipe_raises_and_ends(folder, tmp_path):
         list(drop_in.DaliIteratorCPU(pipelines=val_pipe(tmp_path, dali_cpu=True), size=8))
 
 
+def test_the_iterator_without_a_thread(folder):
+    """tests/test_drop_in.py compares its batches with those of the other."""
+    before = threading.active_count()
+    loader = drop_in.DaliIteratorCPUNoPrefetch(False, MEAN, STD, True, pipelines=val_pipe(folder, dali_cpu=True), size=VAL)
+    assert len(next(loader)[1]) == 4 and threading.active_count() == before
+
+
 @pytest.fixture
 def dataset(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -126,6 +133,16 @@ def test_the_articles_call_of_dataset(dataset, folder):
         assert torch.equal(labels, same) and (ours - theirs).abs().mean() < 0.05
     with pytest.raises(UserError, match="or give cuda=False"):
         Dataset(str(folder), 8, 4, 1, True, True, False)
+
+
+@pytest.mark.parametrize("batch_size, sizes", [(8, [8, 8, 8, 6]), (64, [30])])
+def test_an_epoch_has_every_photograph_whatever_the_batch(dataset, batch_size, sizes):
+    for use_dali in (True, False):
+        data = dataset(use_dali)
+        data.set_train_batch_size(batch_size)
+        loader = data.get_train_loader()
+        ids = [ids for ids, _ in in_order(loader)]
+        assert [len(batch) for batch in ids] == sizes and sorted(sum(ids, [])) == list(range(30)) and len(loader) == len(sizes)
 
 
 def test_the_loaders_can_be_looped_over_again(dataset):
@@ -231,6 +248,7 @@ CHECKS = {
     "`HybridValPipe(batch_size, num_threads, device_id, data_dir, crop, size, mean, std, ...)`": test_the_pipes_run_on_a_cpu,
     "`DaliIteratorGPU(pipelines=pipe, size=n)`": test_the_iterator_of_the_gpu_pipe_gives_each_sample_once,
     "`DaliIteratorCPU(fp16, mean, std, pin_memory, pipelines=pipe, size=n)`": test_the_iterator_of_the_cpu_pipe_raises_and_ends,
+    "`DaliIteratorCPUNoPrefetch(fp16, mean, std, pin_memory, pipelines=pipe, size=n)`": test_the_iterator_without_a_thread,
     "`Dataset(data_dir, batch_size, val_batch_size, workers, use_dali, dali_cpu, fp16)`": test_the_articles_call_of_dataset,
     "`dataset.get_train_loader()`, `dataset.get_val_loader()`": test_the_loaders_can_be_looped_over_again,
     "`dataset.reset()`": test_reset_goes_on_to_another_order,

@@ -162,7 +162,7 @@ def cluster():
     """One of our own, which stays from one script to the next."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_ADDRESS", "local")
-        yield DpexDataLoader(TensorDataset(torch.arange(3)), True, num_workers=1)
+        yield DpexDataLoader(TensorDataset(torch.arange(3)), distribute_mode=True, num_workers=1)
 
 
 @pytest.fixture
@@ -255,7 +255,11 @@ def test_a_cluster_without_a_token_is_refused(tmp_path, monkeypatch):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=" ".join(typed_here(TITLE, "a Ray cluster")[0])):
-        next(iter(DpexDataLoader(TensorDataset(torch.arange(3)), True, "127.0.0.1:1", num_workers=1)))
+        next(
+            iter(
+                DpexDataLoader(TensorDataset(torch.arange(3)), distribute_mode=True, head_address="127.0.0.1:1", num_workers=1)
+            )
+        )
 
 
 # --- Jobs ------------------------------------------------------------------------------------------------------------------

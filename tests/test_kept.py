@@ -70,9 +70,11 @@ LOADERS = {
     "alone": lambda data: DataLoader(data, 2),
     "torch": lambda data: DataLoader(data, 2, num_workers=WORKERS, collate_fn=collate_and_look_back),
     "jobs": lambda data: torch_batches(data, InOrder(len(data), 2), WORKERS),
-    "dpex here": lambda data: DpexDataLoader(data, False, batch_size=2, num_workers=WORKERS, collate_fn=collate_and_look_back),
+    "dpex here": lambda data: DpexDataLoader(
+        data, distribute_mode=False, batch_size=2, num_workers=WORKERS, collate_fn=collate_and_look_back
+    ),
     "dpex": lambda data: DpexDataLoader(
-        data, True, "local", batch_size=2, num_workers=WORKERS, collate_fn=collate_and_look_back
+        data, distribute_mode=True, head_address="local", batch_size=2, num_workers=WORKERS, collate_fn=collate_and_look_back
     ),
 }
 

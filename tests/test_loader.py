@@ -319,7 +319,7 @@ def test_the_facade_of_the_article(folder, tmp_path, monkeypatch, use_dali):
     assert (data.get_nb_train(), data.get_nb_val(), data.get_nb_classes()) == (30, 10, 3)
     loader = data.get_train_loader()
     first, again = everything(loader), everything(loader)
-    assert len(loader) == len(first) == 3 and first[0][2].dtype == torch.float16
+    assert len(loader) == len(first) == 4 and first[0][2].dtype == torch.float16
     assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(first, again))
     data.reset()
     assert [batch[0] for batch in everything(data.get_train_loader())] != [batch[0] for batch in first]

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import UserError
 from datasets import cifar10, crops, synthetic
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import EpochSampler, EverySample, InOrder
 
 # --- Order -------------------------------------------------------------------------------------------------------------
 
@@ -63,6 +63,39 @@ def test_impossible_batches_are_refused_saying_what_is_possible():
     sampler.shard(0, 3)
     with pytest.raises(UserError, match=r"\[1, 2, 4, 8, 16, 32\] ranks"):
         sampler.set_global_batch(32)
+
+
+@pytest.mark.parametrize("rank, ranks", [(3, 3), (-1, 3), (4, 3), (0, 0)])
+def test_a_rank_that_there_is_not_is_refused(rank, ranks):
+    for sampler in (EpochSampler(100, 10, seed=0), EverySample(100, 10, seed=0), InOrder(100, 10)):
+        before = batches(sampler)
+        with pytest.raises(UserError, match=f"there is no rank {rank} of {ranks} ranks"):
+            sampler.shard(rank, ranks)
+        assert batches(sampler) == before
+    with pytest.raises(UserError, match="there is no share 2 to 4 of 4 shares: they are counted from 0 to 3"):
+        EpochSampler(100, 20, seed=0).deal(range(2, 5), 4, 20)
+
+
+@pytest.mark.parametrize("count", [1, 3, 59, 60, 61, 64, 65])
+def test_every_sample_is_in_an_epoch_and_ranks_have_equally_many(count):
+    orders = []
+    for ranks in (1, 2, 4):
+        shards = []
+        for rank in range(ranks):
+            sampler = EverySample(count, 16 // ranks, seed=5)
+            sampler.shard(rank, ranks)
+            sampler.start_at(2, 0)
+            shards.append(batches(sampler))
+            assert len(shards[-1]) == len(sampler) and sampler.samples_per_epoch == count
+        assert all(list(map(len, shard)) == list(map(len, shards[0])) for shard in shards)
+        orders.append(sum((sum(step, []) for step in zip(*shards)), []))
+        assert orders[-1][:count] == orders[0][:count] and len(orders[-1]) - count < ranks
+        assert orders[-1][count:] == (orders[0] * ranks)[: len(orders[-1]) - count]
+    assert sorted(orders[0]) == list(range(count))
+    if count > 16:  # whole batches are those of the other sampler
+        other = EpochSampler(count, 16, seed=5)
+        other.start_at(2, 0)
+        assert sum(batches(other), []) == orders[0][: count // 16 * 16]
 
 
 # --- Augmentation ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import pickle
 import socket
 import subprocess
 import threading
@@ -112,7 +113,14 @@ class Workers:
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
         """An epoch with a new copy of the data set, which is sent only where it has changed since the last one."""
-        packed = pack(task)
+        try:
+            packed = pack(task)
+        except (RuntimeError, TypeError, NotImplementedError, pickle.PicklingError) as error:
+            raise UserError(
+                f"the data set, or a function given with it, cannot be sent to the Ray cluster: {one_line(error)[:200]}; "
+                "leave out what lives in one process or on one machine, such as a lock or a multiprocessing.Value, or give "
+                "distribute_mode=False"
+            ) from error
         digest = hashlib.blake2b()
         for part in packed.parts:
             digest.update(part)

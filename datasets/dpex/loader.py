@@ -2,6 +2,7 @@
 
     loader = DpexDataLoader(data_set, distribute_mode=True, num_workers=10, batch_size=100, shuffle=True)
 
+Arguments without a name mean what they mean to torch's DataLoader; ours are given by their names.
 distribute_mode=False is torch's own loader, num_workers=0 makes the batches in this process. Batch i of N workers is made by
 worker i % N, which is seeded as torch's is, so that nothing depends on where it runs. The data set travels to each node once.
 
@@ -17,7 +18,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -35,18 +36,24 @@ from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch, begin_worker
 
 DEFAULT_WORKERS = 2  # of a job without --workers
 
+Sample = TypeVar("Sample", covariant=True)
 
-class DpexDataLoader(DataLoader):
+
+class DpexDataLoader(DataLoader[Sample]):
     """See torch.utils.data.DataLoader, and the text above for the other arguments."""
 
     def __init__(
-        self, dataset: Dataset, distribute_mode: bool = False, head_address: str = "auto", batch_size: Optional[int] = 1,
-        shuffle: Optional[bool] = False, sampler: Any = None, batch_sampler: Any = None, num_workers: int = 0,
-        collate_fn: Optional[Callable] = None, pin_memory: bool = False, drop_last: bool = False, timeout: float = 0,
-        worker_init_fn: Optional[Callable[[int], None]] = None, multiprocessing_context: Any = None,
-        generator: Optional[torch.Generator] = None, *, prefetch_factor: int = 2, persistent_workers: bool = False,
-        head_lost: str = "local", **others: Any,
+        self, dataset: Dataset[Sample], batch_size: Optional[int] = 1, shuffle: Optional[bool] = None, sampler: Any = None,
+        batch_sampler: Any = None, num_workers: int = 0, collate_fn: Optional[Callable] = None, pin_memory: bool = False,
+        drop_last: bool = False, timeout: float = 0, worker_init_fn: Optional[Callable[[int], None]] = None,
+        multiprocessing_context: Any = None, generator: Optional[torch.Generator] = None, *, distribute_mode: bool = False,
+        head_address: str = "auto", head_lost: str = "local", **others: Any,
     ):  # fmt: skip
+        if isinstance(batch_size, bool):  # in the order of the document that this loader comes from
+            raise UserError(
+                f"batch_size={batch_size}: arguments without a name are in the order of torch's DataLoader; give "
+                f"distribute_mode={batch_size} by its name, and head_address too"
+            )
         if head_lost not in ("local", "stop"):
             raise UserError(
                 f"head_lost={head_lost!r} is neither 'local' nor 'stop': when the cluster is lost, 'local' goes on with "
@@ -57,8 +64,7 @@ class DpexDataLoader(DataLoader):
         self._idle_workers: list[Workers] = []  # of passes that are over
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, prefetch_factor=prefetch_factor if num_workers else None,
-            persistent_workers=persistent_workers, **others,
+            worker_init_fn, multiprocessing_context, generator, **others,
         )  # fmt: skip
         self._bridge = bridge(head_address) if self.distribute_mode else None
 
@@ -263,7 +269,7 @@ class RayIterator(_BaseDataLoaderIter):
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
     """datasets.loader.torch_batches over Ray: `data_set[epoch, ids]` gives a whole batch."""
     return DpexDataLoader(
-        HandsOnErrors(data_set), True, "auto", batch_size=None, sampler=WithEpoch(sampler), persistent_workers=True,
+        HandsOnErrors(data_set), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
         num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ NAMES = {
     "HybridValPipe": "datasets.drop_in.article",
     "DaliIterator": "datasets.drop_in.article",
     "DaliIteratorCPU": "datasets.drop_in.article",
+    "DaliIteratorCPUNoPrefetch": "datasets.drop_in.article",
     "DaliIteratorGPU": "datasets.drop_in.article",
 }
 

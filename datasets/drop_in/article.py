@@ -191,6 +191,8 @@ class DaliIteratorGPU(DaliIterator):
 class DaliIteratorCPU(DaliIterator):
     """Of a pipeline that gives uint8 (H, W, 3): a thread moves the batches, up to five of them ahead, and normalises them."""
 
+    _has_thread = True
+
     def __init__(
         self, fp16: bool = False, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0),
         pin_memory: bool = True, **kwargs: Any,
@@ -203,7 +205,8 @@ class DaliIteratorCPU(DaliIterator):
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._epoch is None:
-            self._epoch = ahead(_normalised(self._dali_iterator, *self._how), AHEAD)
+            batches = _normalised(self._dali_iterator, *self._how)
+            self._epoch = ahead(batches, AHEAD) if self._has_thread else batches
         try:
             images, labels, ready = next(self._epoch)
         except BaseException:  # the end of the epoch, or what went wrong in the thread, which has ended
@@ -221,6 +224,12 @@ class DaliIteratorCPU(DaliIterator):
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None
+
+
+class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
+    """The same without the thread: each batch is moved and normalised when the loop asks for it."""
+
+    _has_thread = False
 
 
 def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:

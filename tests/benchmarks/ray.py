@@ -121,7 +121,7 @@ def two_hosts(workers, stack):
         os.environ.update(hosts.variables)
         name = f"ours, over Ray, {count} host{'s' if count > 1 else ''}"
         how = {"batch_size": BATCH, "num_workers": count * workers, "persistent_workers": True}
-        forms[name] = DpexDataLoader(data, True, hosts.address, **how)
+        forms[name] = DpexDataLoader(data, distribute_mode=True, head_address=hosts.address, **how)
         rate(forms[name].__iter__)
     return forms
 
@@ -161,8 +161,8 @@ def main(argv=None):
         data = Samples(kind, KINDS[kind])
         loaders = {
             "torch": DataLoader(data, **how),
-            "ours, local": DpexDataLoader(data, False, **how),
-            "ours, over Ray": DpexDataLoader(data, True, "local", **how),
+            "ours, local": DpexDataLoader(data, distribute_mode=False, **how),
+            "ours, over Ray": DpexDataLoader(data, distribute_mode=True, head_address="local", **how),
         }
         for loader in loaders.values():
             rate(loader.__iter__)

@@ -45,7 +45,7 @@ def trials(fault, count, seed):
             cluster = tempfile.TemporaryDirectory(prefix="chaos")
             hosts = RayHosts(Path(cluster.name), 2)
             os.environ.update(hosts.variables)
-            loader = DpexDataLoader(Pictures(), True, hosts.address, batch_size=2, num_workers=3)
+            loader = DpexDataLoader(Pictures(), distribute_mode=True, head_address=hosts.address, batch_size=2, num_workers=3)
         at, now, before = draw.randrange(2, COUNT - 10), hosts, draw
         try:
             found.append(epoch(loader, lambda now=now, draw=before: strike(fault, now, draw), at)[0])
