@@ -18,8 +18,14 @@ from PIL import Image
 from common import devices
 from common.errors import UserError
 from datasets.drop_in import (
-    DaliIterator, DaliIteratorCPU, DaliIteratorCPUNoPrefetch, DaliIteratorGPU, HybridTrainPipe, HybridValPipe, article,
-)  # fmt: skip
+    DaliIterator,
+    DaliIteratorCPU,
+    DaliIteratorCPUNoPrefetch,
+    DaliIteratorGPU,
+    HybridTrainPipe,
+    HybridValPipe,
+    article,
+)
 from datasets.facade import Dataset, resident_bytes
 from tests.jobs import ROOT, environment
 

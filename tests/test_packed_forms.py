@@ -203,7 +203,7 @@ def test_any_reader_of_webdataset_finds_pictures_of_the_size_that_the_index_says
 def test_what_only_pillow_reads_alike_is_read_by_it_once(packs, files):
     """Sixteen bits keep their upper half, CMYK its colours; no loader needs to know."""
     theirs, ours = files("train"), {form: packed.load(str(packs[form]), "train") for form in FORMS}
-    numbers = np.flatnonzero(theirs.special)
+    numbers = [number for number in np.flatnonzero(theirs.special) if theirs.names[number] != BROKEN]
     assert len(numbers) == 3
     for form in FORMS:
         for number in numbers:

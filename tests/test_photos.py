@@ -2,7 +2,10 @@
 
 import io
 import os
+import re
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from datasets import crops, imagenet, synthetic
 from datasets.photos import decode, files, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
-from tests.jobs import module_of
+from tests.jobs import ROOT, environment, module_of
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -268,6 +271,86 @@ def test_sixteen_bits_keep_their_upper_half():
     assert found.min() < 3 and found.max() > 250 - 3 and (found[0] == found[1]).all()
 
 
+@pytest.mark.parametrize("name", ["big-endian.tif", "little-endian.tif", "thirty-two.tif"])
+def test_sixteen_bits_of_a_tiff_are_the_same(tmp_path, name):
+    values = np.asarray(SIXTEEN).astype({"b": ">u2", "l": "<u2", "t": "<i4"}[name[0]])
+    Image.fromarray(values).save(tmp_path / name)
+    with Image.open(tmp_path / name) as opened:
+        assert opened.mode == {"b": "I;16B", "l": "I;16", "t": "I"}[name[0]]
+    found = decode.decode((tmp_path / name).read_bytes(), tree.judge(str(tmp_path / name))[0], None)
+    assert np.array_equal(found.numpy(), np.stack([np.asarray(SIXTEEN) >> 8] * 3))
+
+
+def test_a_picture_of_floats_is_what_pillow_makes_of_it():
+    values = np.linspace(-50, 400, 2400, dtype=np.float32).reshape(40, 60)
+    found = decode.decode(encoded(Image.fromarray(values), "TIFF"), True, None)
+    assert np.array_equal(found[0].numpy(), values.clip(0, 255).astype(np.uint8)) and found.max() == 255
+
+
+def between_the_tables(content, more):
+    """With bytes before its last table, which is behind the size of the picture."""
+    place = content.rindex(b"\xff\xc4")
+    return content[:place] + more + content[place:]
+
+
+def interrupted(content):
+    """With a marker in its data that means nothing, as a damaged file may have one."""
+    place = content.index(b"\xff\xda") + len(content) // 2
+    return content[:place] + b"\xff\x42" + content[place + 2 :]
+
+
+ODD = {
+    "a marker that is none": (between_the_tables(JPEG, b"\xff\x00\x00\x02"), tree.SPECIAL, True),
+    "bytes between segments": (between_the_tables(JPEG, b"stray"), tree.SPECIAL, True),
+    "a marker in the data": (interrupted(JPEG), tree.GOOD, True),
+    "the same in a grey one": (interrupted(FILES["grey.jpg"][0]), tree.GOOD, True),
+    "the same in a progressive one": (interrupted(FILES["progressive.jpg"][0]), tree.GOOD, False),
+    "two frames": (JPEG.replace(b"\xff\xda", JPEG[JPEG.index(b"\xff\xc0") :][:19] + b"\xff\xda"), tree.GOOD, False),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_can_be_decoded_does_not_depend_on_what_is_installed(tmp_path, monkeypatch, name):
+    content, special, good = ODD[name]
+    (tmp_path / "odd.jpg").write_bytes(content)
+    assert tree.judge(str(tmp_path / "odd.jpg")) == (special, 60, 40)
+
+    def found():
+        try:
+            return decode.decode(content, bool(special), None)
+        except decode.Undecodable:
+            return None
+
+    with_codec = found()
+    monkeypatch.setattr(decode, "_codec", lambda: None)
+    without = found()
+    assert (with_codec is not None) == (without is not None) == good
+    assert not good or ((with_codec.int() - without.int()).abs().max() <= 3 and without.float().std() > 30)
+
+
+@pytest.mark.parametrize("width", [1, 4, 5, 12, 18, 40])
+def test_a_part_one_pixel_wide_has_the_colours_of_the_whole(width):
+    noise = np.random.default_rng(width).integers(0, 256, (24, width, 3)).astype(np.uint8)
+    content = encoded(Image.fromarray(noise), subsampling="4:2:0")
+    whole = decode.decode(content, False, None)
+    for left in range(width):
+        for right in {left + 1, min(left + 2, width), width}:
+            assert torch.equal(decode.decode(content, False, (3, left, 20, right)), whole[:, 3:20, left:right])
+
+
+def test_dali_crops_narrow_pictures_to_the_same_pixels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train" / "narrow").mkdir(parents=True)
+    for number in range(24):
+        noise = np.random.default_rng(number).integers(0, 256, (8, 5, 3)).astype(np.uint8)
+        Image.fromarray(noise).save(tmp_path / "train" / "narrow" / f"{number:02d}.jpg", subsampling="4:2:0")
+    ours, theirs = (
+        images_of(tmp_path / "train", lambda count: shard(count, 4, 0, 1), backend=backend)[0]
+        for backend in ("pytorch", "dali-cpu")
+    )
+    assert_close(theirs, ours, 0.01)
+
+
 def test_a_file_that_only_looks_like_a_picture_is_undecodable():
     for content in (JPEG[:200] + b"\xff\xd9", b"\xff\xd8" + os.urandom(500), encoded(picture(), "PNG")[:60]):
         with pytest.raises(decode.Undecodable):
@@ -370,6 +453,40 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_and_said_once(folder, ca
         found, order = images_of(folder, lambda count: InOrder(count, 4), train=False, workers=workers)
         assert torch.equal(found[number][0], found[number + 1][0]) and sorted(order) == list(range(len(files)))
         assert capfd.readouterr().out.count("zgood/0.jpg cannot be decoded") == 1
+
+
+SAID = """
+import sys
+from common.progress import say
+from datasets.photos import decode, remarks, tree
+remarks.MOST = int(sys.argv[1])
+files = tree.load(sys.argv[2], sys.argv[3])
+kept = decode.Substitutes("images", 100)
+for epoch in range(3):
+    for number in range(len(files)):
+        kept.decode(number, len(files), lambda used: decode.decode(files.read(used), True, None), files.path)
+remarks.warnings.warn("of another")
+"""
+
+
+@pytest.mark.parametrize("most", [20, 3])
+def test_what_pillow_and_libtiff_say_is_one_line_for_each_file(tmp_path, most):
+    (tmp_path / "some").mkdir()
+    for number in range(4):
+        fax = bytearray(encoded(picture(seed=number).convert("1"), "TIFF", compression="group4"))
+        fax[20:60] = bytes(range(60, 100))
+        (tmp_path / "some" / f"fax{number}.tif").write_bytes(fax)
+    (tmp_path / "some" / "palette.png").write_bytes(encoded(picture(mode="P"), "PNG", transparency=bytes(range(200))))
+    words = [sys.executable, "-c", SAID, str(most), str(tmp_path), str(tmp_path / "inputs")]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert len(said) == min(most, 5) and len({line.split(": its decoder")[0] for line in said}) == len(said)
+    assert re.search(r"fax0\.tif: its decoder says: Fax4Decode: .+ \(\d+ more about it\)$", said[0])
+    if most == 20:
+        assert "palette.png: its decoder says: Palette images with Transparency" in said[-1]
+    else:
+        assert said[-1].endswith("; that is said of 3 files now, and no other is named")
+    assert [line for line in done.stderr.splitlines() if "Warning" in line] == ["<string>:11: UserWarning: of another"]
 
 
 def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):

@@ -23,6 +23,8 @@ from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
 from datasets.sampler import Sampler
 
+SMALL = 64  # pixels: a picture of fewer across may be cropped to one that is
+
 
 class Batches:
     """(uint8 images, labels, ids) of each of the sampler's batches, in its order. What a pipeline makes is a subclass's."""
@@ -44,7 +46,7 @@ class Batches:
             give_memory_back()
 
     def _batches(self, epoch, batches):
-        for_dali = [not self._data.special[ids].any() for ids in batches]  # it reads all of these as other decoders do
+        for_dali = [self._reads_alike(ids, epoch) for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):
             if for_dali[number]:
@@ -62,6 +64,10 @@ class Batches:
                     pipeline = None
             images, labels, _ = self._data[epoch, ids]
             yield images, labels, ids
+
+    def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
+        """Whether DALI gives the pixels of a batch that other decoders give."""
+        return not self._data.special[ids].any()
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         raise NotImplementedError
@@ -87,6 +93,11 @@ class DaliBatches(Batches):
     """Of photographs with labels."""
 
     _data: Photos
+
+    def _reads_alike(self, ids, epoch):
+        small = ids[self._data.tree.widths[ids] < SMALL] if self._data.train else ids[:0]
+        narrow = any(map(decode.is_narrow, self._data.windows(small, epoch)[0][:, 3])) if len(small) else False
+        return not narrow and super()._reads_alike(ids, epoch)
 
     def _batch(self, outputs, ids, epoch):
         labels = torch.from_numpy(self._data.tree.labels[ids])

@@ -8,6 +8,7 @@ is ignored, as torchvision does. A picture that a pack holds as pixels is not de
 
 import functools
 import io
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 from common.errors import TrainingFailed, is_of_the_system, one_line
 from common.progress import warn
-from datasets.photos import files, tiles
+from datasets.photos import files, remarks, tiles
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FILTERS = {"bilinear": 1, "bicubic": 2}  # how many pixels of the larger of two sizes a resized one depends on, to each side
 WHOLE = 0  # in place of a short side: the whole picture is squeezed into the square, and nothing is cut off
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
+
+STRAY_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of JPEG, between its data
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
 Decoded = TypeVar("Decoded")
@@ -56,7 +59,8 @@ class Substitutes:
         for step in range(self._most):
             used = (number + step) % count
             try:
-                return used, decode(used)
+                with remarks.about(functools.partial(name, used)):
+                    return used, decode(used)
             except (Undecodable, OSError) as error:
                 if is_of_the_system(error):  # the picture may be good: a start on a mended disk has to see the same ones
                     raise
@@ -102,6 +106,11 @@ class Tiled:
 
 
 Content = Union[bytes, Pixels, Tiled]  # what a picture is decoded from
+
+
+def is_narrow(width: int) -> bool:
+    """Whether nvImageCodec, and DALI with it, gives other colours where it decodes only a part of this width."""
+    return width < 2
 
 
 def train_picture(
@@ -209,11 +218,38 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
 
 def with_pillow(content: bytes) -> "Image.Image":
     """The picture as Pillow decodes it, in RGB."""
+    try:
+        return _in_rgb(content)
+    except OSError:
+        before = _before_a_stray_marker(content)
+        if before is None:
+            raise
+        return _in_rgb(before)
+
+
+def _in_rgb(content):
+    from PIL import Image
+
     with files.picture(io.BytesIO(content)) as picture:
         _refuse_bomb(*picture.size)
-        if picture.mode in ("I", "I;16", "I;16B", "F"):  # 16 bits: the upper eight; Pillow would clip instead
-            picture = picture.point(lambda value: value / 256).convert("L")
+        if picture.mode.startswith("I"):  # 16 bits: the upper eight; Pillow would clip instead
+            picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
         return picture.convert("RGB")
+
+
+def _before_a_stray_marker(content):
+    """A JPEG that ends where its data are interrupted. nvImageCodec decodes it so, with grey for the rest, and only if it is
+    neither progressive nor in several scans; Pillow, which refuses it as a whole, must not make another data set of it."""
+    try:
+        there = tiles.layout(content)
+    except tiles.NotTiled:
+        return None
+    components = content[there.sof + 9]
+    only_scan = b"\xff\xda" + bytes([0, 6 + 2 * components, components])
+    found = STRAY_MARKER.search(content, there.data)
+    if content[there.sof + 1] == 0xC2 or not found or content[: there.data][-8 - 2 * components :][:5] != only_scan:
+        return None
+    return content[: found.start()] + b"\xff\xd9"
 
 
 def _refuse_bomb(width: int, height: int) -> None:
@@ -239,6 +275,8 @@ def _codec():
     def decode(content, box):
         stream = library.CodeStream(content)
         _refuse_bomb(stream.width, stream.height)
+        if box is not None and is_narrow(box[3] - box[1]):
+            return decode(content, None)[:, box[0] : box[2], box[1] : box[3]]
         if box is not None:
             stream = stream.get_sub_code_stream(region=library.Region(start=box[:2], end=box[2:]))
         picture = decoder.decode(stream, params=parameters)

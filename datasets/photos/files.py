@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 from common import arguments
 from common.errors import UserError, of_a_file, one_line
 from common.files import open_regular
+from datasets.photos import remarks
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -116,4 +117,5 @@ def picture(file: IO[bytes]) -> "Image.Image":
     """What Pillow finds in the file, before anything is decoded."""
     from PIL import Image
 
+    remarks.listen()
     return Image.open(file, formats=FORMATS)

@@ -1,9 +1,9 @@
 """A tree of photographs, ROOT/{train,val}/CLASS/*.JPEG, as a list of samples; every file is judged once, by its header and end.
 
 Classes and files are sorted as torchvision's ImageFolder sorts them, so labels agree. A file that cannot be a picture is left
-out and counted. One that decoders read differently (CMYK, 16 bits, anything but JPEG and PNG) is marked, and every loader gives
-it to the same decoder. The verdicts and sizes are kept in an index. It is made again when a class folder has changed, or a file
-that was left out.
+out and counted. One that decoders read differently (CMYK, 16 bits, an odd header, anything but JPEG and PNG) is marked, and
+every loader gives it to the same decoder. The verdicts and sizes are kept in an index. It is made again when a class folder
+has changed, or a file that was left out.
 """
 
 import collections
@@ -21,10 +21,10 @@ import numpy as np
 
 from common.errors import UserError, one_line, require_folder
 from common.files import write_atomically
-from common.progress import Progress
+from common.progress import Progress, say
 from common.storage import once
 from common.world.folders import INPUT_DIR
-from datasets.photos import files
+from datasets.photos import files, remarks
 
 if TYPE_CHECKING:
     from datasets.photos.decode import Content
@@ -172,7 +172,8 @@ def _names(left_out):
 
 def _judged(path):
     """(when the file had last changed before it was judged, the verdict)"""
-    return _when(path), judge(path)
+    with remarks.about(lambda: path, lambda text: say(f"warning: {text}")):
+        return _when(path), judge(path)
 
 
 def _when(path):
@@ -221,8 +222,9 @@ def judge(path: str) -> Verdict:
 
 
 def _judge_jpeg(file, head, tail) -> Verdict:
-    """Walk the segments to the frame header; the end marker has to be near the end."""
-    at = 2
+    """Walk the segments to the data; the end marker has to be near the end. Where others skip what is no segment, nvImageCodec
+    gives up, so only Pillow decodes it."""
+    at, frame, odd = 2, None, False
     while True:
         if at + 4 > len(head):
             file.seek(len(head))
@@ -232,24 +234,28 @@ def _judge_jpeg(file, head, tail) -> Verdict:
             head += more
             continue
         if head[at] != 0xFF:
-            return "damaged header"
+            if frame is None:
+                return "damaged header"
+            odd = True
+            break
         kind = head[at + 1]
         if kind == 0xFF:  # fill
             at += 1
             continue
+        odd = odd or kind < 0xC0
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             if at + 10 > len(head):
                 return "damaged header"
-            bits, height, width, components = struct.unpack(">BHHB", head[at + 4 : at + 10])
-            break
+            frame = struct.unpack(">BHHB", head[at + 4 : at + 10])
         if kind in (0xD9, 0xDA):
-            return "damaged header"
+            break
         at += 2 + struct.unpack(">H", head[at + 2 : at + 4])[0]
+    bits, height, width, components = frame or (0, 0, 0, 0)
     if not width or not height or components not in (1, 3, 4):
         return "damaged header"
     if b"\xff\xd9" not in tail:
         return "cut off"
-    return (GOOD if bits == 8 and components != 4 else SPECIAL), width, height
+    return (GOOD if bits == 8 and components != 4 and not odd else SPECIAL), width, height
 
 
 def _judge_png(head, tail) -> Verdict:

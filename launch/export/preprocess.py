@@ -49,8 +49,8 @@ def decoded(picture: Any) -> np.ndarray:
 
     if not isinstance(picture, Image.Image):
         picture = Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture, formats=FORMATS)
-    if picture.mode in ("I", "I;16", "I;16B", "F"):  # 16 bits: the upper eight
-        picture = picture.point(lambda value: value / 256).convert("L")
+    if picture.mode.startswith("I"):  # 16 bits: the upper eight
+        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
     return np.array(picture.convert("RGB"))
 
 

@@ -6,6 +6,7 @@ The same photographs and settings give the same bytes, whoever packs and in how 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from common.errors import UserError, one_line
 from common.files import MIB, TEMPORARY, create, write_atomically
 from common.progress import say
 from datasets.crc import crc32
-from datasets.photos import packed, tree
+from datasets.photos import packed, remarks, tree
 from launch.pack import forms
 
 BLOCK = tarfile.BLOCKSIZE
@@ -135,10 +136,11 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
                 raise UserError(
                     f"{one_line(plan.files.path(sample))} changed while it was packed: start again when it no longer changes"
                 )
-            stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.whole(sample))
+            source = functools.partial(plan.files.path, sample)
+            with remarks.about(source, lambda text: say(f"warning: {text}")):
+                stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.whole(sample))
             if not min(size):
-                name = one_line(plan.files.path(sample))
-                say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
+                say(f"warning: {one_line(source())} cannot be decoded: it is packed as it is, and a job takes the next one instead")
             for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
                 made[name].append(value)
             key = f"{sample:08d}"  # unique, and without the dot that ends a key
