@@ -81,15 +81,26 @@ def children(process):
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
+LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # 127.0.0.1 and ::1, as the kernel writes them
+
+
 def listening(pids):
     """The addresses at which these processes accept connections, as the kernel writes them."""
+    return {address.split(":")[0] for address in _listeners(pids)}
+
+
+def ports_of(pids):
+    return {int(address.split(":")[1], 16) for address in _listeners(pids)}
+
+
+def _listeners(pids):
     sockets = set()
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 sockets.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {words[1].split(":")[0] for words in lines if words[3] == "0A" and words[9] in sockets}
+    return {words[1] for words in lines if words[3] == "0A" and words[9] in sockets}
 
 
 def workers_of(pids):

@@ -5,13 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, environment, final_state, run_job, wait_for
 from tests.objectstore import free_port
-from tests.ranks import children, workers_of
+from tests.ranks import LOOPBACK, LOOPBACK_6, children, listening, workers_of
 from tests.test_report import shown
 
 SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "4"]
@@ -68,8 +69,9 @@ def undisturbed(tmp_path_factory):
 class Nodes:
     """Nodes of a run on this machine, each in its own session and with an output folder of its own, as on separate disks."""
 
-    def __init__(self, folder, number, *options, job=ROOT / "jobs" / "train_ddp_exact.py", env=None):
-        self.folder, self.number, self.port, self.options = folder, number, free_port(), options
+    def __init__(self, folder, number, *options, job=ROOT / "jobs" / "train_ddp_exact.py", env=None, host="127.0.0.1"):
+        self.folder, self.number, self.options = folder, number, options
+        self.address = f"tcp://{host}:{free_port()}"
         self.job, self.env = job, env or {}  # {node: its own variables}
         self.running = [self.start(node) for node in range(number)]
 
@@ -77,7 +79,7 @@ class Nodes:
         own = self.folder / f"node{node}"
         own.mkdir(exist_ok=True)
         words = [sys.executable, self.job, *SMALL, *SHARES, *EPOCHS, "--ledger", "true"]
-        words += ["--init_method", f"tcp://127.0.0.1:{self.port}", "--rank", node, "--world_size", self.number, *self.options]
+        words += ["--init_method", self.address, "--rank", node, "--world_size", self.number, *self.options]
         with open(own / "log", "a") as log:
             kind = subprocess.Popen if self.env.get(node) else Popen  # what a fork has imported already cannot be broken
             return kind(
@@ -134,6 +136,9 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
     """Node 0, which leads and writes: another node does both from then on, and it finds the run again. They wait for it."""
     run = nodes(3, "--min_nodes", 3)
     run.wait_for("epoch=2/20", 0)
+    ranks = [pid for parent in run.running for pid in children(parent)]
+    assert len(ranks) >= 3 and listening(ranks) == {LOOPBACK}, "whoever reaches torchft can end a rank"
+    assert listening([run.running[0].pid]) == {LOOPBACK, "0" * 32}, "the lighthouse, and the port that asks for the secret"
     run.kill(0)
     run.wait_for(r"node 0 \(rank 0\) is gone; fewer than --min_nodes 3 are left: waiting for others up to 900 s", 1)
     run.running[0] = run.start(0)
@@ -145,6 +150,14 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
     written = [path.parent for path in run.folder.glob("node*/out/journal.jsonl")]  # of those that have led
     told = [row[2] for folder in written for row in shown(folder).tables["events"]]
     assert any(re.match(r"node 0 \(rank 0\) is gone; node 0 \(rank 0\) has joined \([\d.]+ s\)", text) for text in told), told
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
+def test_nodes_find_each_other_by_ipv6_too(nodes):
+    run = nodes(2, "--min_nodes", 2, "--epochs", 40, host="[::1]")
+    run.wait_for("epoch=1/40", 0)
+    assert listening([pid for parent in run.running for pid in children(parent)]) == {LOOPBACK, LOOPBACK_6}
+    assert run.end(0, 1) == [0, 0], run.log()
 
 
 @pytest.mark.rehearsal

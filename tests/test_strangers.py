@@ -5,7 +5,9 @@ import json
 import os
 import random
 import resource
+import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -18,11 +20,10 @@ from common.wire import channel, hub, secret
 from common.world import World
 from tests.jobs import PATIENCE, Popen, command, environment, saved, start, wait_for
 from tests.objectstore import free_port
-from tests.ranks import LONG, children, listening
+from tests.ranks import LONG, LOOPBACK, children, listening, ports_of
 
 KEY = b"0123456789abcdef"
 GO = {"attempt": 0, "address": "127.0.0.1", "port": 29500}
-LOOPBACK = "0100007F"  # 127.0.0.1, as the kernel writes it
 REPORT = {"text": "", "direct": True, "code": 1, "restart": True}
 
 
@@ -256,6 +257,34 @@ def test_a_job_on_one_node_listens_on_the_loopback_alone(tmp_path, launcher):
         for parent in parents:
             parent.kill()
             parent.wait()
+
+
+def test_idle_connections_to_the_ports_of_a_rank_do_not_end_it(tmp_path):
+    """More than it may open files by the limit that it was started with: Gloo ends a process that cannot accept one."""
+    soft, (_, hard) = 256, resource.getrlimit(resource.RLIMIT_NOFILE)
+    words = [*command("train_ddp", *LONG, "--nproc_per_node", 2), "--output_dir", str(tmp_path / "out")]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(
+            words, cwd=tmp_path, env=environment(), stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+        )  # fmt: skip
+    held = []
+    try:
+        wait_for(lambda: "epoch=2/" in (tmp_path / "log").read_text(), job, "an epoch")
+        ports = ports_of(children(job))
+        assert ports
+        with contextlib.suppress(ConnectionError):  # as it was: the rank has ended
+            for _ in range(soft):
+                held += [socket.create_connection(("127.0.0.1", port)) for port in ports]
+        reached = (tmp_path / "log").read_text().count("accuracy=")
+        wait_for(lambda: (tmp_path / "log").read_text().count("accuracy=") > reached + 1, job, "further epochs")
+        assert "restart" not in (tmp_path / "log").read_text()
+    finally:
+        for connection in held:
+            connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
 
 
 def test_a_master_without_an_address_is_a_sentence():

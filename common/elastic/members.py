@@ -8,9 +8,11 @@ would wait for minutes.
 
 import contextlib
 import datetime
+import http.server
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from common import devices, heartbeat, moments, tensors
+from common.elastic import quorum
 from common.errors import UserError, one_line
 from common.ranks.collectives import AtOnce, Changed, Stopped
 
@@ -97,13 +100,13 @@ class Members:
         address = os.environ[ADDRESS]
         try:
             devices.use(self._device)
-            store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            store = _store(address)
             group = _group_class(self._device)(timeout=CONNECT_SECONDS)
             self._kept += [group, store]
-            manager = torchft().manager.Manager(
+            manager = _manager_class(address)(
                 pg=group, state_dict=state, load_state_dict=received.append, min_replica_size=1, use_async_quorum=False,
                 timeout=STATE_SECONDS, quorum_timeout=FOREVER, connect_timeout=CONNECT_SECONDS, rank=0, world_size=1,
-                store_addr=address, store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=address,
+                store_addr=address, store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=quorum.in_url(address),
                 replica_id=f"{self._name:08d}", checkpoint_transport=_transport(address),
             )  # fmt: skip
             self._kept.append(manager)
@@ -213,19 +216,48 @@ def _group_class(device):
     return getattr(torchft().process_group, name)
 
 
+def _store(address):
+    """torch's, which otherwise listens on all interfaces."""
+    listener = socket.create_server((address, 0), family=_family(address))
+    port = listener.getsockname()[1]
+    return distributed.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _family(address):
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _manager_class(address):
+    """torchft's, which otherwise listens on all interfaces, and ends this process for whoever asks for it there."""
+    module = torchft().manager
+
+    def here(**how):
+        return ManagerServer(**{**how, "bind": f"{quorum.in_url(address)}:0"})
+
+    from torchft.coordination import ManagerServer
+
+    module.ManagerServer = here
+    return module.Manager
+
+
 def _with_timeout(options):
     options.timeout = FOREVER
     return options
 
 
 def _transport(address):
-    """torchft's, which otherwise names this host instead of its address, and unpickles what it is sent."""
-    from torchft.checkpointing import HTTPTransport
+    """torchft's, which otherwise listens on all interfaces, names this host instead of its address, and unpickles what it is
+    sent."""
+    from torchft.checkpointing import HTTPTransport, http_transport
+
+    class Server(http.server.ThreadingHTTPServer):
+        address_family, request_queue_size = _family(address), 1024
+
+    http_transport._IPv6HTTPServer = lambda _everywhere, handler: Server((address, 0), handler)
 
     class OfThisNode(HTTPTransport):
         def address(self):
-            host = f"[{address}]" if ":" in address else address
-            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
+            return f"http://{quorum.in_url(address)}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
         @classmethod
         def _load_from_address(cls, address, timeout):

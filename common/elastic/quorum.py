@@ -44,13 +44,19 @@ def lighthouse(address: str, ranks: int) -> Any:
     from torchft.coordination import LighthouseServer
 
     never = 24 * 3600 * 1000
-    host = f"[{address}]" if ":" in address else address
     return LighthouseServer(
-        bind=f"{host}:0", min_replicas=max(1, ranks), join_timeout_ms=never, quorum_tick_ms=10, heartbeat_timeout_ms=never
+        bind=f"{in_url(address)}:0",
+        min_replicas=max(1, ranks),
+        join_timeout_ms=never,
+        quorum_tick_ms=10,
+        heartbeat_timeout_ms=never,
     )
+
+
+def in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def address_of(server: Any, address: str) -> str:
     """The server's, which otherwise names this host."""
-    host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{server.address().rpartition(':')[2]}" if server else ""
+    return f"http://{in_url(address)}:{server.address().rpartition(':')[2]}" if server else ""

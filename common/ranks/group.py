@@ -31,6 +31,7 @@ from common.watching import watcher
 from common.wire import network
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES = 65_536  # that a rank may have open: a stranger's connection to Gloo takes one, and Gloo aborts where none is left
 FOLDERS = ("common", "datasets")  # what a job imports
 
 # Options that may differ from node to node.
@@ -92,6 +93,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
             raise UserError(wrong)
         if devices.is_nvidia(device) and here.local_rank == 0 and (slow := network.no_adapter(os.environ)):
             print(f"warning: node {here.node_rank}: {slow}", flush=True)
+    network.allow_open_files(MOST_FILES)
     GROUP.members = moments.announce("members", args, device)
     if here.level == "node" or GROUP.members:  # then the ranks meet later, and whenever they change
         GROUP.store = distributed.HashStore()

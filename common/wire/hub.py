@@ -8,7 +8,6 @@ import collections
 import contextlib
 import errno
 import math
-import resource
 import selectors
 import socket
 import time
@@ -16,7 +15,7 @@ from typing import Any, Callable
 
 from common import naming
 from common.errors import UserError, count, one_line
-from common.wire import channel, secret
+from common.wire import channel, network, secret
 from common.wire.channel import BEAT_SECONDS, NOT_OURS, SILENCE_SECONDS, Closed, Gone, Line, beat_seconds, checked
 from common.wire.messages import HELLO, PROOF
 
@@ -260,11 +259,9 @@ def listen(port: int) -> socket.socket:
 
 def _reserve_descriptors(wanted: int) -> None:
     """Allow this process as many open files as the nodes and the strangers that may wait can take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE_DESCRIPTORS
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    allowed = network.allow_open_files(needed)
+    if allowed < needed:
         raise UserError(
-            f"node 0 needs {needed} open files for its connections, and may have {hard}: raise the limit (ulimit -n)"
+            f"node 0 needs {needed} open files for its connections, and may have {allowed}: raise the limit (ulimit -n)"
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

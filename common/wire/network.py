@@ -1,9 +1,10 @@
-"""Which network interface the ranks should use, and a port that is free."""
+"""Which network interface the ranks should use, a port that is free, and how many connections a process may have."""
 
 import contextlib
 import fcntl
 import os
 import re
+import resource
 import socket
 import struct
 from collections.abc import Mapping
@@ -15,6 +16,15 @@ ADAPTERS = Path("/sys/class/infiniband")
 
 # What NCCL says where the fault may be InfiniBand, or the GPUs' own use of it, rather than another rank.
 OF_INFINIBAND = r"nccl.*(ib_|ibv|NET/IB|GDR|unhandled system error|ncclSystemError|ncclInternalError)"
+
+
+def allow_open_files(number: int) -> int:
+    """Let this process have so many files and connections open; returns how many of them it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def free_port() -> int:

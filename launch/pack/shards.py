@@ -140,7 +140,8 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
             with remarks.about(source, lambda text: say(f"warning: {text}")):
                 stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.whole(sample))
             if not min(size):
-                say(f"warning: {one_line(source())} cannot be decoded: it is packed as it is, and a job takes the next one instead")
+                name = one_line(source())
+                say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
             for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
                 made[name].append(value)
             key = f"{sample:08d}"  # unique, and without the dot that ends a key
