@@ -364,6 +364,37 @@ def test_objects_of_a_cluster_have_only_fields_of_their_definition(platform, cha
         assert typed("V1PodTemplateSpec", replica["template"]) == replica["template"]
 
 
+def in_the_pod(text):
+    """What a container gets, by the rule of the API reference of `command`, `args` and the value of a variable."""
+    return re.sub(
+        r"\$(\$|\((.*?)\))", lambda found: "$" if found[1] == "$" else {"HOME": "/root"}.get(found[2], found[0]), text
+    )
+
+
+@pytest.mark.parametrize(
+    "platform, changes", [("kubeflow", {"code_url": "s3://code/$$/b"}), ("volcano", {}), ("kubeflow", TRAIN_JOB)]
+)
+def test_a_pod_gets_what_was_typed(platform, changes):
+    assert [in_the_pod(text) for text in ("$(HOME)", "$$(HOME)", "$(NO)", "a$$b$")] == ["/root", "$(HOME)", "$(NO)", "a$b$"]
+    values = {"/runs/$(HOME)", "a$$b$", "$$$(HOME)$$", "$HOME"}
+    words = [f"--option{number}={value}" for number, value in enumerate(values)]
+    asked = ask(platform, arguments=words, env=("PASSWORD=p$$w$(HOME)$",), **changes)
+    spec = kubernetes.build(asked)["spec"]
+    if "trainer" in spec:
+        containers = [spec["trainer"]]
+    else:
+        replica = spec["tasks"][0] if platform == "volcano" else spec["pytorchReplicaSpecs"]["Master"]
+        pod = replica["template"]["spec"]
+        containers = [*pod["containers"], *pod.get("initContainers", [])]
+    assert values < set(map(in_the_pod, containers[0]["command"]))
+    for container in containers:
+        (password,) = (one["value"] for one in container["env"] if one["name"] == "PASSWORD")
+        assert in_the_pod(password) == "p$$w$(HOME)$"
+    if len(containers) == 2:
+        words = list(map(in_the_pod, containers[1]["command"]))
+        assert "$$/b/" in words and Path(kubernetes.__file__).with_name("fetch_code.py").read_text() in words
+
+
 # --- The code, up and down ---------------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,7 @@ def _container(request: Request) -> dict[str, Any]:
     return {
         "name": "pytorch",  # Kubeflow looks for this one
         "image": request.image,
-        "command": requests.command(request, code, request.data_url, request.output_url),
+        "command": [_literal(word) for word in requests.command(request, code, request.data_url, request.output_url)],
         "env": [*_variables(request), *_of_the_nodes(request)],
         "resources": _resources(request),
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
@@ -157,11 +157,12 @@ def _fetcher(request: Request) -> dict[str, Any]:
     program = Path(__file__).with_name("fetch_code.py").read_text()
     folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
     endpoint = ENDPOINTS.get(scheme)  # Amazon's own where there is none
+    command = ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"]
     own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
     return {
         "name": "fetch-code",
         "image": request.image,
-        "command": ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"],
+        "command": [_literal(word) for word in command],
         "env": [*_variables(request), *own_endpoint],
         "volumeMounts": [{"name": "code", "mountPath": CODE}],
         **_secret(request),
@@ -171,7 +172,12 @@ def _fetcher(request: Request) -> dict[str, Any]:
 def _variables(request: Request) -> list[dict[str, Any]]:
     region = {"AWS_REGION": request.region} if request.region else {}
     given = {"PYTHONUNBUFFERED": "1", **region, **request.environment}
-    return [{"name": name, "value": value} for name, value in given.items()]
+    return [{"name": name, "value": _literal(value)} for name, value in given.items()]
+
+
+def _literal(text: str) -> str:
+    """Kubernetes puts variables in the place of $(NAME), in commands and in the values of variables, and a $ in that of $$."""
+    return text.replace("$", "$$")
 
 
 def _of_the_nodes(request: Request) -> list[dict[str, Any]]:
