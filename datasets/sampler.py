@@ -130,7 +130,7 @@ class InOrder:
 def _require_within(own, count, parts):
     if not 0 <= own.start <= own.stop <= count:
         which = own.start if len(own) == 1 else f"{own.start} to {own.stop - 1}"
-        raise UserError(f"there is no {parts[:-1]} {which} of {count} {parts}: they are counted from 0 to {count - 1}")
+        raise UserError(f"there is no {parts[:-1]} {which} of {count} {parts}, which are counted from 0")
 
 
 Sampler = Union[EpochSampler, InOrder]

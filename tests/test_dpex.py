@@ -218,6 +218,8 @@ def test_the_signature_is_that_of_the_article_and_torchs():
     for first in (True, False):
         with pytest.raises(UserError, match=f"give distribute_mode={first} by its name"):
             DpexDataLoader(Squares(), first, "auto")
+    with pytest.raises(TypeError, match="batch_size"):
+        DpexDataLoader(Squares(), True, "auto", batch_size=2)
     with pytest.raises(ValueError, match="prefetch_factor option could only be specified in multiprocessing"):
         DpexDataLoader(Squares(), distribute_mode=True, prefetch_factor=3)
     assert [DpexDataLoader(Squares(), num_workers=count).prefetch_factor for count in (0, 1)] == [None, 2]

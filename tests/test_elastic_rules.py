@@ -12,7 +12,7 @@ import types
 import pytest
 
 from common import heartbeat
-from common.elastic import job, quorum
+from common.elastic import job, members, quorum
 from common.elastic.messages import FORMS
 from common.errors import UserError
 from common.wire import channel, hub, messages
@@ -234,3 +234,11 @@ def test_without_its_folder_ranks_train_as_before_and_the_option_is_refused(two_
     done = subprocess.run(list(map(str, script)), cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: --min_nodes needs the folder common/elastic, which is not there: leave the option out\n"
+
+
+def test_the_state_is_served_without_asking_for_the_name_of_an_address(monkeypatch):
+    """An answer may take the seconds of a timeout, in every generation."""
+    asked = []
+    monkeypatch.setattr(socket, "gethostbyaddr", lambda address: asked.append(address) or (address, [], [address]))
+    members._transport("127.0.0.1").shutdown(wait=False)
+    assert not asked

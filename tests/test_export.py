@@ -81,7 +81,7 @@ def row_of(run, epoch):
 
 
 def hundred_photographs():
-    """(file, its bytes): of many sizes, as JPEG and as PNG, grey and with 16 bits."""
+    """(file, its bytes): of many sizes, as JPEG, PNG and TIFF, grey, with 16 bits in either order, and of floats."""
     draw = np.random.default_rng(7)
     for number in range(100):
         high, wide = draw.integers(24, 140, 2)
@@ -92,8 +92,10 @@ def hundred_photographs():
             picture = picture.convert("L")
         elif number % 10 == 2:
             picture = Image.fromarray((rows * 400 % 65536).astype(np.uint16))
+        elif number % 10 in (4, 5):
+            picture = Image.fromarray((rows * 400 % 65536).astype(">u2") if number % 10 == 4 else (rows * 3.0).astype("f4"))
         file = io.BytesIO()
-        picture.save(file, "PNG" if number % 10 in (2, 3) else "JPEG")
+        picture.save(file, {2: "PNG", 3: "PNG", 4: "TIFF", 5: "TIFF"}.get(number % 10, "JPEG"))
         yield file.getvalue()
 
 

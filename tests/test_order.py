@@ -72,7 +72,7 @@ def test_a_rank_that_there_is_not_is_refused(rank, ranks):
         with pytest.raises(UserError, match=f"there is no rank {rank} of {ranks} ranks"):
             sampler.shard(rank, ranks)
         assert batches(sampler) == before
-    with pytest.raises(UserError, match="there is no share 2 to 4 of 4 shares: they are counted from 0 to 3"):
+    with pytest.raises(UserError, match="there is no share 2 to 4 of 4 shares, which are counted from 0"):
         EpochSampler(100, 20, seed=0).deal(range(2, 5), 4, 20)
 
 

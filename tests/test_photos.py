@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from datasets.photos import decode, files, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from tests.jobs import ROOT, environment, module_of
+from tests.packages import program
 
 
 def picture(width=60, height=40, mode="RGB", seed=0):
@@ -274,11 +276,13 @@ def test_sixteen_bits_keep_their_upper_half():
 @pytest.mark.parametrize("name", ["big-endian.tif", "little-endian.tif", "thirty-two.tif"])
 def test_sixteen_bits_of_a_tiff_are_the_same(tmp_path, name):
     values = np.asarray(SIXTEEN).astype({"b": ">u2", "l": "<u2", "t": "<i4"}[name[0]])
+    if name == "thirty-two.tif":
+        values[0, :2] = -300, 100_000  # which become black and white
     Image.fromarray(values).save(tmp_path / name)
     with Image.open(tmp_path / name) as opened:
         assert opened.mode == {"b": "I;16B", "l": "I;16", "t": "I"}[name[0]]
     found = decode.decode((tmp_path / name).read_bytes(), tree.judge(str(tmp_path / name))[0], None)
-    assert np.array_equal(found.numpy(), np.stack([np.asarray(SIXTEEN) >> 8] * 3))
+    assert np.array_equal(found.numpy(), np.stack([(values.astype(int) >> 8).clip(0, 255)] * 3))
 
 
 def test_a_picture_of_floats_is_what_pillow_makes_of_it():
@@ -293,14 +297,16 @@ def between_the_tables(content, more):
     return content[:place] + more + content[place:]
 
 
-def interrupted(content):
+def interrupted(content, behind=None):
     """With a marker in its data that means nothing, as a damaged file may have one."""
-    place = content.index(b"\xff\xda") + len(content) // 2
+    place = content.index(b"\xff\xda") + (behind or len(content) // 2)
     return content[:place] + b"\xff\x42" + content[place + 2 :]
 
 
 ODD = {
     "a marker that is none": (between_the_tables(JPEG, b"\xff\x00\x00\x02"), tree.SPECIAL, True),
+    "half of it": (between_the_tables(JPEG, b"\xff\x00"), tree.SPECIAL, True),
+    "a marker of the data": (between_the_tables(JPEG, b"\xff\xd0"), tree.SPECIAL, True),
     "bytes between segments": (between_the_tables(JPEG, b"stray"), tree.SPECIAL, True),
     "a marker in the data": (interrupted(JPEG), tree.GOOD, True),
     "the same in a grey one": (interrupted(FILES["grey.jpg"][0]), tree.GOOD, True),
@@ -309,21 +315,34 @@ ODD = {
 }
 
 
+def with_and_without_codec(content, special, monkeypatch):
+    """The picture, or None where it cannot be decoded."""
+    pictures = []
+    for codec in (decode._codec, lambda: None):
+        monkeypatch.setattr(decode, "_codec", codec)
+        try:
+            pictures.append(decode.decode(content, bool(special), None))
+        except decode.Undecodable:
+            pictures.append(None)
+    return pictures
+
+
+def test_neither_decodes_one_in_several_scans_that_is_interrupted(tmp_path, monkeypatch):
+    (tmp_path / "scans").write_text("0;1;2;\n")
+    words = [program("jpegtran"), "-scans", str(tmp_path / "scans")]
+    whole = subprocess.run(words, input=JPEG, capture_output=True, check=True).stdout
+    assert whole.count(b"\xff\xda") == 3
+    for content, good in ((whole, True), (interrupted(whole, 100), False)):
+        assert [picture is not None for picture in with_and_without_codec(content, False, monkeypatch)] == [good, good]
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_what_can_be_decoded_does_not_depend_on_what_is_installed(tmp_path, monkeypatch, name):
     content, special, good = ODD[name]
     (tmp_path / "odd.jpg").write_bytes(content)
     assert tree.judge(str(tmp_path / "odd.jpg")) == (special, 60, 40)
 
-    def found():
-        try:
-            return decode.decode(content, bool(special), None)
-        except decode.Undecodable:
-            return None
-
-    with_codec = found()
-    monkeypatch.setattr(decode, "_codec", lambda: None)
-    without = found()
+    with_codec, without = with_and_without_codec(content, special, monkeypatch)
     assert (with_codec is not None) == (without is not None) == good
     assert not good or ((with_codec.int() - without.int()).abs().max() <= 3 and without.float().std() > 30)
 
@@ -341,9 +360,11 @@ def test_a_part_one_pixel_wide_has_the_colours_of_the_whole(width):
 def test_dali_crops_narrow_pictures_to_the_same_pixels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train" / "narrow").mkdir(parents=True)
-    for number in range(24):
-        noise = np.random.default_rng(number).integers(0, 256, (8, 5, 3)).astype(np.uint8)
+    for number in range(8):
+        noise = np.random.default_rng(number).integers(0, 256, (8, 6, 3)).astype(np.uint8)
         Image.fromarray(noise).save(tmp_path / "train" / "narrow" / f"{number:02d}.jpg", subsampling="4:2:0")
+    narrow = np.array([1, 0, 5, 1])
+    monkeypatch.setattr(crops, "random_windows", lambda ids, *_: (np.stack([narrow] * len(ids)), np.zeros(len(ids), bool)))
     ours, theirs = (
         images_of(tmp_path / "train", lambda count: shard(count, 4, 0, 1), backend=backend)[0]
         for backend in ("pytorch", "dali-cpu")
@@ -457,36 +478,46 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_and_said_once(folder, ca
 
 SAID = """
 import sys
-from common.progress import say
+import PIL.Image
 from datasets.photos import decode, remarks, tree
 remarks.MOST = int(sys.argv[1])
 files = tree.load(sys.argv[2], sys.argv[3])
 kept = decode.Substitutes("images", 100)
+with remarks.warnings.catch_warnings():
+    kept.decode(0, len(files), lambda used: decode.decode(files.read(used), True, None), files.path)
 for epoch in range(3):
     for number in range(len(files)):
         kept.decode(number, len(files), lambda used: decode.decode(files.read(used), True, None), files.path)
 remarks.warnings.warn("of another")
+PIL.Image.open(files.path(0)).load()  # by the program itself
 """
 
 
 @pytest.mark.parametrize("most", [20, 3])
 def test_what_pillow_and_libtiff_say_is_one_line_for_each_file(tmp_path, most):
-    (tmp_path / "some").mkdir()
+    some = tmp_path / "pictures" / "train" / "some"
+    some.mkdir(parents=True)
     for number in range(4):
         fax = bytearray(encoded(picture(seed=number).convert("1"), "TIFF", compression="group4"))
         fax[20:60] = bytes(range(60, 100))
-        (tmp_path / "some" / f"fax{number}.tif").write_bytes(fax)
-    (tmp_path / "some" / "palette.png").write_bytes(encoded(picture(mode="P"), "PNG", transparency=bytes(range(200))))
-    words = [sys.executable, "-c", SAID, str(most), str(tmp_path), str(tmp_path / "inputs")]
+        (some / f"fax{number}.tif").write_bytes(fax)
+    for name in ("palette.png", "quite_another.png"):
+        (some / name).write_bytes(encoded(picture(mode="P"), "PNG", transparency=bytes(range(200))))
+    words = [sys.executable, "-c", SAID, str(most), str(some.parent), str(tmp_path / "inputs")]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
     said = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
-    assert len(said) == min(most, 5) and len({line.split(": its decoder")[0] for line in said}) == len(said)
+    assert len(said) == min(most, 6) and len({line.split(": its decoder")[0] for line in said}) == len(said)
     assert re.search(r"fax0\.tif: its decoder says: Fax4Decode: .+ \(\d+ more about it\)$", said[0])
     if most == 20:
-        assert "palette.png: its decoder says: Palette images with Transparency" in said[-1]
+        assert all("png: its decoder says: Palette images with Transparency" in line for line in said[-2:])
     else:
         assert said[-1].endswith("; that is said of 3 files now, and no other is named")
-    assert [line for line in done.stderr.splitlines() if "Warning" in line] == ["<string>:11: UserWarning: of another"]
+    first, *others = [line for line in done.stderr.splitlines() if "Fax4Decode: " in line or "Warning" in line]
+    assert first == "<string>:13: UserWarning: of another" and others and all(line[:4] == "Fax4" for line in others)
+    shutil.copytree(some.parent, tmp_path / "pictures" / "val")
+    words = [sys.executable, "-m", "launch", "pack", str(tmp_path / "pictures"), str(tmp_path / "packed"), "--form", "256"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.count("train/some/fax0.tif: its decoder says: Fax4Decode") == 1 and "Fax4Decode" not in done.stderr
 
 
 def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):

@@ -190,6 +190,19 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_pair_and_said_once(folde
 # --- Network and measures --------------------------------------------------------------------------------------------------
 
 
+def test_what_pillow_says_of_a_pair_names_it(folder, capfd):
+    """A picture with transparent colours, which Pillow remarks on."""
+    seen = Image.open(folder / "train" / "sharp" / "scene0" / "00.png").convert("P")
+    for side in ("blurry", "sharp"):
+        seen.save(folder / "train" / side / "scene0" / "00.png", transparency=bytes(range(200)))
+    data = Pairs(str(folder / "train"), 0, 16, True, 0)
+    for _ in range(2):
+        data[0, np.arange(len(data))]
+    said, told = capfd.readouterr()
+    (line,) = said.splitlines()
+    assert line.startswith(f"warning: {folder}/train/*/scene0/00.png: its decoder says: Palette images") and not told
+
+
 def test_the_network_changes_nothing_before_it_has_learned_and_takes_any_size():
     network = Restorer()
     assert 200_000 < sum(parameter.numel() for parameter in network.parameters()) < 400_000

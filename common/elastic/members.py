@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import socketserver
 import sys
 import threading
 import time
@@ -230,11 +231,10 @@ def _family(address):
 def _manager_class(address):
     """torchft's, which otherwise listens on all interfaces, and ends this process for whoever asks for it there."""
     module = torchft().manager
+    from torchft.coordination import ManagerServer
 
     def here(**how):
         return ManagerServer(**{**how, "bind": f"{quorum.in_url(address)}:0"})
-
-    from torchft.coordination import ManagerServer
 
     module.ManagerServer = here
     return module.Manager
@@ -252,6 +252,11 @@ def _transport(address):
 
     class Server(http.server.ThreadingHTTPServer):
         address_family, request_queue_size = _family(address), 1024
+
+        def server_bind(self):
+            """As HTTPServer does it, which asks for the name of the address, and may wait for an answer."""
+            socketserver.TCPServer.server_bind(self)
+            self.server_name, self.server_port = address, self.server_address[1]
 
     http_transport._IPv6HTTPServer = lambda _everywhere, handler: Server((address, 0), handler)
 

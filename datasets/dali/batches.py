@@ -23,7 +23,7 @@ from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
 from datasets.sampler import Sampler
 
-SMALL = 64  # pixels: a picture of fewer across may be cropped to one that is
+NARROW = 4  # pixels: a crop of fewer may be one pixel wide
 
 
 class Batches:
@@ -95,8 +95,10 @@ class DaliBatches(Batches):
     _data: Photos
 
     def _reads_alike(self, ids, epoch):
-        small = ids[self._data.tree.widths[ids] < SMALL] if self._data.train else ids[:0]
-        narrow = any(map(decode.is_narrow, self._data.windows(small, epoch)[0][:, 3])) if len(small) else False
+        data = self._data
+        smallest = data.area[0] * data.tree.widths[ids] * data.tree.heights[ids]  # pixels of a crop
+        small = ids[smallest < NARROW] if data.train else ids[:0]
+        narrow = len(small) > 0 and any(map(decode.is_narrow, data.windows(small, epoch)[0][:, 3]))
         return not narrow and super()._reads_alike(ids, epoch)
 
     def _batch(self, outputs, ids, epoch):

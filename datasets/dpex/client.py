@@ -115,7 +115,7 @@ class Workers:
         """An epoch with a new copy of the data set, which is sent only where it has changed since the last one."""
         try:
             packed = pack(task)
-        except (RuntimeError, TypeError, NotImplementedError, pickle.PicklingError) as error:
+        except (RuntimeError, TypeError, ValueError, pickle.PicklingError) as error:
             raise UserError(
                 f"the data set, or a function given with it, cannot be sent to the Ray cluster: {one_line(error)[:200]}; "
                 "leave out what lives in one process or on one machine, such as a lock or a multiprocessing.Value, or give "

@@ -232,8 +232,10 @@ def _in_rgb(content):
 
     with files.picture(io.BytesIO(content)) as picture:
         _refuse_bomb(*picture.size)
-        if picture.mode.startswith("I"):  # 16 bits: the upper eight; Pillow would clip instead
-            picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+        if picture.mode in ("I", "I;16"):  # 16 bits: the upper eight; Pillow would clip instead
+            picture = picture.point(lambda value: value / 256).convert("L")
+        elif picture.mode.startswith("I;16"):  # in the other order, which point() does not know
+            picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
         return picture.convert("RGB")
 
 

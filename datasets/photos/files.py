@@ -117,5 +117,5 @@ def picture(file: IO[bytes]) -> "Image.Image":
     """What Pillow finds in the file, before anything is decoded."""
     from PIL import Image
 
-    remarks.listen()
+    remarks.listen_to_libtiff()
     return Image.open(file, formats=FORMATS)

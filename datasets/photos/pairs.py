@@ -54,6 +54,10 @@ class Pairs:
         for name in ("names", "heights", "widths", "special"):
             setattr(self, name, getattr(self, name)[:count])
 
+    def name(self, number: int) -> str:
+        """Of both files."""
+        return os.path.join(self.folder, "*", self.names[number])
+
     def read(self, number: int) -> list[bytes]:
         """The two files' bytes."""
         return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
@@ -87,7 +91,7 @@ class Pairs:
             pictures = [decode.decode(content, bool(self.special[used]), None) for content in self.read(used)]
             return [self.cut(picture, size, corner, flips) for picture in pictures]
 
-        return self._substitutes.decode(number, len(self), decoded, self.names.__getitem__)[1]
+        return self._substitutes.decode(number, len(self), decoded, self.name)[1]
 
     def cut(self, picture: torch.Tensor, size: np.ndarray, corner: np.ndarray, flips: np.ndarray) -> torch.Tensor:
         """One decoded picture of a pair: resized, cropped, flipped."""
@@ -110,6 +114,9 @@ class SyntheticPairs(Pairs):
         self.heights = self.widths = np.full(count, SYNTHETIC_SIZE)
         self.special = np.zeros(count, bool)
         self._substitutes = decode.Substitutes("pairs", SUBSTITUTES)
+
+    def name(self, number: int) -> str:
+        return self.names[number]
 
     def read(self, number: int) -> list[bytes]:
         return self._files[number]

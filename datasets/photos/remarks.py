@@ -6,6 +6,7 @@ By themselves they write to stderr, without the name of the file, and thousands 
 import contextlib
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import warnings
@@ -19,48 +20,65 @@ MOST = 20  # files that a process names
 LONGEST = 200  # bytes of what libtiff says
 
 _NAMED: set[str] = set()
+_NUMBERS = itertools.count(1)  # of the files that are named: each is taken once, also by threads
 _THREAD = threading.local()  # heard: what was said about the picture that this thread decodes, or None
+_shown: Any = warnings.showwarning  # who is told of other warnings
 
 
 @contextlib.contextmanager
 def about(name: Callable[[], str], tell: Callable[[str], None] = warn) -> Iterator[None]:
     """What is said by the code inside is about this file. Where it raises an error, that is all that is said."""
-    _THREAD.heard = heard = []
+    _listen_to_warnings()
+    before, _THREAD.heard = getattr(_THREAD, "heard", None), []
     try:
         yield
+        heard = _THREAD.heard
     finally:
-        _THREAD.heard = None
+        _THREAD.heard = before
     if heard:
         _tell_once(name(), heard, tell)
 
 
 def _tell_once(name, heard, tell):
-    if name in _NAMED or len(_NAMED) == MOST:
+    if name in _NAMED:
         return
     _NAMED.add(name)
+    number = next(_NUMBERS)
+    if number > MOST:
+        return
     more = f" ({len(heard) - 1} more about it)" if len(heard) > 1 else ""
-    last = f"; that is said of {MOST} files now, and no other is named" if len(_NAMED) == MOST else ""
+    last = f"; that is said of {MOST} files now, and no other is named" if number == MOST else ""
     tell(f"{one_line(name)}: its decoder says: {one_line(heard[0])[:LONGEST]}{more}{last}")
 
 
+# --- Pillow ------------------------------------------------------------------------------------------------------------
+
+
+def _listen_to_warnings():
+    """Each time: the end of a warnings.catch_warnings() takes back what was set in it."""
+    global _shown
+    if warnings.showwarning is not _show:
+        _shown, warnings.showwarning = warnings.showwarning, _show
+
+
+def _show(message, *rest, **named):
+    heard = getattr(_THREAD, "heard", None)
+    if heard is None:
+        _shown(message, *rest, **named)
+        return
+    heard.append(str(message))
+    for module, its in list(sys.modules.items()):  # or Python would not say the same of the next file
+        if module.startswith("PIL."):
+            vars(its).get("__warningregistry__", {}).clear()
+
+
+# --- libtiff -----------------------------------------------------------------------------------------------------------
+
+
 @functools.cache
-def listen() -> None:
-    """From here on, in this process and in those that are forked from it; before Pillow opens the first file."""
-    shown: Any = warnings.showwarning
-
-    def show(message, *rest, **named):
-        heard = getattr(_THREAD, "heard", None)
-        if heard is None:
-            shown(message, *rest, **named)
-        else:
-            heard.append(str(message))
-
-    warnings.showwarning = show
-    _listen_to_libtiff()
-
-
-def _listen_to_libtiff():
-    """Its functions that set who is told; Pillow has no way to them. It may have been built without, or with them inside."""
+def listen_to_libtiff() -> None:
+    """From here on, in this process and in those that are forked from it. Pillow offers no way to set who is told; it may have
+    been built without libtiff, or with its functions hidden."""
     from PIL import Image
 
     try:

@@ -144,7 +144,8 @@ def _write(path, folder, classes, held):
     names = [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label)]
     rows, left_out, changed = [], collections.defaultdict(list), {}
     with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
-        verdicts = pool.map(lambda file: _judged(os.path.join(folder, file[1])), names, chunksize=64)
+        paths = (os.path.join(folder, name) for _, name in names)
+        verdicts = pool.map(lambda path: (_when(path), judge(path)), paths, chunksize=64)  # when it had changed before that
         for (label, name), (when, verdict) in zip(names, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
@@ -170,12 +171,6 @@ def _names(left_out):
     return [name for names in left_out.values() for name in names]
 
 
-def _judged(path):
-    """(when the file had last changed before it was judged, the verdict)"""
-    with remarks.about(lambda: path, lambda text: say(f"warning: {text}")):
-        return _when(path), judge(path)
-
-
 def _when(path):
     try:
         return os.stat(path).st_mtime_ns
@@ -193,7 +188,7 @@ def _bytes(text):
 def judge(path: str) -> Verdict:
     """Whether the file can be a picture, by its first and last bytes; UserError where they cannot be read."""
     try:
-        with files.opened(path) as file:
+        with files.opened(path) as file, remarks.about(lambda: path, lambda text: say(f"warning: {text}")):
             head = file.read(HEAD)
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL))
@@ -242,7 +237,10 @@ def _judge_jpeg(file, head, tail) -> Verdict:
         if kind == 0xFF:  # fill
             at += 1
             continue
-        odd = odd or kind < 0xC0
+        if kind < 0xC0 or 0xD0 <= kind <= 0xD8:  # no marker of a segment
+            odd = True
+            if frame:
+                break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             if at + 10 > len(head):
                 return "damaged header"

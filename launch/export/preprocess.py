@@ -49,8 +49,10 @@ def decoded(picture: Any) -> np.ndarray:
 
     if not isinstance(picture, Image.Image):
         picture = Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture, formats=FORMATS)
-    if picture.mode.startswith("I"):  # 16 bits: the upper eight
-        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+    if picture.mode in ("I", "I;16"):  # 16 bits: the upper eight
+        picture = picture.point(lambda value: value / 256).convert("L")
+    elif picture.mode.startswith("I;16"):  # in the other order
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     return np.array(picture.convert("RGB"))
 
 
