@@ -1,4 +1,4 @@
-"""docs/your_own.md: what it quotes are the files of tests/examples, its changes fit the jobs, and its commands train."""
+"""docs/your_own.md: what it quotes or copies are the files of tests/examples, its changes fit the jobs, its commands train."""
 
 import ast
 import json
@@ -22,6 +22,8 @@ from tests.test_world import resolve
 EXAMPLES = ROOT / "tests" / "examples"
 PAGE = (ROOT / "docs" / "your_own.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+COPIES = re.findall(r"^    cp (tests/.*) (\S+)/$", PAGE, re.MULTILINE)  # (files, where they go)
+IN_PLACE = re.findall(r"^    cp jobs/my_data.py jobs/(\w+).py +# and (\w+) in place of own_data", PAGE, re.MULTILINE)
 ROOMS = ["common", "common/models", "common/world", "datasets"]  # where the page puts something
 
 
@@ -62,22 +64,23 @@ def house(tmp_path_factory):
     base = (ROOT / "jobs" / "train.py").read_text()
     (root / "jobs" / "train.py").write_text(base)
     (root / "jobs" / "my_network.py").write_text(changed(base, "A network of your own"))
-    (root / "jobs" / "my_data.py").write_text(changed(base, "A data set of your own"))
+    data = changed(base, "A data set of your own")
+    (root / "jobs" / "my_data.py").write_text(data)
     script = (EXAMPLES / "own_script.py").read_text()
     (root / "jobs" / "own_script.py").write_text(script)
     (root / "jobs" / "everywhere.py").write_text(changed(script, "On every GPU of every node"))
-    folders = changed(base, "Pictures in folders, or in a table")
-    (root / "jobs" / "my_folder.py").write_text(folders)
-    (root / "jobs" / "my_csv.py").write_text(folders.replace("own_folder", "own_csv"))
+    assert dict(IN_PLACE) == {"my_folder": "own_folder", "my_csv": "own_csv", "my_digits": "own_digits"}
+    for job, name in IN_PLACE:
+        (root / "jobs" / f"{job}.py").write_text(data.replace("own_data", name))
     (root / "jobs" / "my_torchvision.py").write_text(changed(base, "A network of torchvision or timm"))
     (root / "jobs" / "my_loss.py").write_text(changed(base, "Another loss"))
-    digits = changed(base, "MNIST, FashionMNIST and the network of the Template")
+    digits = changed(data.replace("own_data", "own_digits"), "MNIST, FashionMNIST and the network of the Template")
     (root / "jobs" / "my_digits.py").write_text(digits)
     (root / "jobs" / "ray_digits.py").write_text(changed(digits, "Its batches from a Ray cluster"))
-    for name in ("own_network", "own_template", "own_loss"):
-        shutil.copy(EXAMPLES / f"{name}.py", root / "common" / "models")
-    for name in ("own_data", "own_digits", "own_folder", "own_csv"):
-        shutil.copy(EXAMPLES / f"{name}.py", root / "datasets")
+    shutil.copy(EXAMPLES / "own_network.py", root / "common" / "models")
+    for files, room in COPIES:
+        for file in files.split():
+            shutil.copy(ROOT / file, root / room)
     rules = root / "common" / "world" / "rules.py"
     text = rules.read_text().replace("def plain(given", f"{own_rule()}\n\ndef plain(given")
     rules.unlink()
@@ -103,8 +106,11 @@ def manifest(folder):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_the_page_quotes_the_example_line_for_line(path):
+def test_the_page_quotes_the_example_line_for_line_or_says_where_it_goes(path):
     text = path.read_text()
+    if any(str(path.relative_to(ROOT)) in files.split() for files, _ in COPIES) and path.name != "own_data.py":
+        assert text not in PYTHON
+        return
     if path.name == "own_platform.py":  # the page puts it where `node` is
         text = text.replace("from common.world.rules import node\n\n\n", "")
     assert PYTHON.count(text) == 1
