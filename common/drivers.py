@@ -55,7 +55,7 @@ def cann() -> Optional[str]:
 
 
 def _stated(file):
-    """From lines such as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]."""
+    """The version that a file states in lines such as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

@@ -116,7 +116,7 @@ def _started() -> float:
 
 
 def count(number: int, one: str, several: Optional[str] = None) -> str:
-    """1 node, 2 nodes"""
+    """Return "1 node" or "2 nodes"."""
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 

@@ -75,7 +75,7 @@ def taken_over() -> bool:
 
 
 def _is_gone(folder: str) -> bool:
-    """Not where the disk fails."""
+    """Whether the folder is gone; False where the disk fails."""
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -64,7 +64,7 @@ class Pulse:
         _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
 
     def read(self) -> tuple[str, int]:
-        """(phase, steps done)"""
+        """Return (phase, steps done)."""
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 

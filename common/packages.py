@@ -19,7 +19,7 @@ ENGINE = (
 
 
 def check():
-    """In a job, before it imports torch: end with 2 where it cannot run. Until run_job(), Ctrl-C is no traceback either."""
+    """End a job with 2 where torch cannot run, before it is imported. Until run_job(), Ctrl-C is no traceback either."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(too_old(sys.version_info[:2]) or missing(importlib.util.find_spec))
     _end_with(apart(version("torch"), version("numpy")))
@@ -49,7 +49,7 @@ def missing(is_there):
 
 
 def apart(torch, numpy):
-    """The same of versions: of torch, and of the numpy beside it."""
+    """Say the same of versions: of torch, and of the numpy beside it."""
     if torch is None:  # built by hand, perhaps
         return None
     if first_two(torch) < TORCH:

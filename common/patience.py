@@ -25,12 +25,12 @@ def use(seconds: float) -> None:
 
 
 def limit() -> float:
-    """In seconds."""
+    """How many seconds a store or a disk is waited for."""
     return float(os.environ.get(VARIABLE) or DEFAULT)
 
 
 class Patience:
-    """One time limit for many attempts, of any thread: the seconds since the first of those that have failed in a row."""
+    """Limits the time of many attempts, of any thread: the seconds since the first of those that have failed in a row."""
 
     def __init__(self, seconds: Optional[float] = None) -> None:
         """`seconds`: unset, limit()."""
@@ -60,7 +60,7 @@ class Patience:
         return over
 
     def pause(self, what: str, say: Say, line: str) -> None:
-        """Before the next attempt: a random time, which grows with every failure in a row. `line` is said once of it."""
+        """Wait before the next attempt, for a random time, which grows with each failure in a row. `line` is said once."""
         with self._lock:
             self._failures += 1
             until = self._since + self.seconds

@@ -23,13 +23,14 @@ class Stops:
         self._counts: Any = None
 
     def listen(self, obey: Callable[[int], Any], counts: Optional[Callable[[], Any]] = None) -> None:
-        """From here on. `obey(number)` saves and ends the process; `counts()`: whether a signal that comes is meant for it."""
+        """Listen to the signals from here on. `obey(number)` saves and ends the process; `counts()` says whether a
+        signal is meant for it."""
         self._obey, self._counts = obey, counts
         for number in STOP_SIGNALS:
             signal.signal(number, self.note)
 
     def note(self, number: int, _frame: Any) -> None:
-        """The handler. The first signal is the one that is obeyed."""
+        """Handle a signal. The first signal is the one that is obeyed."""
         if self._counts and not self._counts():
             return
         self.noted = self.noted or number

@@ -69,7 +69,7 @@ def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
 
 
 def is_key(key: Any) -> bool:
-    """Of a dict. To hash a tuple in a tuple in ... can overflow the stack of C."""
+    """Whether it may be a key of a dict. To hash a tuple in a tuple in ... can overflow the stack of C."""
     return key is None or type(key) is str or (type(key) in (int, bool) and abs(key) < LARGEST_KEY)
 
 

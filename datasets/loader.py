@@ -333,7 +333,7 @@ def has_little_shared_memory() -> bool:
 
 @functools.cache
 def _advise_more():
-    """Once."""
+    """Print this once."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         progress.warn(
             "/dev/shm has less than 1 GiB for each rank, so loader processes send their batches through pipes, which takes "

@@ -14,7 +14,7 @@ SEED = 20210901  # of the pictures themselves, so that every run sees the same o
 
 
 def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
-    """Two PNG files: shapes of many colours as a moving camera takes them, and the same sharp."""
+    """Draw two PNG files: shapes of many colours as a moving camera takes them, and the same sharp."""
     from PIL import Image
 
     draw = np.random.default_rng([SEED, {"train": 1, "test": 2}[split], number])

@@ -44,7 +44,7 @@ def said(workers, done=(), generation=1):
     ],
 )
 def test_the_members_of_the_next_generation(last, reports, ranks, missing, new, stuck):
-    there = quorum.present(1 if last else 0, last, reports)
+    there = quorum.next_members(1 if last else 0, last, reports)
     assert (there.ranks, there.missing, there.new, there.stuck) == (ranks, missing, new, stuck)
 
 

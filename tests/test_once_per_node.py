@@ -75,9 +75,9 @@ def test_alone_or_refused(tmp_path):
     path = str(tmp_path / "x")
     for _ in range(2):
         with (
-            once.alone(path, "somebody is here"),
+            once.locked(path, "somebody is here"),
             pytest.raises(UserError, match="somebody is here"),
-            once.alone(path, "somebody is here"),
+            once.locked(path, "somebody is here"),
         ):
             raise AssertionError("both were let in")
 

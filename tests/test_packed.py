@@ -312,7 +312,7 @@ def test_what_cannot_be_is_said_in_one_line(root, tmp_path, monkeypatch, capsys)
         pack.pack(str(root), str(tmp_path / "out"), settings())
     assert not [name for name in os.listdir(tmp_path / "out") if name.endswith((".tar", ".npz"))]
     full.free = 1 << 40
-    with once.alone(str(tmp_path / "out" / ".pack"), ""), pytest.raises(UserError, match="another pack is being made"):
+    with once.locked(str(tmp_path / "out" / ".pack"), ""), pytest.raises(UserError, match="another pack is being made"):
         pack.pack(str(root), str(tmp_path / "out"), settings())
     read = tree.Tree.read
     monkeypatch.setattr(tree.Tree, "read", lambda self, number: read(self, number) + b"x" * (number == 30))

@@ -160,5 +160,5 @@ def test_losses_that_are_no_numbers_and_outputs_without_a_name_are_no_mistakes_o
     scores = Scores(CLASSES, torch.device("cpu"))
     scores.add(logits, torch.tensor([3, 2, 6]), torch.arange(3))
     scores.share().classes = CLASSES
-    said = json.loads(json.dumps(scores.said(), allow_nan=False))
+    said = json.loads(json.dumps(scores.as_json(), allow_nan=False))
     assert said["loss"] is None and said["mistakes"]["worst"][0]["loss"] is None and len(said["mistakes"]["worst"]) == 2

@@ -112,7 +112,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """For what exists on these alone."""
+    """Whether it is one of NVIDIA's: some things exist there alone."""
     return device.type == "cuda"
 
 

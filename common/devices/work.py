@@ -19,7 +19,7 @@ from common.errors import UserError
 
 
 def layout(device: torch.device) -> torch.memory_format:
-    """Of images and convolutions: channels last is the faster one on GPUs and CPUs, and NPUs do not know it."""
+    """The memory layout of images and convolutions. Channels last is faster on GPUs and CPUs; NPUs do not know it."""
     return kinds.of(device).layout
 
 
@@ -49,7 +49,7 @@ def grad_scaler() -> Any:
 
 
 def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
-    """With --compile true, in place: kernels of several operations each, which a GPU replays as one graph."""
+    """Compile the network in place with --compile true: kernels of several operations, which a GPU replays as a graph."""
     if not args.compile:
         return
     if isinstance(model, torch.nn.DataParallel):
@@ -185,7 +185,7 @@ def memory_in_use() -> list[tuple[int, int]]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors have taken on the device so far; on a CPU, what this process has."""
+    """How many bytes tensors have taken on the device so far; on a CPU, what this process has."""
     most = getattr(kinds.module(), "max_memory_allocated", None) if kinds.is_accelerator(device) else None
     return most(device) if most else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -52,7 +52,8 @@ def duration(seconds: float) -> str:
 
 
 def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
-    """Worst first. A finding that nodes share is one line; so is a good one of each kind, with the text of the first node."""
+    """The findings, the worst first. A finding that nodes share is one line; so is a good one of
+    each kind, with the text of the first node."""
     latest = {(node, finding.what): finding for node, finding in findings}  # e.g. the later of two checks of a disk
     lasting = [line for line in findings if line[1].severity != GOOD or latest[line[0], line[1].what] is line[1]]
     rows = {}

@@ -81,7 +81,7 @@ class Leader:
         """Begin it, if its members are others than those of the last one, or have lost each other."""
         parent, last = self._parent, self._parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._left]
-        there = quorum.present(last["number"], ranks, self._reports.values())
+        there = quorum.next_members(last["number"], ranks, self._reports.values())
         if last["number"] == 0:
             if len(there.ranks) == parent.here.world_size:
                 self._announce(there.ranks, "")

@@ -122,11 +122,11 @@ class Members:
             faults.append(one_line(error))
 
     def step_counts(self) -> None:
-        """With this group."""
+        """Note that the step of this group counts."""
         self.news, self._told = "", self._number
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def without_others(self) -> Iterator[None]:
         """For what the other members have done already."""
         present = self.rank, self.size
         self.rank, self.size = 0, 1
@@ -194,7 +194,7 @@ class Work:
 
 
 def torchft() -> Any:
-    """The library, quiet: what fails in it is tried again, and the parents say why."""
+    """Import the library, and silence it: what fails in it is tried again, and the parents say why."""
     if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
         raise UserError(f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: leave it out")
     os.environ.setdefault("RUST_LOG", "error")

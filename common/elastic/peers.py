@@ -76,7 +76,7 @@ class Elastic(Fixed):
         self._together, self._behind = True, False
         while True:
             try:
-                with self._members.alone() if self._behind else contextlib.nullcontext():
+                with self._members.without_others() if self._behind else contextlib.nullcontext():
                     deal_tests()
                     result = work(*arguments)
                 deal_tests()

@@ -10,14 +10,14 @@ from typing import Any
 
 
 @dataclasses.dataclass
-class Present:
+class NextMembers:
     ranks: list[int]  # who would be the next members
     missing: set[int]  # members of the last generation that are lost
     new: set[int]  # and who was none of them
     stuck: bool  # a member has left the step that was under way
 
 
-def present(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> Present:
+def next_members(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> NextMembers:
     """`reports`: what each node says of its workers (messages.HERE). A new node takes part once all of its workers wait."""
     ranks: list[int] = []
     stuck, done = False, set()
@@ -30,7 +30,7 @@ def present(generation: int, last: list[int], reports: Iterable[dict[str, Any]])
             ranks += living
         else:
             ranks += living & set(last)
-    return Present(sorted(ranks), set(last) - set(ranks) - done, set(ranks) - set(last), stuck)
+    return NextMembers(sorted(ranks), set(last) - set(ranks) - done, set(ranks) - set(last), stuck)
 
 
 def is_certain(before: set[int], now: set[int], silent: set[int]) -> bool:

@@ -251,7 +251,7 @@ class Supervisor(supervisor.Supervisor):
             super().hear(node, message)
 
     def take(self, generation: dict) -> None:
-        """A new generation: its members among the workers of this node are told."""
+        """Tell the workers of this node of a new generation."""
         if generation["number"] <= self.generation["number"]:
             return
         self.generation, self.causes = generation, []

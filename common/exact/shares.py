@@ -59,7 +59,7 @@ class Shares:
         self._args, self._model, self._sampler = args, model, train_sampler
         self._global_batch = global_batch
         self._test_sampler = test_sampler
-        self._group = collectives.present()
+        self._group = collectives.current()
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._device = self._weights[0].device
         self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
@@ -129,7 +129,7 @@ class Shares:
                 yield tensors
 
     def _has_gradient(self, weight):
-        """Called by backward(): what is complete in the last share travels while the rest is computed."""
+        """backward() calls this: what is complete in the last share travels while the rest is computed."""
         if self._share != self._own[-1] or self.number == 1:
             return
         part = self._part_of[weight]
@@ -149,8 +149,8 @@ class Shares:
 
     @torch.no_grad()
     def mean(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
-        """After a share's backward pass. None, but for this rank's last share: then the gradients and the running statistics
-        have become the means over all shares of all ranks, and the mean loss is returned."""
+        """Call it after a share's backward pass. It returns None, but for this rank's last share: then the gradients and
+        the running statistics have become the means over all shares of all ranks, and the mean loss is returned."""
         if self.number == 1:
             return loss.detach()
         before = self._before[: len(self._averaged)]

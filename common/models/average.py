@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Average(nn.Module):
-    """Of weights and statistics. Its state is that of torch's AveragedModel, which waits for the GPU twice in every update."""
+    """Averages weights and statistics. Its state is that of torch's AveragedModel, which waits for the GPU twice a step."""
 
     n_averaged: torch.Tensor
 

@@ -18,7 +18,7 @@ class Across(nn.Conv2d):
         return nn.functional.conv2d(x[:, :, ::rows, ::columns], self.weight)
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     def __init__(self, in_channels, out_channels, stride):
         super().__init__()
         self.residual_function = nn.Sequential(
@@ -52,7 +52,7 @@ class ResNet(nn.Module):
 
     @staticmethod
     def _stage(in_channels, out_channels, stride):
-        return nn.Sequential(Block(in_channels, out_channels, stride), Block(out_channels, out_channels, stride=1))
+        return nn.Sequential(BasicBlock(in_channels, out_channels, stride), BasicBlock(out_channels, out_channels, stride=1))
 
     def forward(self, x):
         x = self.conv5(self.conv4(self.conv3(self.conv2(self.conv1(x)))))

@@ -10,7 +10,7 @@ WINDOW, SIGMA = 11, 1.5  # of SSIM, as its authors chose them
 K1, K2 = 0.01, 0.03
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, channels):
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
@@ -29,7 +29,7 @@ class Restorer(nn.Module):
     def __init__(self, width: int = 48):
         super().__init__()
         self.head = nn.Conv2d(12, width, 3, padding=1)
-        self.body = nn.Sequential(*(Block(width) for _ in range(6)))
+        self.body = nn.Sequential(*(ResidualBlock(width) for _ in range(6)))
         self.tail = nn.Conv2d(width, 12, 3, padding=1)
         for parameter in self.tail.parameters():
             nn.init.zeros_(parameter)

@@ -120,7 +120,7 @@ class AtOnce:
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def present() -> Any:
+def current() -> Any:
     """The ranks that take part at present: All, or elastic's Members."""
     return GROUP.members or All()
 

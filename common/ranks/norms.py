@@ -89,7 +89,7 @@ class _OverAllRanks(torch.autograd.Function):
 
 
 class GpuKernels:
-    """Those of torch.nn.SyncBatchNorm. `scale` is one over the standard deviation."""
+    """Calls the kernels of torch.nn.SyncBatchNorm. `scale` is one over the standard deviation."""
 
     @staticmethod
     def statistics(images, eps):

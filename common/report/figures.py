@@ -16,7 +16,7 @@ Series = tuple[Sequence[float], Sequence[Optional[float]], dict]  # x, y, and ho
 
 
 def thinned(rows: Sequence, most: int = POINTS) -> list:
-    """Of many rows every n-th, and the last."""
+    """Every n-th of many rows, and the last."""
     step = -(-len(rows) // most) or 1
     return [*rows[:-1:step], *rows[-1:]]
 

@@ -40,13 +40,13 @@ class Left:
         return cls(folder, shown, epochs, speed, journal, _checked(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
-        """Those of the nodes once: in a folder that they share each that has led has written them."""
+        """The events, each once: in a folder that they share each that has led has written them."""
         rows = [row for row in self.journal if row.get("event") == kind]
         return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values()) if kind == "nodes" else rows
 
     @property
     def start(self) -> dict:
-        """The newest."""
+        """The newest start."""
         return (self.events("start") or [{}])[-1]
 
     @property
@@ -67,7 +67,7 @@ class Left:
         return kept
 
     def metrics(self) -> list[str]:
-        """Those of an evaluation, in their order."""
+        """The metrics of an evaluation, in their order."""
         return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NOT_OF_AN_EVALUATION]
 
     def best(self) -> tuple[str, dict]:
@@ -125,7 +125,7 @@ def _lines(path: str) -> Iterator[dict]:
 
 
 def _few(rows: Iterator[dict], path: str) -> list[dict]:
-    """Of a large file several rows of an epoch as one, for less memory: counts add up, of the rest the last one stays."""
+    """Join several rows of an epoch of a large file, for less memory: counts add up, of the rest the last one stays."""
     most = os.path.getsize(path) // GROUPED if os.path.exists(path) else 0
     found, size = [], 0
     for row in rows:

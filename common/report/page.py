@@ -133,7 +133,7 @@ def _machine(left):
 
 
 def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Sequence, svg: str) -> dict:
-    """One with its table."""
+    """A figure with its table."""
     return {
         "name": name,
         "title": title,
@@ -145,7 +145,7 @@ def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Seq
 
 
 def words(name: str) -> tuple[str, str]:
-    """In English and Chinese."""
+    """The words in English and Chinese."""
     return WORDS.get(name, (name, name))
 
 

@@ -31,7 +31,7 @@ class Agreement:
         self._saved = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Once in every step; `maximum`: over all ranks, or None where there is only this one."""
+        """Agree on signals, once in every step. `maximum`: over all ranks, or None where there is only this one."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
         own = [int(STOPS.noted), int(hours), int(now - self._saved >= self._save_seconds)]

@@ -35,13 +35,13 @@ class Clock:
         self.begin_lap()
 
     def enter(self, phase: str, steps: int) -> None:
-        """`phase`: of the heartbeat, which is told; `steps`: those of the run."""
+        """Begin a phase, and tell the heartbeat. `steps`: those of the run."""
         self._pulse.set("compile" if phase in heartbeat.TRAINING and not self._marks else phase, steps)
         self.read()
         self._phase = OF_THE_HEARTBEAT.get(phase, "")
 
     def transferred(self, seconds: float, beside: bool) -> None:
-        """`beside`: while a step was computed; else the time has been taken for waiting."""
+        """Add seconds of transfer. `beside`: while a step was computed; else the time has been taken for waiting."""
         self._seconds["transfer"] += seconds
         self._beside = beside
         if not beside:
@@ -112,6 +112,6 @@ class Clock:
 
 
 def speed(before: Mapping[str, float], now: Mapping[str, float], images: int) -> dict[str, float]:
-    """Between two readings: the images a second, and the share of each phase of the training."""
+    """Return, between two readings, the images a second, and the share of each phase of the training."""
     training = max(now["training"] - before["training"], 1e-9)
     return {"images_per_s": images / training, **{name: min(1.0, (now[name] - before[name]) / training) for name in TRAINING}}

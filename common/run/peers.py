@@ -50,7 +50,7 @@ class Fixed:
         """A step counts."""
 
     def due(self) -> Sequence[float]:
-        """After each step, alike on every rank: (signal to stop on or 0, whether the hours are over, whether to save)."""
+        """Return after a step, alike on every rank, (signal to stop on or 0, whether the hours are over, whether to save)."""
         self.agreement.exchange((lambda own: collectives.reduce(own, "MAX")) if self.size > 1 else None)
         return self.agreement.due()
 

@@ -73,7 +73,7 @@ class Scores:
         return self
 
     def _add_up(self):
-        group = collectives.present()
+        group = collectives.current()
         if group.size > 1:
             group.sum(self._counts)
             group.sum(self._sums)
@@ -94,7 +94,7 @@ class Scores:
         self._batches, self._highest = [], []  # the memory of the device
 
     def _of_all_ranks(self, group, own, column, most):
-        """Of the rows of all ranks those with the highest values, and the place of each: its rank times `most` and its row."""
+        """Gather the rows with the highest values from all ranks, and the place of each: its rank times `most` and its row."""
         if group.size > 1:
             padded = torch.full((most, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
             padded[: len(own)] = own.to(padded)
@@ -171,8 +171,8 @@ class Scores:
         places = self.confusion.nonzero()
         return torch.cat([places, self.confusion[tuple(places.T)][:, None]], dim=1).tolist()
 
-    def said(self) -> dict[str, Any]:
-        """All of it for report.json. The confusion matrix is [[true class, predicted class, count]] where there is a count."""
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for report.json. The confusion matrix is [[true class, predicted class, count]], without zeros."""
         predicted = self.confusion.sum(dim=0).tolist()
         rows = [
             {

@@ -22,13 +22,13 @@ class Stopwatch:
         self._last = now
 
     def summary(self, seconds: Mapping[str, float]) -> str:
-        """One line; `seconds`: run.seconds."""
+        """Return one line. `seconds`: run.seconds."""
         parts = ", ".join(f"{name.replace('_', ' ')} {seconds[name]:.1f} s" for name in TRAINING)
         return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"
 
 
 class Profile:
-    """--prof N: the speed of N steps, after some that warm up."""
+    """Measures the speed of N steps for --prof N, after some that warm up."""
 
     def __init__(self, steps: int, clock: Clock, finish_work: Callable[[], None]):
         self._left, self._steps, self._clock, self._finish_work = WARM_UP + steps, steps, clock, finish_work

@@ -75,7 +75,7 @@ class Damaged(TrainingFailed):
 
 
 class Transfer:
-    """One fetch: many requests under way; the first failure that lasts stops them all."""
+    """Fetches with many requests at a time; the first failure that lasts stops them all."""
 
     def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
         self._bucket, self._folder, self._index, self._progress = bucket, folder, known, progress

@@ -10,7 +10,7 @@ PIECE = 1 << 18  # bytes: they are still in the processor's cache when they are 
 
 
 class Reader:
-    """Of one bucket. Where anything goes wrong, boto3 has to ask again: its error says what was wrong."""
+    """Reads objects of one bucket. Where anything goes wrong, boto3 has to ask again: its error says what was wrong."""
 
     def __init__(self, get: Callable[..., Any]) -> None:
         self._get = get

@@ -70,7 +70,7 @@ def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: str, refusal: str) -> Iterator[None]:
+def locked(path: str, refusal: str) -> Iterator[None]:
     """Only one process at a time is in such a block with this path; any other gets a UserError with the text `refusal`."""
     file = _lockable(path)
     try:

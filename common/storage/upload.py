@@ -186,7 +186,7 @@ class Publisher:
             yield from (os.path.join(folder, name) for name in names)
 
     def _announce(self, name: str) -> None:
-        """Before a checkpoint's file: its manifest under the temporary name, since the bucket may have that number already.
+        """Send a checkpoint's manifest before its file, under the temporary name, as the bucket may have that number already.
 
         From when the file is replaced until its manifest is, that one counts for a reader.
         """
@@ -198,7 +198,7 @@ class Publisher:
                 self._put(manifest + TEMPORARY, content)
 
     def _announced(self, name: str) -> None:
-        """After a checkpoint's manifest: it has its name."""
+        """Delete the temporary manifest, as the checkpoint's own is there."""
         if (match := CHECKPOINT.fullmatch(name)) and match[2] == "json":
             self._bucket.ask("delete_object", self._key(name + TEMPORARY), self._patience)
 

@@ -93,7 +93,7 @@ class Supervisor(Watch):
         return go
 
     def _meet_again(self, go):
-        """After a fault: wait until every node has ended its workers, then begin the next attempt together."""
+        """Wait after a fault until every node has ended its workers, then begin the next attempt together."""
         self.verdict, self.suspects, self.finished, self.statuses = None, [], set(), {}
         self.attempt = attempt = go["attempt"] + 1
         self.say(f"restart {attempt} of {self.max_restarts} from the last checkpoint")

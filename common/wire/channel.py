@@ -53,7 +53,7 @@ def checked(message: dict) -> dict:
 
 
 class Line:
-    """One connection: whole messages in and out. It never blocks: who does not read what it is sent, is gone."""
+    """Carries whole messages over a connection. It never blocks: who does not read what it is sent, is gone."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -183,7 +183,7 @@ def greets(address: str, port: int) -> Optional[socket.socket]:
 def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", connection: Any = None
 ) -> tuple[Line, dict]:
-    """Another node's side: the line to node 0, and the message with which it starts all nodes."""
+    """Join node 0 from another node: return the line to it, and the message with which it starts all nodes."""
     for attempt in range(ATTEMPTS):
         line = Line(connection or connect(address, port, seconds, say))
         connection = None

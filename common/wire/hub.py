@@ -104,7 +104,7 @@ class Hub:
         return received
 
     def send(self, **message: Any) -> None:
-        """To every node."""
+        """Send a message to every node."""
         for line in list(self.lines.values()):
             line.tell(**message)
 

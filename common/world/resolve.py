@@ -40,7 +40,7 @@ def _launcher() -> str:
 
 
 def require_one_device(args: argparse.Namespace) -> None:
-    """In a job of one process: refuse to run as one of several, which would all train the same."""
+    """Refuse to run a job of one process as one of several, which would all train the same."""
     world = args.world
     if world.num_nodes > 1 or (world.level == "process" and world.world_size > 1):
         raise UserError(

@@ -57,7 +57,7 @@ class ArrayBatches:
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """For a CIFAR job: its --workers are threads here."""
+    """Explain to a CIFAR job that its --workers are threads here."""
     arguments.explain(parser, workers="threads of DALI; at least one works")
     parser.reads = functools.partial(cifar10.reads, needs=(devices.DALI,))
 

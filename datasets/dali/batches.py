@@ -90,7 +90,7 @@ def of_a_picture(error: Exception) -> bool:
 
 
 class DaliBatches(Batches):
-    """Of photographs with labels."""
+    """Makes batches of photographs with labels."""
 
     _data: Photos
 
@@ -206,7 +206,7 @@ def _padded(ids, count):
 
 
 class PairBatches(Batches):
-    """Of pairs: the blurry pictures first, then the sharp ones. Both get the same numbers, so they cannot come apart."""
+    """Makes batches of pairs: the blurry pictures first, then the sharp ones. Both get the same numbers."""
 
     _data: Pairs
 
@@ -240,7 +240,7 @@ def inputs(pairs: Pairs, ids: np.ndarray, epoch: int) -> tuple[list, list, np.nd
 
 
 def transformed(blurry: Any, sharp: Any, sizes: Any, corners: Any, flips: Any, crop: int, decoder: str) -> tuple[Any, Any]:
-    """Both decoded, resized, cropped and flipped alike: uint8 (crop, crop, 3)."""
+    """Decode, resize, crop and flip both alike: uint8 (crop, crop, 3)."""
     from nvidia.dali import fn
 
     def picture(files):

@@ -48,7 +48,7 @@ def build(
 
 
 def decoded(files: Any, decoder: str) -> Any:
-    """Whole pictures. `decoder`: cpu, or mixed for the GPU."""
+    """Decode whole pictures. `decoder`: cpu, or mixed for the GPU."""
     from nvidia.dali import fn
 
     return fn.decoders.image(files, device=decoder, **like_the_others())

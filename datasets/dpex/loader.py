@@ -282,7 +282,7 @@ def _outlive_stop_signals(worker):
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """For a CIFAR job: its --workers are on the machines of the cluster."""
+    """Explain to a CIFAR job that its --workers are on the machines of the cluster."""
     arguments.explain(parser, workers=f"worker processes of each rank on the Ray cluster; 0 means {DEFAULT_WORKERS}")
 
 

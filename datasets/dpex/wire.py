@@ -75,7 +75,7 @@ def source_packages(modules: Iterable[str]) -> set[str]:
 
 
 def send(connection: socket.socket, message: object, parts: Sequence = ()) -> None:
-    """To a process of this user on this machine. `parts`: of something packed."""
+    """Send a message to a process of this user on this machine. `parts`: of something packed."""
     header = pickle.dumps((message, [len(part) for part in parts]))
     connection.sendall(LENGTH.pack(len(header)) + header)
     for part in parts:

@@ -66,7 +66,7 @@ class Worker:
         self._start_pass()
 
     def _seed(self, seed):
-        """As torch seeds its workers."""
+        """Seed the generators as torch seeds its workers."""
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(torch_worker._generate_state(seed - self._worker, self._worker))

@@ -185,11 +185,11 @@ def _next(dali_iterator):
 
 
 class DaliIteratorGPU(DaliIterator):
-    """Of a pipeline that normalises: HybridTrainPipe and HybridValPipe with dali_cpu=False."""
+    """Iterates over a pipeline that normalises: HybridTrainPipe and HybridValPipe with dali_cpu=False."""
 
 
 class DaliIteratorCPU(DaliIterator):
-    """Of a pipeline that gives uint8 (H, W, 3): a thread moves the batches, up to five of them ahead, and normalises them."""
+    """Iterates over a pipeline that gives uint8 (H, W, 3): a thread moves and normalises batches, up to five ahead."""
 
     _has_thread = True
 
@@ -227,7 +227,7 @@ class DaliIteratorCPU(DaliIterator):
 
 
 class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
-    """The same without the thread: each batch is moved and normalised when the loop asks for it."""
+    """Does the same without the thread: each batch is moved and normalised when the loop asks for it."""
 
     _has_thread = False
 

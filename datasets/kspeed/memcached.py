@@ -132,7 +132,7 @@ def _fleet_class():
     from pymemcache.exceptions import MemcacheClientError, MemcacheServerError
 
     class Connection(Client):
-        """One server. An OSError makes HashClient leave it alone for a while; whatever else it does is a miss."""
+        """Talks to one server. An OSError makes HashClient leave it alone for a while; whatever else it does is a miss."""
 
         sock: Any
 

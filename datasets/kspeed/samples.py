@@ -127,7 +127,7 @@ class VendorsTree(tree.Tree):
 
 @functools.lru_cache(maxsize=8)
 def _connected(_process, client, root, login):
-    """One client for each process: a forked worker does not share its parent's."""
+    """Make one client for each process: a forked worker does not share its parent's."""
     return client(root, None, THREADS, *login)
 
 

@@ -167,7 +167,7 @@ def _from_store(url, begin, length):
 
 @functools.lru_cache(8)
 def _connected(url, _process):
-    """One client for each process: a client that is in use during a fork may wait for ever in the child."""
+    """Make one client for each process: a client that is in use during a fork may wait for ever in the child."""
     return bucket.Bucket(url, lambda text: progress.warn(text.removeprefix("warning: ")))
 
 

@@ -55,7 +55,7 @@ class Pairs:
             setattr(self, name, getattr(self, name)[:count])
 
     def name(self, number: int) -> str:
-        """Of both files."""
+        """The name of both files."""
         return os.path.join(self.folder, "*", self.names[number])
 
     def read(self, number: int) -> list[bytes]:
@@ -94,7 +94,7 @@ class Pairs:
         return self._substitutes.decode(number, len(self), decoded, self.name)[1]
 
     def cut(self, picture: torch.Tensor, size: np.ndarray, corner: np.ndarray, flips: np.ndarray) -> torch.Tensor:
-        """One decoded picture of a pair: resized, cropped, flipped."""
+        """Resize, crop and flip one decoded picture of a pair."""
         height, width = map(int, size)
         if tuple(picture.shape[1:]) != (height, width):
             picture = decode.resize(picture, height, width)

@@ -55,7 +55,7 @@ def _tell_once(name, heard, tell):
 
 
 def _listen_to_warnings():
-    """Each time: the end of a warnings.catch_warnings() takes back what was set in it."""
+    """Set it each time, as the end of a warnings.catch_warnings() takes back what was set in it."""
     global _shown
     if warnings.showwarning is not _show:
         _shown, warnings.showwarning = warnings.showwarning, _show

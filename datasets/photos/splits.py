@@ -43,7 +43,7 @@ def has_classes_alone(root: str) -> bool:
 
 
 def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
-    """(training, validation). By seed and name: pictures that are added later hardly change where the others are."""
+    """Divide them into (training, validation) by seed and name: pictures that come later hardly change where the others are."""
     draws = [hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).digest() for name in whole.names]
     order = np.array(sorted(range(len(whole)), key=lambda number: (whole.labels[number], draws[number])))
     labels, counts = whole.labels[order], np.bincount(whole.labels, minlength=len(whole.classes))

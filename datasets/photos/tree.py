@@ -78,7 +78,7 @@ class Tree:
         return self.read(number)
 
     def pick(self, numbers: np.ndarray) -> "Tree":
-        """The same with these samples only, in this order."""
+        """Return the same with these samples only, in this order."""
         arrays = {name: value[numbers] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
@@ -94,7 +94,7 @@ class Tree:
         return dataclasses.replace(self.pick(np.flatnonzero(~large)), left_out=left_out)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe it in one line for the log."""
         text = f"{self.folder}: {len(self)} images of {len(self.classes)} classes"
         if self.special.any():
             text += f", {int(self.special.sum())} of them no plain JPEGs"

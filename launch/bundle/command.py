@@ -89,7 +89,7 @@ def _files_of(name: str) -> set[str]:
 
 
 def _read_job(job: Path) -> str:
-    """The job's text. A module in its own folder is refused: it is on Python's path here, and is not in a bundle."""
+    """Read the job's text. A module in its own folder is refused: it is on Python's path here, and is not in a bundle."""
     if wrong := missing_job(job):
         raise UserError(wrong)
     for name in (name.split(".")[0] for name in _imports(job)):

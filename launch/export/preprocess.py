@@ -57,7 +57,7 @@ def decoded(picture: Any) -> np.ndarray:
 
 
 def resized(pixels: np.ndarray, height: int, width: int, mode: str = "bilinear") -> np.ndarray:
-    """Antialiased. `mode`: bilinear or bicubic."""
+    """Resize with antialiasing. `mode`: bilinear or bicubic."""
     if pixels.shape[:2] == (height, width):
         return pixels
     try:

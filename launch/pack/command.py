@@ -77,7 +77,7 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         raise UserError(f"{one_line(folder)} is in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
     os.makedirs(folder, exist_ok=True)
     busy = f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
-    with once.alone(os.path.join(folder, ".pack"), busy):
+    with once.locked(os.path.join(folder, ".pack"), busy):
         plans = [Plan(root, split, folder, options) for split in SPLITS]
         _clear(folder, plans, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]

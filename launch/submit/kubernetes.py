@@ -60,7 +60,7 @@ def build(request: Request) -> dict[str, Any]:
 
 
 def _pytorch_job(request: Request) -> dict[str, Any]:
-    """OnFailure: a pod whose job ends with an error is started again in its place, and goes on from its checkpoint."""
+    """Build the job with OnFailure: a pod whose job fails is started again in its place, and goes on from its checkpoint."""
     policy = requests.given(backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds)
     replicas = {
         name: {"replicas": count, "restartPolicy": "OnFailure" if request.retries else "Never", "template": _template(request)}

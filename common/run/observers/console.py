@@ -118,7 +118,7 @@ class Console:
 
 
 def of_which(skipped: int) -> str:
-    """Of the steps, those whose gradients overflowed."""
+    """Say how many of the steps had gradients that overflowed."""
     return f" skipped_steps={skipped}" if skipped else ""
 
 

@@ -71,7 +71,7 @@ class Files:
 
 
 def png(pixels: torch.Tensor) -> bytes:
-    """Of uint8 (3, H, W)."""
+    """Encode pixels, uint8 (3, H, W), as PNG."""
     from PIL import Image
 
     encoded = io.BytesIO()

@@ -67,7 +67,7 @@ class Report:
     def _write_scores(self):
         if self._scores is None or self._scores is self._written:
             return
-        said, picture = self._scores.said(), self._scores.picture()
+        said, picture = self._scores.as_json(), self._scores.picture()
         self._spare.write("report.json", json.dumps(said).encode() + b"\n")
         if picture is not None:
             self._spare.write(os.path.join("examples", "mistakes.png"), png(picture))

@@ -89,7 +89,7 @@ def host_ms(operation: Any) -> float:
 
 
 def device_ms(operation: Any) -> float:
-    """Of kernels alone: the rows of operators and annotations repeat the time of the kernels that they started."""
+    """The time of kernels alone: the rows of operators and annotations repeat the time of the kernels that they started."""
     if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
         return 0.0
     return operation.self_device_time_total / 1e3

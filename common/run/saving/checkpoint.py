@@ -54,7 +54,7 @@ def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> 
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Those in a file of plain weights, or in a checkpoint.
+    """Read the weights of a file of plain weights, or of a checkpoint.
 
     A file that says what its bytes must be is verified; of others the log says that they are not.
     """

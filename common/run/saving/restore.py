@@ -231,7 +231,7 @@ def _not_gone_on_from(args, found):
 
 
 def _course(run):
-    """How long, on what, to where."""
+    """Say how long the run trains, on what, and where it writes."""
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
     classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""

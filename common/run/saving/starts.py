@@ -62,7 +62,7 @@ class Starts:
         self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
 
     def take(self, afresh: bool) -> None:
-        """The next number. Of two that take one at the same time, who sees the other takes another."""
+        """Take the next number. Of two that take one at the same time, who sees the other takes another."""
         own = secrets.token_hex(4)
         while True:
             there = self._names()
