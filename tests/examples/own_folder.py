@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from common import storage
+from common.errors import UserError
 from datasets.loader import DeviceLoader, torch_batches
 
 SIDE, MEAN, STD = 64, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
@@ -34,6 +35,8 @@ def decoded(path):
 
 def load(args):
     folder = storage.fetch(args.data_url)
+    if not all(os.path.isdir(os.path.join(folder, name)) for name in ("train", "test")):
+        raise UserError(f"{folder} has no train/CLASS and test/CLASS")
     classes = sorted(os.listdir(os.path.join(folder, "train")))
     return split(folder, "train", classes), split(folder, "test", classes)
 

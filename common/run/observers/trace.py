@@ -39,7 +39,8 @@ class Trace:
         self._stop()
         if not self._over:
             self._say(
-                f"profile: the run ended after {self._seen} steps, and a profile takes {WARM_UP + TRACED}; raise --max_steps"
+                f"profile: the run ended after {self._seen} steps, and a profile takes {WARM_UP + TRACED}: "
+                "raise --epochs or --max_steps"
             )
 
     def _begin(self):
