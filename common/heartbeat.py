@@ -68,7 +68,7 @@ class Pulse:
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
-    # Where nodes come and go (common/elastic) a worker says which generation it waits for ("wanted"), and its parent which one
+    # In an elastic job (common/elastic) a worker says which generation it waits for ("wanted"), and its parent which one
     # is the last ("offered"), and on which signal to stop ("stop"); 0: none.
 
     def put(self, name: str, number: int) -> None:

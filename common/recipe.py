@@ -55,7 +55,7 @@ def settled(
 
 
 def _of_a_small_folder(args, trained_on, ranks) -> dict[str, Any]:
-    # Where the batch is computed in shares, their number counts; where nodes come and go, all that there may be.
+    # Where the batch is computed in shares, their number counts; in an elastic job, all that there may be.
     parts = args.shares or (args.world.world_size if args.min_nodes else ranks)
     batch = min(BATCH, 2 ** int(math.log2(max(1, trained_on / STEPS))))
     size = args.batch_size if "batch_size" in args.given else max(1, batch // parts)

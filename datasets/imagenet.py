@@ -153,7 +153,7 @@ def _find(args):
 
 
 def _before(args):
-    """The arguments of the run that this start goes on with, or evaluates. Where nodes come and go, rank 0 may have none."""
+    """The arguments of the run that this start goes on with, or evaluates. In an elastic job rank 0 may have none."""
     nothing = args.prof or args.min_nodes or (args.evaluate and args.weights)
     return {} if nothing else restore.settings_before(args, progress.say)
 

@@ -85,7 +85,7 @@ def main():
     model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     devices.compile_network(args, model)
     # The same bits on any number of ranks: each computes some shares of the total batch, all of which are added in one order.
-    # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks go and come.
+    # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks are lost or join.
     divided = args.exact or args.min_nodes
     shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
 

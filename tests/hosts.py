@@ -94,7 +94,7 @@ class Hosts:
         return [int(pid) for pid in done.stdout.split()]
 
     def kill(self, number):
-        """The whole machine is gone: its link and every process on it, at once."""
+        """Take the whole machine away: its link and every process on it, at once."""
         for pid in self.pids(number):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)

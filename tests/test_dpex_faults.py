@@ -158,7 +158,7 @@ def test_the_head_is_lost(loader, hosts):
         )
     )
     next(strict)
-    with pytest.warns(UserWarning, match="the Ray cluster is gone: .* on this machine from here on"):
+    with pytest.warns(UserWarning, match="the Ray cluster is lost: .* on this machine from here on"):
         _, folders, _ = epoch(loader, hosts.kill_head)  # how long it takes is for make chaos
     assert any("py_modules" not in folder for folder in folders)
     with pytest.raises(TrainingFailed, match="head_lost='stop' was asked for"):

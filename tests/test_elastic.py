@@ -1,4 +1,4 @@
-"""Nodes that come and go: runs that lose one and end with the undisturbed run's bits (the rules: test_elastic_rules.py)."""
+"""Elastic jobs: runs that lose one and end with the undisturbed run's bits (the rules: test_elastic_rules.py)."""
 
 import os
 import re
@@ -140,16 +140,16 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
     assert len(ranks) >= 3 and listening(ranks) == {LOOPBACK}, "whoever reaches torchft can end a rank"
     assert listening([run.running[0].pid]) == {LOOPBACK, "0" * 32}, "the lighthouse, and the port that asks for the secret"
     run.kill(0)
-    run.wait_for(r"node 0 \(rank 0\) is gone; fewer than --min_nodes 3 are left: waiting for others up to 900 s", 1)
+    run.wait_for(r"node 0 \(rank 0\) is lost; fewer than --min_nodes 3 remain: waiting for others up to 900 s", 1)
     run.running[0] = run.start(0)
-    run.wait_for(r"node 0 \(rank 0\) is gone; node 0 \(rank 0\) has joined: 3 ranks went on with step \d+ after [\d.]+ s", 1)
+    run.wait_for(r"node 0 \(rank 0\) is lost; node 0 \(rank 0\) has joined: 3 ranks went on with step \d+ after [\d.]+ s", 1)
     assert run.end(0, 1, 2) == [0, 0, 0]
     assert_same_bits(run.state(), undisturbed)
     run.assert_every_sample_once()
     assert "the run is under way, led from 127.0.0.1: this node joins it" in run.log(0)
     written = [path.parent for path in run.folder.glob("node*/out/journal.jsonl")]  # of those that have led
     told = [row[2] for folder in written for row in shown(folder).tables["events"]]
-    assert any(re.match(r"node 0 \(rank 0\) is gone; node 0 \(rank 0\) has joined \([\d.]+ s\)", text) for text in told), told
+    assert any(re.match(r"node 0 \(rank 0\) is lost; node 0 \(rank 0\) has joined \([\d.]+ s\)", text) for text in told), told
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
@@ -165,9 +165,9 @@ def test_a_node_that_comes_back_finds_a_run_that_goes_on_without_node_0(nodes, u
     run = nodes(3, "--min_nodes", 2)
     run.wait_for("epoch=2/20", 0)
     run.kill(2)
-    run.wait_for(r"node 2 \(rank 2\) is gone: 2 ranks went on", 0)
+    run.wait_for(r"node 2 \(rank 2\) is lost: 2 ranks went on", 0)
     run.kill(0)
-    run.wait_for(r"node 0 \(rank 0\) is gone; fewer than --min_nodes 2 are left", 1)
+    run.wait_for(r"node 0 \(rank 0\) is lost; fewer than --min_nodes 2 remain", 1)
     run.running[2] = run.start(2)
     run.wait_for(r"node 2 \(rank 2\) has joined: 2 ranks went on", 1)
     assert run.end(1, 2) == [0, 0]
@@ -213,10 +213,10 @@ def test_with_fewer_nodes_than_wanted_the_run_waits_then_saves_and_stops(nodes, 
     run = nodes(2, "--min_nodes", 2, "--join_seconds", 20)
     run.wait_for("epoch=2/20", 0)
     run.kill(1)
-    run.wait_for(r"node 1 \(rank 1\) is gone; fewer than --min_nodes 2 are left: waiting for others up to 20 s", 0)
+    run.wait_for(r"node 1 \(rank 1\) is lost; fewer than --min_nodes 2 remain: waiting for others up to 20 s", 0)
     assert run.end(0) == [1]
-    assert re.search(r"fewer than --min_nodes 2 were left for 20 s; saved after step \d+: start again to go on", run.log(0))
-    assert "error: node 1 (rank 1) is gone; fewer than --min_nodes 2 were left for 20 s; stopping" in run.log(0)
+    assert re.search(r"fewer than --min_nodes 2 remained for 20 s; saved after step \d+: start again to go on", run.log(0))
+    assert "error: node 1 (rank 1) is lost; fewer than --min_nodes 2 remained for 20 s; stopping" in run.log(0)
     again = nodes(2, "--min_nodes", 2)
     assert again.end(0, 1) == [0, 0]
     assert_same_bits(again.state(), undisturbed)
@@ -291,6 +291,6 @@ def test_without_exact_a_run_goes_on_too_and_says_what_its_bits_depend_on(nodes)
     run = nodes(2, "--min_nodes", 1, *small, job=ROOT / "jobs" / "train_imagenet.py")
     run.wait_for("epoch=1/3", 0)
     run.kill(0)
-    assert run.end(1) == [0] and "node 0 (rank 0) is gone: 1 rank went on with step" in run.log(1)
+    assert run.end(1) == [0] and "node 0 (rank 0) is lost: 1 rank went on with step" in run.log(1)
     assert "4 shares of 8 samples, for 1 to 4 ranks; the bits of the result depend on who takes part" in run.log(0)
     run.assert_every_sample_once()

@@ -1,4 +1,4 @@
-"""Nodes that come and go, without a run: who is a member, who may go on, and what the nodes say to each other."""
+"""Elastic jobs, without a run: who is a member, who may go on, and what the nodes say to each other."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def said(workers, done=(), generation=1):
         ([], [said([(0, 1)]), said([(1, 1)])], [0, 1], set(), {0, 1}, False),  # all wait for the first generation
         ([], [said([(0, 1)]), said([(1, 0)])], [0], set(), {0}, False),  # one is not so far
         ([0, 1], [said([(0, 1)]), said([(1, 1)])], [0, 1], set(), set(), False),  # training
-        ([0, 1], [said([(0, 2)])], [0], {1}, set(), True),  # one is lost, the other has left the step
+        ([0, 1], [said([(0, 2)])], [0], {1}, set(), True),  # one is lost, the other has broken off the step
         ([0, 1], [said([(0, 1)]), said([(1, 2)])], [0, 1], set(), set(), True),  # it has left the step for another reason
         ([0, 1], [said([(0, 1)]), said([], done=[1])], [0], set(), set(), False),  # it has finished the run
         ([0], [said([(0, 1)]), said([(2, 0), (3, 1)])], [0], set(), set(), False),  # a new node is not ready as a whole
@@ -84,7 +84,7 @@ def test_who_looks_whether_a_port_is_open_is_no_stranger_and_who_says_something_
     assert len(said) == 1 and said[0].startswith("closed 1 connection that did not prove"), said
 
 
-def test_only_a_run_whose_nodes_come_and_go_lets_itself_be_sent_elsewhere():
+def test_only_an_elastic_job_lets_itself_be_sent_elsewhere():
     for stays_open in (False, True):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             one = hub.Hub(listener, strangers.hello(0), print, strangers.KEY, stays_open=stays_open)
@@ -92,7 +92,7 @@ def test_only_a_run_whose_nodes_come_and_go_lets_itself_be_sent_elsewhere():
             polled = threading.Thread(target=strangers.join, args=(one,), kwargs={"leads": ["127.0.0.1", 1]})
             polled.start()
             try:
-                while not one.lines:
+                while not one.connections:
                     one.poll(0.1)
                 assert not stays_open
             except channel.Elsewhere as elsewhere:
@@ -106,7 +106,7 @@ def test_a_node_follows_to_the_leader_that_it_is_told_of():
         first = hub.Hub(listener, strangers.hello(0), print, strangers.KEY)
 
         def send_elsewhere():
-            while not first.lines:
+            while not first.connections:
                 first.poll(0.1)
             first.send(elsewhere=["127.0.0.1", leads.port])
             leads.thread.join()
@@ -114,29 +114,31 @@ def test_a_node_follows_to_the_leader_that_it_is_told_of():
 
         sends = threading.Thread(target=send_elsewhere)
         sends.start()
-        line, go = channel.join("127.0.0.1", listener.getsockname()[1], strangers.hello(1), PATIENCE, print, strangers.KEY)
-        assert go == strangers.GO and line.connection.getpeername()[1] == leads.port
+        connection, go = channel.join(
+            "127.0.0.1", listener.getsockname()[1], strangers.hello(1), PATIENCE, print, strangers.KEY
+        )
+        assert go == strangers.GO and connection.socket.getpeername()[1] == leads.port
         sends.join()
-        line.close()
+        connection.close()
         first.close()
 
 
-def test_a_node_that_has_just_gone_is_still_known_by_its_address():
+def test_a_node_that_was_just_lost_is_still_known_by_its_address():
     """It may be in the list of nodes that is told to the others before its end is noticed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
-        line = channel.Line(listener.accept()[0])
+        connection = channel.Connection(listener.accept()[0])
         other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         other.close()
         with pytest.raises(channel.Closed):
-            line.wait(PATIENCE)
-        assert line.peer == "127.0.0.1"
-        line.close()
+            connection.wait(PATIENCE)
+        assert connection.peer == "127.0.0.1"
+        connection.close()
 
 
 @pytest.fixture(autouse=True)
 def nodes_say_more(monkeypatch):
-    """As the parent of a node makes it where nodes come and go."""
+    """Return it as the parent of a node makes it in an elastic job."""
     monkeypatch.setattr(messages, "FORMS", {**messages.FORMS, **FORMS})
 
 
@@ -147,7 +149,7 @@ def nodes_say_more(monkeypatch):
         ({"here": said([(0, -1)])}, False),
         ({"here": {**said([]), "more": 1}}, False),
         ({"here": said([(0, 1, 2)])}, False),
-        ({"lost": "rank 1 was killed"}, True),
+        ({"cause": "rank 1 was killed"}, True),
         ({"elsewhere": ["10.0.0.1", 6666]}, True),
         ({"elsewhere": ["10.0.0.1", 0]}, False),
         ({"elsewhere": ["a name", 6666]}, False),

@@ -107,15 +107,15 @@ def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
 
 
 @pytest.mark.rehearsal
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_host_that_is_gone_is_named_by_the_others(hosts, gone):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_is_lost_is_named_by_the_others(hosts, lost):
     some = hosts(3)
     processes = started(some, 3)
-    some.kill(gone)
+    some.kill(lost)
     codes, _ = wait_all(processes, PATIENCE)
-    for number in {0, 1, 2} - {gone}:
+    for number in {0, 1, 2} - {lost}:
         assert codes[number] == 1
-        assert f"error: node {gone} (rank {gone}) is gone; stopping all 3 ranks" in some.log(number), some.log(number)
+        assert f"error: node {lost} (rank {lost}) is lost; stopping all 3 ranks" in some.log(number), some.log(number)
 
 
 @pytest.mark.rehearsal

@@ -161,7 +161,7 @@ def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(ca
         (False, False, False, set()),
         (True, False, False, {"Console"}),  # a trial
         (True, True, True, {*names()}),
-        (False, False, True, {*names()} - {"Trace"}),  # where nodes come and go
+        (False, False, True, {*names()} - {"Trace"}),  # in an elastic job
     ],
 )
 def test_which_observers_a_rank_has(shows, writes, may_write, there):

@@ -55,11 +55,11 @@ def meeting(nodes=2, key=KEY, seconds=PATIENCE):
 
 
 def join(one, node=1, key=KEY, seconds=PATIENCE, **changes):
-    """Its line, as soon as it has proved to belong; the hub's thread ends with the last node that is missing."""
-    line = channel.Line(channel.connect("127.0.0.1", one.port, seconds, one.said.append))
-    channel.prove(line, key)
-    line.send(**hello(node, **changes), clock=time.time())
-    return line
+    """Its connection, as soon as it has proved to belong; the hub's thread ends with the last node that is missing."""
+    connection = channel.Connection(channel.connect("127.0.0.1", one.port, seconds, one.said.append))
+    channel.prove(connection, key)
+    connection.send(**hello(node, **changes), clock=time.time())
+    return connection
 
 
 def stranger(one):
@@ -80,11 +80,11 @@ def test_without_the_secret_nobody_joins_and_both_say_so(mine):
     with meeting() as one:
         with pytest.raises(UserError, match="the secrets of the nodes differ: give every node the same ANYRANK_SECRET"):
             join(one, key=mine)
-        assert not one.lines
-        line = join(one)
+        assert not one.connections
+        connection = join(one)
         one.thread.join(PATIENCE)
-        assert list(one.lines) == [1]
-        line.close()
+        assert list(one.connections) == [1]
+        connection.close()
     assert any("1 the secrets of the nodes differ" in text for text in one.said), one.said
 
 
@@ -145,10 +145,10 @@ def test_what_a_stranger_says_stops_nobody():
                 connection.sendall(words + b"\n" * (number % 3))
                 if number % 5 == 0:
                     read(connection)
-        line = join(one)
+        connection = join(one)
         one.thread.join(PATIENCE)
-        assert not one.thread.is_alive() and list(one.lines) == [1] and not one.error
-        line.close()
+        assert not one.thread.is_alive() and list(one.connections) == [1] and not one.error
+        connection.close()
 
 
 def test_idle_strangers_are_few_and_wait_for_a_short_time():
@@ -163,14 +163,14 @@ def test_idle_strangers_are_few_and_wait_for_a_short_time():
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
             spare = held.pop()  # the test itself needs a descriptor of this process
             spare.close()
-            line = join(one)
+            connection = join(one)
             one.thread.join(PATIENCE)
-            assert list(one.lines) == [1] and not one.error
+            assert list(one.connections) == [1] and not one.error
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for connection in held:
                 connection.close()
-        line.close()
+        connection.close()
     assert sum(" made room for others" in text for text in one.said) >= 1, one.said
 
 
@@ -189,10 +189,10 @@ def test_accept_survives_every_error(monkeypatch):
 
         one._listener = Listener()
         one._selector.register(one._listener, 1)
-        line = join(one)
+        connection = join(one)
         one.thread.join(PATIENCE)
-        assert list(one.lines) == [1] and not errors
-        line.close()
+        assert list(one.connections) == [1] and not errors
+        connection.close()
 
 
 def test_members_that_contradict_each_other_still_stop_all():
@@ -201,9 +201,9 @@ def test_members_that_contradict_each_other_still_stop_all():
         second = join(one, 1, nodes=3)
         one.thread.join(PATIENCE)
         assert one.error == "duplicate rank: host host-1 and host host-1 both say they are node 1"
-        for line in (first, second):
+        for connection in (first, second):
             with pytest.raises(UserError, match="duplicate rank"):
-                channel._wait_for_go(line, PATIENCE)
+                channel._wait_for_go(connection, PATIENCE)
 
 
 # --- What a false node 0 answers ---------------------------------------------------------------------------------------
@@ -218,19 +218,19 @@ def test_members_that_contradict_each_other_still_stop_all():
 )  # fmt: skip
 def test_an_answer_that_makes_no_sense_starts_no_node(go):
     with meeting() as one:
-        line = join(one)
+        connection = join(one)
         one.thread.join(PATIENCE)
         one.send(go=go)
-        with pytest.raises(channel.Gone, match="it sends no messages of this program"):
-            channel._wait_for_go(line, PATIENCE)
-        line.close()
+        with pytest.raises(channel.ConnectionLost, match="it sends no messages of this program"):
+            channel._wait_for_go(connection, PATIENCE)
+        connection.close()
 
 
 def test_who_only_sends_beats_makes_nobody_wait_for_ever():
     with meeting(3) as one:
-        line = join(one, 1, nodes=3)
-        with pytest.raises(channel.Gone, match="it has not started the nodes for 1 s"):
-            channel._wait_for_go(line, 1)
+        connection = join(one, 1, nodes=3)
+        with pytest.raises(channel.ConnectionLost, match="it has not started the nodes for 1 s"):
+            channel._wait_for_go(connection, 1)
         join(one, 2, nodes=3)
         one.thread.join(PATIENCE)
 

@@ -1,3 +1,3 @@
-"""Nodes that come and go in a run: the others go on while there are enough. This room is imported with --min_nodes alone."""
+"""Elastic jobs: nodes may be lost and join, and the others go on while there are enough. Imported with --min_nodes alone."""
 
 __all__ = ["job"]

@@ -1,4 +1,4 @@
-"""What a job is given where nodes come and go, at the moments that it announces (common/moments.py).
+"""What an elastic job is given, at the moments that it announces (common/moments.py).
 
 The parent of a node is another one (supervisor.py), its workers meet anew whenever they change (members.py), and the run asks
 other peers (peers.py).
@@ -12,13 +12,13 @@ import torch
 from common import heartbeat
 from common.elastic.members import Members
 from common.elastic.peers import Elastic
-from common.elastic.supervisor import Supervisor
+from common.elastic.supervisor import ElasticSupervisor
 from common.errors import UserError, count
 from common.ranks.collectives import GROUP
 
 
 def workers(args: argparse.Namespace) -> None:
-    """An error where nodes cannot come and go."""
+    """Raise an error where a job cannot be elastic."""
     here, least = args.world, args.min_nodes
     if not least or heartbeat.has_parent():
         return
@@ -34,8 +34,8 @@ def workers(args: argparse.Namespace) -> None:
         raise UserError("with --min_nodes the others go on, and --max_restarts starts all workers again: give one of the two")
 
 
-def parent(args: argparse.Namespace, alike: dict) -> Optional[Supervisor]:
-    return Supervisor(args.world, args.min_nodes, args.join_seconds, alike, args.output_dir) if args.min_nodes else None
+def parent(args: argparse.Namespace, alike: dict) -> Optional[ElasticSupervisor]:
+    return ElasticSupervisor(args.world, args.min_nodes, args.join_seconds, alike, args.output_dir) if args.min_nodes else None
 
 
 def members(args: argparse.Namespace, device: torch.device) -> Optional[Members]:

@@ -1,4 +1,4 @@
-"""The node that leads where nodes come and go (supervisor.py): who is a member, and from when.
+"""The node that leads an elastic job (supervisor.py): who is a member, and from when.
 
 It numbers each change: a generation has its ranks, and a lighthouse at which torchft lets them meet (members.py). torchft knows
 a rank by its heartbeats alone. What is decided here it cannot know: whether a node has certainly ended or is only silent,
@@ -30,9 +30,9 @@ class Leader:
     def __init__(self, parent: Any, after: Optional[int] = None, silent: bool = False):
         self._parent = parent
         self._reports: dict[int, dict] = {}  # what each node has said of its workers
-        self._greeted = set(parent.hub.lines) if parent.hub else set()
+        self._greeted = set(parent.hub.connections) if parent.hub else set()
         self._silent: set[int] = {after} if after is not None and silent else set()  # these may still be there
-        self._left: set[int] = set() if after is None else {after}  # members that are lost; one may come back as a new node
+        self._lost: set[int] = set() if after is None else {after}  # members that are lost; one may come back as a new node
         self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
         self._stops: dict[int, tuple[float, int]] = {}  # when which node was told to stop, and by which signal
         self._leaving: set[int] = set()  # those of them that were told that they may
@@ -47,13 +47,13 @@ class Leader:
     def told_to_stop(self, node: int, number: int) -> None:
         self._stops.setdefault(node, (time.monotonic(), number))
 
-    def forget(self, node: int, silent: bool, how: str) -> None:
-        """It is lost; `silent`: it may still be there."""
+    def lost(self, node: int, silent: bool, how: str) -> None:
+        """A node is lost; `silent`: it may still be there."""
         parent = self._parent
         report = self._reports.pop(node, {"workers": []})
         self._greeted.discard(node)
         self._leaving.discard(node)
-        self._left.add(node)
+        self._lost.add(node)
         if silent:
             self._silent.add(node)
         stop = self._stops.pop(node, None)
@@ -66,9 +66,9 @@ class Leader:
         """What is due; called again and again."""
         parent = self._parent
         if parent.hub:
-            for node in set(parent.hub.lines) - self._greeted:
+            for node in set(parent.hub.connections) - self._greeted:
                 go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "later": True}
-                parent.hub.lines[node].tell(go=go)
+                parent.hub.connections[node].tell(go=go)
                 self._greeted.add(node)
             self._seek_node_0(now)
         self._answer_stops(now)
@@ -80,7 +80,7 @@ class Leader:
     def _decide(self, now):
         """Begin it, if its members are others than those of the last one, or have lost each other."""
         parent, last = self._parent, self._parent.generation
-        ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._left]
+        ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
         there = quorum.next_members(last["number"], ranks, self._reports.values())
         if last["number"] == 0:
             if len(there.ranks) == parent.here.world_size:
@@ -95,9 +95,9 @@ class Leader:
         why = [*parent.causes, *(f"{parent.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
         self._tries = 0 if why else self._tries + 1
         why = "; ".join(why or ["the connection between two ranks has broken"])
-        before, left = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
-        if not quorum.is_certain(before, left, self._silent):
-            of = f"{len(left)} of {count(len(before), 'node')}"
+        before, now_there = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
+        if not quorum.is_certain(before, now_there, self._silent):
+            of = f"{len(now_there)} of {count(len(before), 'node')}"
             self._announce(there.ranks, f"{why}; {of} cannot know whether the others go on", stop=True)
         elif self._tries > TRIES:
             self._announce(there.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True)
@@ -107,19 +107,19 @@ class Leader:
             self._announce(there.ranks, why, writes=min(set(there.ranks) - there.new, default=None))
 
     def _gathered(self, now):
-        """Whether the nodes that are left have come to this new leader, or had the time to."""
+        """Whether the nodes that remain have come to this new leader, or had the time to."""
         parent = self._parent
         for node, address, port in parent.generation["nodes"] if self._gather_until else ():
-            if node in self._left or node == parent.node or node in self._reports:
+            if node in self._lost or node == parent.node or node in self._reports:
                 continue
             if channel.has_ended(address, port):
-                self._left.add(node)
-                parent.causes.append(f"{parent.name_of(node)} is gone")
+                self._lost.add(node)
+                parent.causes.append(f"{parent.name_of(node)} is lost")
             elif now < self._gather_until:
                 return False
             else:
                 self._silent.add(node)
-                self._left.add(node)
+                self._lost.add(node)
                 parent.causes.append(f"{parent.name_of(node)} did not come")
         self._gather_until = 0.0
         return True
@@ -129,9 +129,9 @@ class Leader:
         fewer, seconds = f"fewer than --min_nodes {parent.min_nodes}", f"{parent.join_seconds:.0f} s"
         if not self._short_since:
             self._short_since = now
-            parent.say(f"{why}; {fewer} are left: waiting for others up to {seconds} (--join_seconds)")
+            parent.say(f"{why}; {fewer} remain: waiting for others up to {seconds} (--join_seconds)")
         if now - self._short_since > parent.join_seconds:
-            self._announce(ranks, f"{why}; {fewer} were left for {seconds}", stop=True)
+            self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
 
     def _announce(self, ranks, why, stop=False, writes=None):
         """The next generation, with these ranks. `stop`: the one of them that writes saves the run, and all end. `writes`: who
@@ -141,8 +141,8 @@ class Leader:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
             self._kept.append(self._lighthouse)
         self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
-        still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._left
-        self._short_since, self._stuck_since, self._silent, self._left = 0.0, 0.0, set(), set()
+        still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost
+        self._short_since, self._stuck_since, self._silent, self._lost = 0.0, 0.0, set(), set()
         hub = parent.hub
         number = 1 + max([last["number"], *(report["generation"] for report in self._reports.values())])
         generation = {
@@ -152,7 +152,7 @@ class Leader:
             "lighthouse": quorum.address_of(self._lighthouse, parent.address),
             "nodes": [
                 [parent.node, parent.address, parent.hello["listens"]],
-                *([node, line.peer, hub.hellos[node]["listens"]] for node, line in (hub.lines.items() if hub else ())),
+                *([node, at.peer, hub.hellos[node]["listens"]] for node, at in (hub.connections.items() if hub else ())),
             ],
         }  # fmt: skip
         if hub:
@@ -162,34 +162,34 @@ class Leader:
     # --- Nodes that leave, and node 0 ---
 
     def _answer_stops(self, now):
-        """Nodes were told to stop: if they are all, or too few would be left, the job stops; else they leave it."""
+        """Nodes were told to stop: if they are all, or too few would remain, the job stops; else they leave it."""
         parent = self._parent
         if not self._stops or parent.stop_signal:
             return
-        left = {parent.node, *(parent.hub.lines if parent.hub else ())} - set(self._stops)
-        if len(left) < parent.min_nodes:
+        remaining = {parent.node, *(parent.hub.connections if parent.hub else ())} - set(self._stops)
+        if len(remaining) < parent.min_nodes:
             parent.stop_signal = next(number for _, number in self._stops.values())
         elif now - min(since for since, _ in self._stops.values()) > STOP_SECONDS:
             for node in set(self._stops) - {parent.node} - self._leaving:
-                parent.hub.lines[node].tell(leave=True)
+                parent.hub.connections[node].tell(leave=True)
                 self._leaving.add(node)
             if parent.node in self._stops:
                 number = self._stops[parent.node][1]
-                parent.hub.send(lost=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
+                parent.hub.send(cause=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
                 parent.may_leave = True
 
     def _seek_node_0(self, now):
         """A node 0 that has come back waits for the others at the platform's address, so it is told where they are."""
-        if self._parent.node and 0 not in self._parent.hub.lines and now - self._sought > SEEK_SECONDS:
+        if self._parent.node and 0 not in self._parent.hub.connections and now - self._sought > SEEK_SECONDS:
             self._sought = now
             threading.Thread(target=self._tell_node_0, daemon=True).start()
 
     def _tell_node_0(self):
         parent = self._parent
-        with contextlib.suppress(OSError, channel.Gone, UserError):
+        with contextlib.suppress(OSError, channel.ConnectionLost, UserError):
             place = parent.here.master_addr, parent.here.master_port
-            line = channel.Line(socket.create_connection(place, timeout=SEEK_SECONDS))
-            channel.prove(line, parent.key)
-            line.send(**parent.hello, clock=time.time(), leads=[parent.address, parent.hello["listens"]])
-            line.wait(SEEK_SECONDS)
-            line.close()
+            connection = channel.Connection(socket.create_connection(place, timeout=SEEK_SECONDS))
+            channel.prove(connection, parent.key)
+            connection.send(**parent.hello, clock=time.time(), leads=[parent.address, parent.hello["listens"]])
+            connection.wait(SEEK_SECONDS)
+            connection.close()

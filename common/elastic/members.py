@@ -1,4 +1,4 @@
-"""Who takes part in the steps where nodes may come and go (--min_nodes): the side of a worker, on torchft.
+"""Who takes part in the steps of an elastic job (--min_nodes): the side of a worker, on torchft.
 
 The parents (supervisor.py) decide who is a member, and number each change. In such a generation torchft lets its members meet,
 forms their process group, and hands the state of the one that is furthest to those that are behind or new. Added here: whoever
@@ -45,7 +45,7 @@ class Members:
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size = rank, size  # of the present generation, once there is one
         self.writes = False  # whether this one shows the progress and writes the files
-        self.news = ""  # who has gone, or come, since the last step that counted
+        self.news = ""  # who was lost, or has joined, since the last step that counted
         self._told = 0  # the generation of that step
         self.comes_later = COMES_LATER in os.environ  # to a run that is under way
         self._name, self._device = rank, device
@@ -170,7 +170,7 @@ class Members:
 
 
 class Work:
-    """A collective that has begun. One that could not begin, because a member has gone, fails when it is waited for."""
+    """A collective that has begun. One that could not begin, because a member was lost, fails when it is waited for."""
 
     def __init__(self, members: Members, begin: Callable[[Any], Any]):
         self._members = members

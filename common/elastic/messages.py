@@ -1,4 +1,4 @@
-"""What the nodes say to each other in addition, where they come and go: the form that each message must have."""
+"""The messages that the nodes of an elastic job send each other in addition: the form that each must have."""
 
 from common.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
 
@@ -10,6 +10,6 @@ GENERATION = record(
     nodes=several(each(RANK, is_address, PORT)),
 )  # fmt: skip
 FORMS = {
-    "here": HERE, "lost": text(4000), "generation": GENERATION, "leave": is_true, "dropped": is_true,
+    "here": HERE, "cause": text(4000), "generation": GENERATION, "leave": is_true, "excluded": is_true,
     "elsewhere": each(is_address, PORT),
 }  # fmt: skip

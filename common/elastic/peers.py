@@ -1,6 +1,6 @@
-"""Those that train with this rank where nodes come and go.
+"""Those that train with this rank in an elastic job.
 
-All that the ranks exchange in a step or an evaluation, they exchange before it counts. If one goes or comes meanwhile, those
+All that the ranks exchange in a step or an evaluation, they exchange before it counts. If one is lost or joins meanwhile, those
 that are there form the next group (members.py) and do it anew. A rank that had already all it needed is ahead of the
 others by that step or evaluation: they take its state, which theirs would have become.
 """
@@ -55,7 +55,7 @@ class Elastic(Fixed):
             self._members.form(place, self._to_hand_over, self._take)
         except collectives.Stopped as stop:
             self._counted = None  # the others may go on, and have its line in the ledger
-            self._let_one_write()
+            self._write_if_chosen()
             run.plan = run.plan if run.plan.began else dataclasses.replace(run.plan, began=here)
             if number := self._members.told_to_stop():
                 run.stop_on(number)
@@ -63,7 +63,7 @@ class Elastic(Fixed):
         self.rank, self.size = self._members.rank, self._members.size
         run.shares.deal_again()
         self.agreement.begin()
-        self._let_one_write()
+        self._write_if_chosen()
         run.may_stop(run.evaluates)
 
     def form_again(self) -> None:
@@ -121,8 +121,8 @@ class Elastic(Fixed):
             self._run.tell("nodes", news=news, ranks=self.size, pause=self._run.clock.since_step())
         self._members.step_counts()
 
-    def _let_one_write(self):
-        """Who is to write the files from here on, and did not, begins with it."""
+    def _write_if_chosen(self):
+        """Begin to write the files, if this rank is the one that does so from here on."""
         run = self._run
         if not self._members.writes or run.trial:
             return
@@ -133,7 +133,7 @@ class Elastic(Fixed):
             run.evidence.keep(self.rank, attempt=True, ledger=True)
             if run.plan.began:
                 run.tell("began", about=facts.of_this_start(run, "the state of the other nodes"))
-        if self._counted:  # its line may lack, if the one that was to write it has gone; now it counts once
+        if self._counted:  # its line may lack, if the one that was to write it was lost; now it counts once
             epoch, consumed, ids = self._counted
             run.evidence.begin(epoch, consumed)
             run.evidence.taken(epoch, consumed, ids)

@@ -1,4 +1,4 @@
-"""Who may be a member of the next generation, and whether those that are left may go on: plain rules (see leader.py).
+"""Who may be a member of the next generation, and whether those that remain may go on: plain rules (see leader.py).
 
 A node whose end is certain, because its connection was closed or its worker was seen to end, no longer counts. One that is
 only silent still counts: perhaps it is cut off, and thinks the same of the others. Then those go on that are more than half.
@@ -14,7 +14,7 @@ class NextMembers:
     ranks: list[int]  # who would be the next members
     missing: set[int]  # members of the last generation that are lost
     new: set[int]  # and who was none of them
-    stuck: bool  # a member has left the step that was under way
+    stuck: bool  # a member has broken off the step that was under way
 
 
 def next_members(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> NextMembers:

@@ -1,6 +1,6 @@
-"""The parent of a node where nodes come and go (--min_nodes): it goes on without a worker, a node or a leader that is lost.
+"""The parent process of a node in an elastic job (--min_nodes): it goes on without a worker, a node or a leader that is lost.
 
-Node 0 leads, and after it a node that is left (leader.py). Every node tells the leader which of its workers live and which
+Node 0 leads, and after it a node that remains (leader.py). Every node tells the leader which of its workers live and which
 wait. The leader tells all nodes who the members of the next generation are; the workers among them form its group (members.py).
 """
 
@@ -29,7 +29,7 @@ from common.wire import channel, hub, messages, secret
 SEEK_SECONDS = 10.0  # for a run that goes on without node 0
 
 
-class Supervisor(supervisor.Supervisor):
+class ElasticSupervisor(supervisor.Supervisor):
     def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict, output_dir: str):
         super().__init__(here, 0, join_seconds, alike)
         members.torchft()  # an error before anything is started, where it is not installed
@@ -49,8 +49,8 @@ class Supervisor(supervisor.Supervisor):
         self.told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
         self.may_leave = False  # because of that, as the others go on
         self.comes_later = False  # to a run that is under way
-        self.left_out = ""  # why the others go on without this node
-        self.said: Any = None  # of its workers
+        self.excluded = ""  # why the others go on without this node
+        self.told_leader: Any = None  # what its workers do
 
     @property
     def node(self) -> int:
@@ -69,9 +69,9 @@ class Supervisor(supervisor.Supervisor):
                 return self._meet_as_leader()
             except channel.Elsewhere as elsewhere:
                 address, port = elsewhere.args
-        self.line, go = self._join(address, port)
+        self.connection, go = self._join(address, port)
         if go.get("later"):
-            self.say(f"the run is under way, led from {self.line.peer}: this node joins it")
+            self.say(f"the run is under way, led from {self.connection.peer}: this node joins it")
         self.comes_later, self.address = bool(go.get("later")), self._own_address()
         return go
 
@@ -81,7 +81,7 @@ class Supervisor(supervisor.Supervisor):
         connection = channel.greets(address, port)
         until = time.monotonic() + SEEK_SECONDS
         for host, its_port in self._noted_places() if not connection else []:
-            if time.monotonic() > until:  # of many machines that are gone each would take a second
+            if time.monotonic() > until:  # of many machines that are lost each would take a second
                 break
             if there := channel.greets(host, its_port):
                 try:
@@ -150,8 +150,8 @@ class Supervisor(supervisor.Supervisor):
         """The exit code, once this node is to end."""
         if self.verdict:
             return self._carry_out()
-        if self.left_out:
-            show(self.left_out)
+        if self.excluded:
+            show(self.excluded)
             return 1
         if self.told and self.may_leave:
             self.say(f"{signal.Signals(self.told).name}: this node leaves, and the others go on")
@@ -188,7 +188,7 @@ class Supervisor(supervisor.Supervisor):
         return bool(self.workers) and super().own_finished()
 
     def others_finished(self) -> bool:
-        return self.finished >= set(self.hub.lines) & self.nodes_of(self.generation["ranks"])
+        return self.finished >= set(self.hub.connections) & self.nodes_of(self.generation["ranks"])
 
     def nodes_of(self, ranks: Any) -> set[int]:
         return {rank // self.here.local_world_size for rank in ranks}
@@ -202,8 +202,8 @@ class Supervisor(supervisor.Supervisor):
         report: Any = worker.fault(self.home)
         if report is None or report is STOP:
             return
-        said = worker.reported_fault() if worker.code is not None else None
-        if said and not said["victim"] and not devices.is_its_own_fault(said["text"]):
+        reported = worker.reported_fault() if worker.code is not None else None
+        if reported and not reported["victim"] and not devices.is_its_own_fault(reported["text"]):
             super().suspect(worker)  # another rank would fail in the same way
             return
         with contextlib.suppress(ProcessLookupError):
@@ -211,8 +211,8 @@ class Supervisor(supervisor.Supervisor):
         self.workers.remove(worker)
         self.causes.append(report["text"])
         self.lost_workers.append(report["text"])
-        if self.line or self.hub:
-            (self.line.tell if self.line else self.hub.send)(lost=report["text"])
+        if self.connection or self.hub:
+            (self.connection.tell if self.connection else self.hub.send)(cause=report["text"])
 
     def _tell(self, beat):
         """Say that this node was told to stop, and what its workers do: with every change, and with every beat."""
@@ -225,12 +225,12 @@ class Supervisor(supervisor.Supervisor):
             self.leader.hear(self.node, mine)
             if self.told:
                 self.leader.told_to_stop(self.node, self.told)
-        elif self.line:
+        elif self.connection:
             if beat and self.told:
-                self.line.tell(stop=self.told)
-            if beat or mine != self.said:
-                self.line.tell(here=mine)
-        self.said = mine
+                self.connection.tell(stop=self.told)
+            if beat or mine != self.told_leader:
+                self.connection.tell(here=mine)
+        self.told_leader = mine
 
     def hear(self, node: int, message: Optional[dict]) -> None:
         if message is None:
@@ -239,14 +239,14 @@ class Supervisor(supervisor.Supervisor):
             self.leader.hear(node, message["here"])
         elif "stop" in message and self.leader:
             self.leader.told_to_stop(node, message["stop"])
-        elif "lost" in message:
-            self.causes.append(one_line(message["lost"]))
+        elif "cause" in message:
+            self.causes.append(one_line(message["cause"]))
         elif "generation" in message:
             self.take(message["generation"])
         elif "leave" in message:
             self.may_leave = True
-        elif "dropped" in message:
-            self.left_out = "this node was silent for so long that the others went on without it"
+        elif "excluded" in message:
+            self.excluded = "this node was silent for so long that the others went on without it"
         else:
             super().hear(node, message)
 
@@ -264,16 +264,16 @@ class Supervisor(supervisor.Supervisor):
             self.ends = time.monotonic()
 
     def lost(self, node: int) -> None:
-        line = self.line or self.hub.lines[node]
-        seconds = time.monotonic() - line.heard
+        connection = self.connection or self.hub.connections[node]
+        seconds = time.monotonic() - connection.heard
         silent = seconds > channel.SILENCE_SECONDS
-        how = f"has been silent for {seconds:.0f} s (machine or network)" if silent else "is gone"
-        if self.line:
+        how = f"has been silent for {seconds:.0f} s (machine or network)" if silent else "is lost"
+        if self.connection:
             self._leader_is_lost(silent, how)
             return
         if silent:
-            line.tell(dropped=True)
-        self.hub.forget(node)
+            connection.tell(excluded=True)
+        self.hub.remove(node)
         self.statuses.pop(node, None)
         if node in self.finished:
             return
@@ -281,13 +281,13 @@ class Supervisor(supervisor.Supervisor):
             report = {"text": f"{self.name_of(node)} {how}", "direct": True, "code": 1, "restart": False}
             self.suspects.append((time.monotonic(), report))
         elif self.leader:
-            self.leader.forget(node, silent, how)
+            self.leader.lost(node, silent, how)
 
     def _leader_is_lost(self, silent, how):
-        """The first of the nodes that are left leads now, and the others go to it."""
+        """The first of the nodes that remain leads now, and the others go to it."""
         lost = self.led_by
-        self.line.close()
-        self.line = None
+        self.connection.close()
+        self.connection = None
         if self.stop_signal or self.ends is not None:
             return
         if self.own_finished():
@@ -304,7 +304,7 @@ class Supervisor(supervisor.Supervisor):
                 return
             if node != lost:
                 with contextlib.suppress(UserError):
-                    self.line, _ = channel.join(address, port, self.hello, 0, self.say, self.key)
-                    self.led_by, self.said = node, None
+                    self.connection, _ = channel.join(address, port, self.hello, 0, self.say, self.key)
+                    self.led_by, self.told_leader = node, None
                     return
         self.verdict = {"text": "; ".join(self.causes), "direct": True, "code": 1, "restart": False}

@@ -25,11 +25,11 @@ POLL_SECONDS = 0.001
 
 
 class Changed(Exception):
-    """The group is of the past: a member has gone, or one has come (common/elastic)."""
+    """The group is of the past: a member was lost, or one has joined (common/elastic)."""
 
 
 class Stopped(Exception):
-    """The run is saved and ends: the platform says so, too few are left, or the others may still be there (common/elastic)."""
+    """The run is saved and ends: the platform says so, too few remain, or the others may still be there (common/elastic)."""
 
 
 class Group:
@@ -38,7 +38,7 @@ class Group:
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
         self.watcher: Any = None  # of a rank without a parent: watcher.Beside
-        self.members: Any = None  # elastic's Members where nodes may come and go: then the process group has this rank alone
+        self.members: Any = None  # elastic's Members, in an elastic job: then the process group has this rank alone
         self._control = None
 
     def control(self) -> Any:

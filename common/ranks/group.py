@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nproc_per_node", type=arguments.WORKERS, help="workers on this node; unset: one per GPU, one on CPU")
     add("--max_restarts", type=restarts, default=0, help="restarts in place after a worker has died")
     add("--join_seconds", type=arguments.POSITIVE, default=900.0, help="how long the nodes wait for each other")
-    elastic = "nodes may go and come, and the others go on while there are this many; unset: all stop (docs/elastic.md)"
+    elastic = "nodes may be lost and join, and the others go on while there are this many; unset: all stop (docs/elastic.md)"
     add("--min_nodes", type=arguments.WORKERS, help=elastic)
 
 

@@ -15,7 +15,7 @@ class Spare:
     """What could not be written is kept, and tried again with the next file and at the end. Any thread may write."""
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
-        """Does nothing on other ranks. Which ranks they are may change, where nodes go and come."""
+        """Does nothing on other ranks. Which ranks they are may change in an elastic job."""
         self.shows, self.writes, self._folder = shows, writes, folder
         self._grow: dict[str, int] = {}  # {a file that grows: the number of the one that this start has made}
         self._begin(progress.say)

@@ -109,7 +109,7 @@ class Beside:
         self._send(**order)
 
     def _send(self, **order):
-        with contextlib.suppress(OSError):  # it has gone, and the rank trains on
+        with contextlib.suppress(OSError):  # it was lost, and the rank trains on
             self._orders.send(json.dumps(order).encode())
 
 

@@ -75,7 +75,9 @@ class Supervisor(Watch):
         if here.num_nodes == 1:
             return {"attempt": 0, "address": "127.0.0.1", "port": network.free_port()}
         if here.node_rank:
-            self.line, go = channel.join(here.master_addr, here.master_port, self.hello, self.join_seconds, self.say, self.key)
+            self.connection, go = channel.join(
+                here.master_addr, here.master_port, self.hello, self.join_seconds, self.say, self.key
+            )
             return go
         if not self.key:
             self.say(secret.UNPROTECTED.format(port=here.master_port))
@@ -101,15 +103,15 @@ class Supervisor(Watch):
             return {**go, "attempt": attempt, "port": network.free_port()}
         deadline = time.monotonic() + self.join_seconds
         while time.monotonic() < deadline:
-            if self.line:
-                self.line.tell(ready=attempt)
+            if self.connection:
+                self.connection.tell(ready=attempt)
             else:
                 self.hub.send(beat=True)
             if self.stop_signal:
                 sys.exit(STOP_SIGNALS[self.stop_signal])
             for node, message in self.messages():
                 if message is None:
-                    raise TrainingFailed(f"node {node} is gone, so the job cannot be restarted in place; start it again")
+                    raise TrainingFailed(f"node {node} is lost, so the job cannot be restarted in place; start it again")
                 if "stop" in message:
                     self.stop_signal = message["stop"]
                 if "go" in message:
@@ -162,7 +164,7 @@ class Supervisor(Watch):
     def _own_address(self):
         if self.hub:
             return self.hub.address()
-        return self.line.connection.getsockname()[0] if self.line else "127.0.0.1"
+        return self.connection.socket.getsockname()[0] if self.connection else "127.0.0.1"
 
     # --- Watching ---
 
@@ -186,7 +188,7 @@ class Supervisor(Watch):
                     return code
             elif self._all_finished():
                 return 0
-            if not self.line and not self.stop_signal:
+            if not self.connection and not self.stop_signal:
                 self.judge(beat)
             if self.verdict:
                 return self._carry_out()
@@ -225,8 +227,8 @@ class Supervisor(Watch):
         if self.stop_began is None:
             self.stop_began = now
             self.say(f"{signal.Signals(self.stop_signal).name}: all ranks stop at the next common step")
-            if self.line:
-                self.line.tell(stop=self.stop_signal)
+            if self.connection:
+                self.connection.tell(stop=self.stop_signal)
             for worker in self.workers:
                 if worker.code is None:
                     with contextlib.suppress(ProcessLookupError):
@@ -268,8 +270,8 @@ class Supervisor(Watch):
     def _part(self):
         if self.hub:
             self.hub.close()
-        if self.line:
-            self.line.close()
+        if self.connection:
+            self.connection.close()
 
 
 def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:

@@ -22,8 +22,8 @@ class Watch:
 
     def __init__(self, nodes: int, home: str):
         self.nodes, self.home = nodes, home
-        self.hub: Any = None  # in the first: the lines to the others
-        self.line: Any = None  # in every other: the line to the first
+        self.hub: Any = None  # in the first: the connections to the others
+        self.connection: Any = None  # in every other: the connection to the first
         self.workers: list[Worker] = []
         self.statuses: dict[int, dict] = {}
         self.finished: set[int] = set()
@@ -40,9 +40,9 @@ class Watch:
         raise NotImplementedError
 
     def messages(self) -> list[tuple]:
-        """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is gone."""
-        if self.hub or self.line:
-            return (self.hub or self.line).poll(0.1)
+        """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is lost."""
+        if self.hub or self.connection:
+            return (self.hub or self.connection).poll(0.1)
         time.sleep(0.05)
         return []
 
@@ -63,13 +63,13 @@ class Watch:
             self.verdict = message["verdict"]
 
     def lost(self, node: int) -> None:
-        seconds = time.monotonic() - (self.line or self.hub.lines[node]).heard
+        seconds = time.monotonic() - (self.connection or self.hub.connections[node]).heard
         if self.hub:
-            self.hub.forget(node)
-        if self.stop_signal or (node in self.finished and (self.line or self.own_finished())):
-            self.line = None
+            self.hub.remove(node)
+        if self.stop_signal or (node in self.finished and (self.connection or self.own_finished())):
+            self.connection = None
             return
-        how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is gone"
+        how = f"has been silent for {seconds:.0f} s (machine or network)" if seconds > SILENCE_SECONDS else "is lost"
         text = f"{self.name_of(node)} {how}"
         report = {**cause(text), "restart": False}
         if self.hub:
@@ -87,17 +87,17 @@ class Watch:
         worker.reported = True
         if report is STOP:
             self.stopped()
-        elif self.line:
-            self.line.tell(fault=report)
+        elif self.connection:
+            self.connection.tell(fault=report)
         else:
             self.suspects.append((time.monotonic(), report))
 
     def beat(self) -> None:
         mine = summary([worker.status() for worker in self.workers])
-        if self.line:
-            self.line.tell(status=mine)
+        if self.connection:
+            self.connection.tell(status=mine)
             if self.own_finished():
-                self.line.tell(finished=True)
+                self.connection.tell(finished=True)
             return
         self.statuses[OWN] = mine
         if self.hub:

@@ -38,9 +38,9 @@ class Watcher(Watch):
         if node not in self.finished:
             super().lost(node)
         elif self.hub:
-            self.hub.forget(node)
+            self.hub.remove(node)
         else:
-            self.line = None
+            self.connection = None
 
     def own_finished(self) -> bool:
         return self.workers[0].code in (0, *STOP_SIGNALS.values())
@@ -63,15 +63,15 @@ class Watcher(Watch):
                 ended = ended or now
                 if self._may_leave(now - ended):
                     return
-            if not self.line:
+            if not self.connection:
                 self.judge(beat)
         self._carry_out()
 
     def _may_leave(self, seconds):
         """Once its rank has ended: at once, unless the others still need this watcher, or it has something to hear."""
         if self.own_finished():
-            if self.line:
-                self.line.tell(finished=True)
+            if self.connection:
+                self.connection.tell(finished=True)
             return not self.hub or len(self.finished) == self.nodes or seconds > PARTING_SECONDS
         return seconds > CASCADE_SECONDS + channel.SILENCE_SECONDS
 
@@ -89,7 +89,7 @@ class Watcher(Watch):
                 self.hub.send(go={"attempt": 0, "address": "127.0.0.1", "port": 1})
             else:
                 where = (order["address"], order["port"], order["hello"], MEETING_SECONDS, self._say)
-                self.line, _ = channel.join(*where, bytes.fromhex(order["key"]))
+                self.connection, _ = channel.join(*where, bytes.fromhex(order["key"]))
         except UserError as error:
             self._say(f"warning: this rank is not watched: {error}")
 
@@ -100,15 +100,15 @@ class Watcher(Watch):
         worker, rank = self.workers[0], self.here.rank
         if rank == self.verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
-        alone = not self.hub and not self.line
-        if self.here.local_rank == 0 and not (alone and worker.reported_fault()):  # which the rank has said itself
+        single = not self.hub and not self.connection
+        if self.here.local_rank == 0 and not (single and worker.reported_fault()):  # which the rank has said itself
             show(self.stopping(self.here.world_size))
         self.rank.end(self.verdict["code"])
 
 
 def start(here: World) -> Beside:
     """Fork the watcher of this rank."""
-    files, line = beside.start(here.rank, lambda worker: Watcher(here, worker).run())
+    files, process = beside.start(here.rank, lambda worker: Watcher(here, worker).run())
     os.environ[heartbeat.FILES] = files
     heartbeat.write_stacks()
-    return line
+    return process

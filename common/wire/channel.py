@@ -1,8 +1,8 @@
-"""The connections between the parents of a job's nodes: how a node joins, and how each notices that another is gone.
+"""The connections between the parents of a job's nodes: how a node joins, and how each notices that another is lost.
 
 Node 0 listens on the platform's port (hub.py), the others connect to it. Both prove that they have the secret of the job
 (secret.py) before they say anything else. Messages are lines of JSON whose form is checked, and nothing is ever unpickled. A
-node that has gone is noticed by its closed connection at once; a node with a cut link or a frozen machine, by its silence.
+node that is lost is noticed by its closed connection at once; a node with a cut link or a frozen machine, by its silence.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from common.errors import UserError, one_line
 from common.wire import messages, secret
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is gone
+SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is lost
 ANSWER_SECONDS = 4.0  # another program on the port does not answer our first message
 GREETING_SECONDS = 1.0
 WAITING_LINE_SECONDS = 10
@@ -30,11 +30,11 @@ def beat_seconds(nodes: int) -> float:
     return max(BEAT_SECONDS, nodes / 2000)
 
 
-class Gone(Exception):
+class ConnectionLost(Exception):
     """The other end is closed, silent, or sends something else than our messages."""
 
 
-class Closed(Gone):
+class Closed(ConnectionLost):
     """It has closed the connection."""
 
 
@@ -43,51 +43,51 @@ class Elsewhere(Exception):
 
 
 def checked(message: dict) -> dict:
-    """The message; Gone when it is not one of ours."""
+    """The message; ConnectionLost when it is not one of ours."""
     if not messages.is_valid(message):
-        raise Gone(NOT_OURS)
+        raise ConnectionLost(NOT_OURS)
     return message
 
 
 # --- A connection ------------------------------------------------------------------------------------------------------
 
 
-class Line:
-    """Carries whole messages over a connection. It never blocks: who does not read what it is sent, is gone."""
+class Connection:
+    """Carries whole messages over a connection. It never blocks: who does not read what it is sent, is lost."""
 
-    def __init__(self, connection: socket.socket):
-        self.connection = connection
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, own: socket.socket):
+        self.socket = own
+        own.setblocking(False)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received, self._longest = b"", LONGEST_PROOF
         self.heard = time.monotonic()
         self.proved = False
         self.node = -1  # which node is at the other end, once node 0 knows it
         self.peer = ""  # its address
-        with contextlib.suppress(OSError):  # it has gone already
-            self.peer = connection.getpeername()[0].replace("::ffff:", "")
+        with contextlib.suppress(OSError):  # it is lost already
+            self.peer = own.getpeername()[0].replace("::ffff:", "")
 
     def fileno(self) -> int:
-        return self.connection.fileno()
+        return self.socket.fileno()
 
     def send(self, **message: Any) -> None:
         content = json.dumps(message).encode() + b"\n"
         try:
-            sent = self.connection.send(content)
+            sent = self.socket.send(content)
         except OSError as error:
-            raise Gone(one_line(error)) from None
+            raise ConnectionLost(one_line(error)) from None
         if sent < len(content):
-            raise Gone("it does not read what it is sent")
+            raise ConnectionLost("it does not read what it is sent")
 
     def tell(self, **message: Any) -> None:
         """As send(), but a broken connection is left to be noticed when it is read, or by its silence."""
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(ConnectionLost):
             self.send(**message)
 
     def receive(self) -> list[dict]:
         """The messages that have arrived; call it when the connection is readable."""
         try:
-            chunk = self.connection.recv(65536)
+            chunk = self.socket.recv(65536)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -97,13 +97,13 @@ class Line:
         self.heard = time.monotonic()
         *lines, self._received = (self._received + chunk).split(b"\n")
         if max(map(len, [*lines, self._received])) > self._longest:
-            raise Gone(NOT_OURS)
+            raise ConnectionLost(NOT_OURS)
         try:
             received = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            raise Gone(NOT_OURS) from None
+            raise ConnectionLost(NOT_OURS) from None
         if not all(isinstance(message, dict) for message in received):
-            raise Gone(NOT_OURS)
+            raise ConnectionLost(NOT_OURS)
         return received
 
     def has_proved(self) -> None:
@@ -111,12 +111,12 @@ class Line:
         self.proved, self._longest = True, LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
-        """The next messages; Gone after `seconds` without any."""
+        """The next messages; ConnectionLost after `seconds` without any."""
         deadline = time.monotonic() + seconds
         while self.readable(deadline - time.monotonic()):
             if received := self.receive():
                 return received
-        raise Gone(f"no answer for {seconds:.0f} s")
+        raise ConnectionLost(f"no answer for {seconds:.0f} s")
 
     def readable(self, seconds: float) -> bool:
         poll = select.poll()  # select() knows no descriptor above 1023
@@ -128,13 +128,13 @@ class Line:
         try:
             if self.readable(seconds):
                 return [(0, checked(message)) for message in self.receive()]
-        except Gone:
+        except ConnectionLost:
             return [(0, None)]
         return [(0, None)] if time.monotonic() - self.heard > SILENCE_SECONDS else []
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.connection.close()
+            self.socket.close()
 
 
 def has_ended(address: str, port: int) -> bool:
@@ -181,29 +181,29 @@ def greets(address: str, port: int) -> Optional[socket.socket]:
 
 
 def join(
-    address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", connection: Any = None
-) -> tuple[Line, dict]:
-    """Join node 0 from another node: return the line to it, and the message with which it starts all nodes."""
+    address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", opened: Any = None
+) -> tuple[Connection, dict]:
+    """Join node 0 from another node: return the connection to it, and the message with which it starts all nodes."""
     for attempt in range(ATTEMPTS):
-        line = Line(connection or connect(address, port, seconds, say))
-        connection = None
+        connection = Connection(opened or connect(address, port, seconds, say))
+        opened = None
         try:
-            prove(line, key)
-            line.send(**hello, clock=time.time())
-            return line, _wait_for_go(line, seconds + SILENCE_SECONDS)
+            prove(connection, key)
+            connection.send(**hello, clock=time.time())
+            return connection, _wait_for_go(connection, seconds + SILENCE_SECONDS)
         except Elsewhere as elsewhere:
-            line.close()
+            connection.close()
             address, port = elsewhere.args
-            why = Gone("it names other nodes in turn")
-        except Closed as gone:  # perhaps to make room: strangers fill the port of node 0
-            line.close()
-            why = gone
-            if line.proved:
+            why = ConnectionLost("it names other nodes in turn")
+        except Closed as lost:  # perhaps to make room: strangers fill the port of node 0
+            connection.close()
+            why = lost
+            if connection.proved:
                 break
             time.sleep(0.2 * attempt)
-        except Gone as gone:
-            line.close()
-            why = gone
+        except ConnectionLost as lost:
+            connection.close()
+            why = lost
             break
     raise UserError(
         f"{address}:{port} answers but is not node 0 of this job ({why}): another program has the port, or the job has "
@@ -211,28 +211,28 @@ def join(
     )
 
 
-def prove(line: Line, key: bytes) -> None:
+def prove(connection: Connection, key: bytes) -> None:
     """Node 0 says its number; then each proves to the other that it has the secret."""
-    theirs, mine = _next(line, "nonce"), secret.nonce()
+    theirs, mine = _next(connection, "nonce"), secret.nonce()
     if not messages.text(64)(theirs):
-        raise Gone(NOT_OURS)
-    line.send(nonce=mine, proof=secret.proof(key, "node", theirs, mine))
-    if not secret.proves(_next(line, "proof"), key, "hub", theirs, mine):
-        raise Gone(secret.DIFFERS)
-    line.has_proved()
+        raise ConnectionLost(NOT_OURS)
+    connection.send(nonce=mine, proof=secret.proof(key, "node", theirs, mine))
+    if not secret.proves(_next(connection, "proof"), key, "hub", theirs, mine):
+        raise ConnectionLost(secret.DIFFERS)
+    connection.has_proved()
 
 
-def _next(line: Line, name: str) -> Any:
-    message = line.wait(ANSWER_SECONDS)[0]
+def _next(connection: Connection, name: str) -> Any:
+    message = connection.wait(ANSWER_SECONDS)[0]
     if "refused" in message:
         raise UserError(one_line(message["refused"])[:500])
     return message.get(name)
 
 
-def _wait_for_go(line: Line, seconds: float) -> dict:
+def _wait_for_go(connection: Connection, seconds: float) -> dict:
     deadline, patience = time.monotonic() + seconds, ANSWER_SECONDS
     while time.monotonic() < deadline:
-        for message in line.wait(patience):
+        for message in connection.wait(patience):
             checked(message)
             if "refused" in message:
                 raise UserError(one_line(message["refused"])[:500])
@@ -241,5 +241,5 @@ def _wait_for_go(line: Line, seconds: float) -> dict:
             if "go" in message:
                 return message["go"]
             patience = SILENCE_SECONDS  # node 0 sends beats while it waits for the others
-        line.send(waiting=True)
-    raise Gone(f"it has not started the nodes for {seconds:.0f} s")
+        connection.send(waiting=True)
+    raise ConnectionLost(f"it has not started the nodes for {seconds:.0f} s")

@@ -16,7 +16,16 @@ from typing import Any, Callable
 from common import naming
 from common.errors import UserError, count, one_line
 from common.wire import channel, network, secret
-from common.wire.channel import BEAT_SECONDS, NOT_OURS, SILENCE_SECONDS, Closed, Gone, Line, beat_seconds, checked
+from common.wire.channel import (
+    BEAT_SECONDS,
+    NOT_OURS,
+    SILENCE_SECONDS,
+    Closed,
+    Connection,
+    ConnectionLost,
+    beat_seconds,
+    checked,
+)
 from common.wire.messages import HELLO, PROOF
 
 STRANGERS = 64  # as many connections may wait without a proof, beside those of the nodes that are still missing
@@ -34,9 +43,11 @@ class Hub:
     def __init__(self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"", stays_open: bool = False):
         """`stays_open`: nodes may also join later, and whoever does not fit is refused alone."""
         self._hello, self._say, self._key, self._stays_open = hello, say, key, stays_open
-        self.lines: dict[int, Line] = {}
+        self.connections: dict[int, Connection] = {}
         self.hellos: dict[int, dict] = {}  # of every node that has ever joined; "ahead": by how much its clock is ahead of ours
-        self._strangers: dict[Line, tuple[float, str]] = {}  # since when each is connected, and the number that we have sent it
+        self._strangers: dict[
+            Connection, tuple[float, str]
+        ] = {}  # since when each is connected, and the number that we have sent it
         self._refused: collections.Counter = collections.Counter()
         self._told = -math.inf
         self._complete = False  # all nodes have joined, further ones are refused
@@ -51,11 +62,11 @@ class Hub:
         """Wait until every node has introduced itself; name those that have not when the time is over."""
         nodes = self._hello["nodes"]
         begun = told = beaten = time.monotonic()
-        while len(self.lines) < nodes - 1:
+        while len(self.connections) < nodes - 1:
             for node, message in self.poll(BEAT_SECONDS):
                 if message is None:
-                    self._say(f"node {node} went away again while waiting for the others")
-                    self.forget(node)
+                    self._say(f"node {node} was lost while waiting for the others")
+                    self.remove(node)
             now = time.monotonic()
             if now - beaten >= beat_seconds(nodes):
                 beaten = now
@@ -63,12 +74,12 @@ class Hub:
             if now - told >= channel.WAITING_LINE_SECONDS:
                 told = now
                 self._say(f"waiting for {self._missing()}, {now - begun:.0f} s")
-            if now - begun >= seconds and len(self.lines) < nodes - 1:
+            if now - begun >= seconds and len(self.connections) < nodes - 1:
                 self._refuse_all(f"{self._missing()} did not come within {seconds:.0f} s")
         self._complete = True
 
     def _missing(self):
-        missing = [node for node in range(1, self._hello["nodes"]) if node not in self.lines]
+        missing = [node for node in range(1, self._hello["nodes"]) if node not in self.connections]
         return naming.describe_nodes(missing, self._hello["workers"])
 
     def is_complete(self) -> None:
@@ -76,27 +87,27 @@ class Hub:
         self._complete = True
 
     def poll(self, seconds: float) -> list[tuple]:
-        """[(node, message)], a message of None for a node that has gone."""
+        """[(node, message)], a message of None for a node that is lost."""
         received = []
         for key, _ in self._selector.select(min(seconds, PAUSE_SECONDS) if self._pause else seconds):
-            line: Any = key.fileobj
-            if line is self._listener:
+            connection: Any = key.fileobj
+            if connection is self._listener:
                 self._accept()
-            elif line in self._strangers:
-                self._hear_stranger(line)
-            elif line.node in self.lines:
+            elif connection in self._strangers:
+                self._hear_stranger(connection)
+            elif connection.node in self.connections:
                 try:
-                    received += [(line.node, checked(message)) for message in line.receive()]
-                except Gone:
-                    received.append((line.node, None))
+                    received += [(connection.node, checked(message)) for message in connection.receive()]
+                except ConnectionLost:
+                    received.append((connection.node, None))
         now = time.monotonic()
-        gone = {node for node, message in received if message is None}
-        silent = {node for node, line in self.lines.items() if now - line.heard > SILENCE_SECONDS}
-        received += [(node, None) for node in sorted(silent - gone)]
-        for line, (since, _) in list(self._strangers.items()):
+        lost = {node for node, message in received if message is None}
+        silent = {node for node, connection in self.connections.items() if now - connection.heard > SILENCE_SECONDS}
+        received += [(node, None) for node in sorted(silent - lost)]
+        for connection, (since, _) in list(self._strangers.items()):
             if now - since <= STRANGER_SECONDS:
                 break  # the others came later
-            self._refuse(line, "said nothing in time")
+            self._refuse(connection, "said nothing in time")
         if self._pause and now > self._pause:
             self._pause = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -105,45 +116,45 @@ class Hub:
 
     def send(self, **message: Any) -> None:
         """Send a message to every node."""
-        for line in list(self.lines.values()):
-            line.tell(**message)
+        for connection in list(self.connections.values()):
+            connection.tell(**message)
 
-    def forget(self, node: int) -> None:
-        self._drop(self.lines.pop(node))
+    def remove(self, node: int) -> None:
+        self._close(self.connections.pop(node))
 
     def close(self) -> None:
         self._count_strangers(math.inf)
-        for line in [*self.lines.values(), *self._strangers]:
-            line.close()
+        for connection in [*self.connections.values(), *self._strangers]:
+            connection.close()
         self._selector.close()
         self._listener.close()
 
     def address(self) -> str:
         """The address by which the others reach this node."""
-        return next(iter(self.lines.values())).connection.getsockname()[0].replace("::ffff:", "")
+        return next(iter(self.connections.values())).socket.getsockname()[0].replace("::ffff:", "")
 
     # --- Strangers ---
 
     def _accept(self):
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                line = Line(self._listener.accept()[0])
+                connection = Connection(self._listener.accept()[0])
             except BlockingIOError:
                 return
-            except OSError as error:  # of one connection that has gone again, or of all
+            except OSError as error:  # of one connection that is lost again, or of all
                 if error.errno in LACK:
                     self._make_room()
                     return
                 continue
-            if not line.peer:  # gone already
-                line.close()
+            if not connection.peer:  # lost already
+                connection.close()
                 continue
-            if len(self._strangers) >= STRANGERS + self._hello["nodes"] - 1 - len(self.lines):
+            if len(self._strangers) >= STRANGERS + self._hello["nodes"] - 1 - len(self.connections):
                 self._refuse(next(iter(self._strangers)), "made room for others")
             number = secret.nonce()
-            self._strangers[line] = time.monotonic(), number
-            self._selector.register(line, selectors.EVENT_READ)
-            line.tell(app="anyrank", nonce=number)
+            self._strangers[connection] = time.monotonic(), number
+            self._selector.register(connection, selectors.EVENT_READ)
+            connection.tell(app="anyrank", nonce=number)
 
     def _make_room(self):
         """Descriptors are lacking: close the connection of the oldest stranger, or accept no more for a moment."""
@@ -153,73 +164,77 @@ class Hub:
             self._pause = time.monotonic() + PAUSE_SECONDS
             self._selector.unregister(self._listener)
 
-    def _hear_stranger(self, line):
+    def _hear_stranger(self, connection):
         try:
-            for message in line.receive():
-                if line.proved:
-                    self._introduce(line, message)
+            for message in connection.receive():
+                if connection.proved:
+                    self._introduce(connection, message)
                     return
-                self._examine(line, message)
+                self._examine(connection, message)
         except Closed:  # without a word, as what looks whether a port is open does
-            self._drop(line)
-        except Gone as gone:
-            why = str(gone) if str(gone) == secret.DIFFERS else "sent something else"
-            line.tell(refused=str(gone))
-            self._refuse(line, why)
+            self._close(connection)
+        except ConnectionLost as lost:
+            why = str(lost) if str(lost) == secret.DIFFERS else "sent something else"
+            connection.tell(refused=str(lost))
+            self._refuse(connection, why)
 
-    def _examine(self, line, message):
+    def _examine(self, connection, message):
         if not PROOF(message):
-            raise Gone(NOT_OURS)
-        numbers = self._strangers[line][1], message["nonce"]
+            raise ConnectionLost(NOT_OURS)
+        numbers = self._strangers[connection][1], message["nonce"]
         if not secret.proves(message["proof"], self._key, "node", *numbers):
-            raise Gone(secret.DIFFERS)
-        line.send(proof=secret.proof(self._key, "hub", *numbers))
-        line.has_proved()
+            raise ConnectionLost(secret.DIFFERS)
+        connection.send(proof=secret.proof(self._key, "hub", *numbers))
+        connection.has_proved()
 
-    def _introduce(self, line, hello):
+    def _introduce(self, connection, hello):
         """Accept a node of this job, refuse one of another; where two nodes contradict each other, stop all and name both."""
         if not HELLO(hello):
-            raise Gone(NOT_OURS)
+            raise ConnectionLost(NOT_OURS)
         mine, node, host = self._hello, hello["node"], one_line(hello["host"])[:80]
         if hello["app"] != mine["app"] or hello["job"] != mine["job"]:
-            line.tell(refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port")
-            self._refuse(line, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
+            connection.tell(
+                refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port"
+            )
+            self._refuse(connection, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
         if "leads" in hello and self._stays_open and not self._complete:
             raise channel.Elsewhere(*hello["leads"])
         if self._complete and not self._stays_open:
-            line.tell(refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port")
-            self._refuse(line, "came when all nodes were there")
+            connection.tell(
+                refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port"
+            )
+            self._refuse(connection, "came when all nodes were there")
             return
         if node >= mine["nodes"]:
             theirs = f"host {host} says it is node {node} of {hello['nodes']}"
-            self._refuse_all(f"{theirs}, but host {mine['host']} has a world size of {mine['nodes']} nodes", line)
+            self._refuse_all(f"{theirs}, but host {mine['host']} has a world size of {mine['nodes']} nodes", connection)
             return
-        if node == mine["node"] or node in self.lines:
+        if node == mine["node"] or node in self.connections:
             first = mine["host"] if node == mine["node"] else self.hellos[node]["host"]
-            self._refuse_all(f"duplicate rank: host {first} and host {host} both say they are node {node}", line)
+            self._refuse_all(f"duplicate rank: host {first} and host {host} both say they are node {node}", connection)
             return
         for name, value in mine["alike"].items():
             its = hello["alike"].get(name)
             if its != value:
                 ours, theirs = naming.first_difference(str(value), one_line(its))
                 there = f"{theirs[:200]} on node {node} (host {host})"
-                self._refuse_all(f"{name} differs: {ours} on node {mine['node']} (host {mine['host']}), {there}", line)
+                self._refuse_all(f"{name} differs: {ours} on node {mine['node']} (host {mine['host']}), {there}", connection)
                 return
-        del self._strangers[line]
-        line.node = node
-        self.lines[node] = line
+        del self._strangers[connection]
+        connection.node = node
+        self.connections[node] = connection
         self.hellos[node] = {**hello, "host": host, "ahead": hello["clock"] - time.time()}
 
-    def _refuse(self, line, why):
+    def _refuse(self, connection, why):
         self._refused[why if why in self._refused or len(self._refused) < 20 else "of other kinds"] += 1
-        self._drop(line)
+        self._close(connection)
 
-    def _drop(self, line):
-        self._strangers.pop(line, None)
+    def _close(self, connection):
+        self._strangers.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(line)
-        line.close()
+            self._selector.unregister(connection)
+        connection.close()
 
     def _count_strangers(self, now):
         if self._refused and now - self._told >= STRANGERS_LINE_SECONDS:
@@ -235,8 +250,8 @@ class Hub:
             newcomer.tell(refused=why)
             self._refuse(newcomer, "did not fit to the others")
             return
-        for line in [*self.lines.values(), *([newcomer] if newcomer else [])]:
-            line.tell(refused=why)
+        for connection in [*self.connections.values(), *([newcomer] if newcomer else [])]:
+            connection.tell(refused=why)
         raise UserError(why)
 
 

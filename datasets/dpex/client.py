@@ -61,7 +61,7 @@ class Bridge:
         try:
             connection.connect(self._socket)
         except OSError:
-            raise self.gone() from None
+            raise self.cluster_lost() from None
         return connection
 
     def _wait_until_ready(self):
@@ -78,7 +78,7 @@ class Bridge:
         path, self.address = rest.rsplit(" ", 1)
         return path
 
-    def gone(self) -> ClusterLost:
+    def cluster_lost(self) -> ClusterLost:
         """The exception to raise when a connection breaks."""
         self.lost = self.lost or f"{self.address} does not answer"
         return ClusterLost(self.lost)
@@ -87,7 +87,7 @@ class Bridge:
         if not self._warned:
             self._warned = True
             reason = one_line(self.lost)
-            warnings.warn(f"the Ray cluster is gone: {reason}; batches are made on this machine from here on", stacklevel=2)
+            warnings.warn(f"the Ray cluster is lost: {reason}; batches are made on this machine from here on", stacklevel=2)
 
 
 def _end(process, owner):
@@ -153,7 +153,7 @@ class Workers:
         try:
             yield
         except (EOFError, OSError):
-            raise self._bridge.gone() from None
+            raise self._bridge.cluster_lost() from None
         except BaseException:
             self.close()
             raise

@@ -239,7 +239,7 @@ class RayIterator(_BaseDataLoaderIter):
             self._workers.close()
             self._workers = None
         if self._stop_when_lost:
-            raise TrainingFailed(f"the Ray cluster is gone: {self._bridge.lost}; head_lost='stop' was asked for") from None
+            raise TrainingFailed(f"the Ray cluster is lost: {self._bridge.lost}; head_lost='stop' was asked for") from None
         self._bridge.warn_once()
         again = self._passes == 0 and self._dataset_kind == _DatasetKind.Iterable  # from the start, with the same seeds
         missing = (index for _, (_, index) in sorted(self._pass.requested.items()))

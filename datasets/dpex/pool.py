@@ -138,13 +138,13 @@ class Pool:
         that had not delivered. Else the batch is lost in its node's object store, or that is full; or it is hopeless."""
         import ray.exceptions as known
 
-        gone = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
+        of_the_batch = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
         cause = error.cause if isinstance(error, known.RayTaskError) else error
         if losses > LOSSES or not isinstance(cause, known.RayError) or isinstance(cause, known.RuntimeEnvSetupError):
             if self._actors[worker] is actor:
                 self._end(worker)  # the next epoch begins with another
             raise error
-        is_lost = not isinstance(cause, gone) and self._actors[worker] is actor
+        is_lost = not isinstance(cause, of_the_batch) and self._actors[worker] is actor
         if is_lost:
             node = self._nodes[worker]
             self._end(worker)

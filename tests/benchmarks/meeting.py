@@ -46,16 +46,16 @@ class Node:
 
     def __init__(self, number, port, hello):
         self.number, self.hello, self.state = number, hello, "new"
-        self.line = channel.Line(socket.create_connection(("127.0.0.1", port)))
+        self.connection = channel.Connection(socket.create_connection(("127.0.0.1", port)))
 
     def hear(self):
-        for message in self.line.receive():
+        for message in self.connection.receive():
             if self.state == "new":
                 mine = secret.nonce()
-                self.line.send(nonce=mine, proof=secret.proof(KEY, "node", message["nonce"], mine))
+                self.connection.send(nonce=mine, proof=secret.proof(KEY, "node", message["nonce"], mine))
                 self.state = "proved"
             elif self.state == "proved":
-                self.line.send(**self.hello, node=self.number, clock=time.time())
+                self.connection.send(**self.hello, node=self.number, clock=time.time())
                 self.state = "waiting"
             elif "refused" in message:
                 raise RuntimeError(message["refused"])
@@ -71,15 +71,15 @@ def play(port, count, hello, beats):
             for _ in range(64 if len(nodes) < count - 1 else 0):
                 if len(nodes) < count - 1:
                     nodes.append(Node(len(nodes) + 1, port, hello))
-                    selector.register(nodes[-1].line, selectors.EVENT_READ, nodes[-1])
+                    selector.register(nodes[-1].connection, selectors.EVENT_READ, nodes[-1])
             for key, _ in selector.select(0.01 if len(nodes) < count - 1 else 0.2):
                 key.data.hear()
             if time.monotonic() - told > beats:
                 told = time.monotonic()
                 for node in nodes:
                     if node.state == "waiting":
-                        node.line.connection.send(words)
-    except channel.Gone:
+                        node.connection.socket.send(words)
+    except channel.ConnectionLost:
         os._exit(0)
 
 

@@ -110,7 +110,7 @@ class Play:
         self.forget_what_was_not_noticed(node)
         self.hosts.kill(node)
         self.down.add(node)
-        self.culprits.append(rf"node {node} \(ranks? [-\d]+\) is gone")
+        self.culprits.append(rf"node {node} \(ranks? [-\d]+\) is lost")
 
     def cut(self, node):
         self.forget_what_was_not_noticed(node)

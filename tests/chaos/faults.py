@@ -105,7 +105,7 @@ def lose_host(trial):
     processes, lost = trial.train(), trial.draw.randrange(2)
     trial.hosts.kill(lost)
     left = processes[2 * (1 - lost) :][:2] if trial.form == "each rank" else [processes[1 - lost]]
-    return left, {1 - lost: rf"{trial.name_of(lost)}.*is gone"}
+    return left, {1 - lost: rf"{trial.name_of(lost)}.*is lost"}
 
 
 def lack_node(trial):
@@ -144,12 +144,12 @@ def differ_in_code(trial):
 
 
 FORMS = ("ours", "torchrun", "each rank")
-OF_ALL_FORMS = ("rank killed", "rank stopped", "cable cut", "host gone")
+OF_ALL_FORMS = ("rank killed", "rank stopped", "cable cut", "host lost")
 FAULTS = {
     "rank killed": kill_rank,
     "rank stopped": stop_rank,
     "cable cut": cut_cable,
-    "host gone": lose_host,
+    "host lost": lose_host,
     "node never comes (--join_seconds 15)": lack_node,
     "port taken": take_port,
     "second job on the port": start_second_job,

@@ -1,11 +1,11 @@
 """Who looks on at a run: what it says, and the files beside its checkpoints. None of them can change the run, or fail it.
 
     resumed      the run has been restored; began: the first lines of the log have been said
-    takes_over   this rank writes from here on, as the one that did has gone; then it is told `began`, too
+    takes_over   this rank writes from here on, as the one that did was lost; then it is told `began`, too
     epoch_began, stepped
     line         a line of the log is due
     epoch_ended  before its checkpoint is written; saved: after that
-    nodes        some have gone or come
+    nodes        some were lost, or have joined
     ending       the run is over; ended: its last checkpoint is written, and what an observer still has to write is due
     failed       the job is about to end with an error
     left         all is published
@@ -36,7 +36,7 @@ __all__ = ["Facts", "Observers", "of_a_rank"]
 
 
 def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
-    """In the order in which they are told. `may_write`: now or later, where nodes come and go."""
+    """In the order in which they are told. `may_write`: now or later, in an elastic job."""
     wanted = {
         Trace: writes and args.profile,
         Journal: may_write,

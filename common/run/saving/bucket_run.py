@@ -131,7 +131,7 @@ def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:
 
 
 def bring_what_grows_if_possible(args: argparse.Namespace, say: Callable) -> None:
-    """Where the one that has gone has published its lines."""
+    """Do so where the rank that was lost had published its lines."""
     try:
         if args.output_url:
             bring_what_grows(args, say)

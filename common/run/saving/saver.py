@@ -83,7 +83,7 @@ class Saving:
             self._starts.take(afresh)
 
     def _delete_what_is_not_wanted(self, found, afresh):
-        """As --resume and --overwrite say; and what was noted of nodes that are gone (common/elastic)."""
+        """As --resume and --overwrite say; and what was noted of nodes that were lost (common/elastic)."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
         if afresh:
             output.delete_run(self._args)
@@ -95,7 +95,7 @@ class Saving:
                     checkpoint.delete(self._args.checkpoint_dir, number)
 
     def take_over(self) -> None:
-        """From the rank that was to write, which has gone."""
+        """Take over from the rank that was to write, which was lost."""
         output.make_folders(self._args)
         try:
             output.lock(self._args.checkpoint_dir)
