@@ -113,8 +113,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
-    share = number(float, at_least=0, below=1)
-    group.add_argument("--label_smoothing", type=share, default=0.1, help="share of the target spread over all classes")
+    fraction = number(float, at_least=0, below=1)
+    group.add_argument("--label_smoothing", type=fraction, default=0.1, help="fraction of the target spread over all classes")
 
 
 def add_compile(group: argparse._ArgumentGroup) -> None:

@@ -44,7 +44,7 @@ _SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate((
 _WAIT = struct.Struct("<3d160s")  # since when, or 0; until when it is no hang; seconds of all before; for what
 _WAIT_AT = _FORM.size + len(_SLOTS) * _NUMBER.size
 _SIZE = _WAIT_AT + 2 * _WAIT.size
-_alone: Optional[str] = None
+_single_rank: Optional[str] = None
 
 
 class Pulse:
@@ -138,14 +138,14 @@ def _pulse(prefix):
     return Pulse(prefix)
 
 
-def watched_alone(prefix: str) -> None:
-    """This process has no other ranks, and a process of ours watches it (watching/alone.py)."""
-    global _alone
-    _alone = prefix
+def watched_as_single_rank(prefix: str) -> None:
+    """This process has no other ranks, and a process of ours watches it (watching/single_rank.py)."""
+    global _single_rank
+    _single_rank = prefix
 
 
 def _files():
-    return os.environ.get(FILES) or _alone
+    return os.environ.get(FILES) or _single_rank
 
 
 def has_parent() -> bool:

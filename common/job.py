@@ -17,7 +17,7 @@ from typing import Callable, NoReturn, Optional
 from common import devices, heartbeat, moments, optional, progress, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
 from common.secrets import mask
-from common.watching import alone
+from common.watching import single_rank
 from common.wire import network
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
@@ -49,7 +49,7 @@ class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
         alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
         if alone_here and not args.doctor and sys.platform == "linux":
-            alone.start(args.world.rank)
+            single_rank.start(args.world.rank)
 
 
 class _WriteTheReport:
@@ -111,8 +111,8 @@ def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
 
 
 def _end_with_a_traceback(error: Exception) -> NoReturn:
-    said = f"{type(error).__name__}: {one_line(error)[:300]}{network.advice(error)}"
-    text = one_line(error.line) if isinstance(error, SampleError) else said
+    message = f"{type(error).__name__}: {one_line(error)[:300]}{network.advice(error)}"
+    text = one_line(error.line) if isinstance(error, SampleError) else message
     watched = heartbeat.has_parent() or heartbeat.has_watcher()
     if not watched or not is_victim(error):
         print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ class Interrupted(BaseException):
 class Stops:
     def __init__(self):
         self.noted = 0  # the signal
-        self.alone = False  # whether this process may save and end now, without those that train with it
+        self.may_end = False  # whether this process may save and end now, without those that train with it
         self._waits = False
         self._obey: Any = None
         self._counts: Any = None
@@ -34,7 +34,7 @@ class Stops:
         if self._counts and not self._counts():
             return
         self.noted = self.noted or number
-        if self._waits and self.alone:
+        if self._waits and self.may_end:
             raise Interrupted
 
     def wait_for(self, work: Callable[[], Any]) -> Any:
@@ -59,7 +59,7 @@ class Stops:
             yield batch
 
     def _due(self):
-        return self.noted and self.alone
+        return self.noted and self.may_end
 
 
 STOPS = Stops()  # those of this process

@@ -94,7 +94,7 @@ MASK = 0xFFFFFFFF
 def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
     """uint8 (N, C, H, W) in channels_last to the same, each shifted by up to PADDING pixels and flipped half of the time."""
     count, _, height, width = images.shape
-    top, left, flip = devices.moved(torch.stack(crops_and_flips(ids, seed, epoch)), images.device)
+    top, left, flip = devices.to_device(torch.stack(crops_and_flips(ids, seed, epoch)), images.device)
     rows = top[:, None] + torch.arange(height, device=images.device)
     columns = torch.arange(width, device=images.device).expand(count, width)
     columns = left[:, None] + torch.where(flip[:, None] == 1, width - 1 - columns, columns)

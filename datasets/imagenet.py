@@ -63,7 +63,7 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
     data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
                       "resize, which is antialiased; so bilinear is what others call triangular")  # fmt: skip
-    least = "the smallest share of a training picture that a random crop takes; 1: no crops, but the whole picture, squeezed"
+    least = "the smallest fraction of a training picture that a random crop takes; 1: no crops, but the whole picture, squeezed"
     data.add_argument("--crop_scale", type=arguments.number(float, above=0, at_most=1), default=crops.AREA[0], help=least)
     evaluated = "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; whole: nothing is"
     data.add_argument("--resize", choices=["short", "whole"], default="short", help=f"of a picture for {evaluated}")
@@ -169,8 +169,8 @@ def _settled(args, found, before):
 
 def _splits(args, root, training_images):
     """An evaluation needs no training images; where there are some, their classes are compared."""
-    alone = args.evaluate and not is_address(root) and not os.path.exists(training_images)
-    return ("val",) if alone else splits.SPLITS
+    only_val = args.evaluate and not is_address(root) and not os.path.exists(training_images)
+    return ("val",) if only_val else splits.SPLITS
 
 
 def _compare_classes(train, val):

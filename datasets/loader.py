@@ -50,7 +50,7 @@ class DeviceLoader:
         """`layout`: of the images in memory; None: the one in which convolutions are fastest there."""
         self.sampler, self.device, self.dtype = sampler, device, dtype
         self._batches, self._augment = batches, augment
-        self._move = functools.partial(devices.moved, device=device, pin=pin_memory)
+        self._move = functools.partial(devices.to_device, device=device, pin=pin_memory)
         self.ids: Any = None
         self.file_of: Optional[Callable[[int], str]] = None  # the file of a sample, where it is one
         self._layout = layout or devices.layout(device)

@@ -44,9 +44,9 @@ class EpochSampler:
                 f"use one of {allowed} {self._parts}, or another --batch_size"
             )
         if global_batch > self.num_samples:
-            share = f" ({global_batch // self.shares} x {self.shares} {self._parts})" if self.shares > 1 else ""
-            fewer = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{share}"
-            do = "lower --batch_size" + (" or use fewer ranks" if share else "")
+            parts = f" ({global_batch // self.shares} x {self.shares} {self._parts})" if self.shares > 1 else ""
+            fewer = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{parts}"
+            do = "lower --batch_size" + (" or use fewer ranks" if parts else "")
             raise UserError(f"an epoch would have no step: {fewer}; {do}")
         self.global_batch = global_batch
 
@@ -67,9 +67,9 @@ class EpochSampler:
         return np.random.default_rng(self.seed + epoch).permutation(self.num_samples)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        order, share = self._order(self.epoch), self.global_batch // self.shares
+        order, size = self._order(self.epoch), self.global_batch // self.shares
         for first in range(self.consumed, self.samples_per_epoch, self.global_batch):
-            yield order[first + self.own.start * share : first + self.own.stop * share]
+            yield order[first + self.own.start * size : first + self.own.stop * size]
 
     def __len__(self) -> int:
         return (self.samples_per_epoch - self.consumed) // self.global_batch
@@ -90,8 +90,8 @@ class EverySample(EpochSampler):
         order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)  # which begins anew
         for first in range(self.consumed, len(order), self.global_batch):
             batch = order[first : first + self.global_batch]
-            share = len(batch) // self.shares
-            yield batch[self.own.start * share : self.own.stop * share]
+            size = len(batch) // self.shares
+            yield batch[self.own.start * size : self.own.stop * size]
 
     def __len__(self) -> int:
         return -(-(self.num_samples - self.consumed) // self.global_batch)

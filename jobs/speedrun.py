@@ -131,7 +131,7 @@ def keep(args, device, row):
     about = {"net": args.net, "target": args.target, "held_out": args.held_out, "device": devices.describe(device)}
     os.makedirs(args.output_dir, exist_ok=True)
     if args.output_url:
-        bucket_run.bring_what_grows(args)
+        bucket_run.fetch_growing_files(args)
     line = json.dumps({**row, **about, "torch": str(torch.__version__)}).encode()
     with open(os.path.join(args.output_dir, "runs.jsonl"), "a+b", buffering=0) as file:
         drop_half_a_line(file)
@@ -153,7 +153,7 @@ def run(args, device, train, seed, steps_of_a_size=None):
     images, labels = train
     torch.manual_seed(seed)
     batch, smoothing, momentum, passes = RECIPES[args.net, args.target]
-    steps = {size: steps_of_a_size or max(1, round(share * len(images) / batch)) for size, share in passes.items()}
+    steps = {size: steps_of_a_size or max(1, round(epochs * len(images) / batch)) for size, epochs in passes.items()}
     sizes = [size for size, count in steps.items() for _ in range(count)]
     order = torch.cat([torch.randperm(len(images)) for _ in range(len(sizes) * batch // len(images) + 1)]).to(device)
     flipped = (torch.rand(len(images)) < 0.5).to(device)

@@ -77,7 +77,7 @@ def main():
     else:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
-    # The logbook: shows progress, saves, and stops when it is told to.
+    # The run: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
 
     # Goes on from the newest checkpoint in the output folder, if there is one.
@@ -110,8 +110,8 @@ def main():
 
 def learning_rate(args, peak, progress):
     """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
-    share = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
-    return peak * share
+    scale = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
+    return peak * scale
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def evaluate(model, loader, classes):
     for images, labels in loader:
         scores.add(model(images), labels, loader.ids, images)
 
-    return scores.share()  # each rank has seen its own part of them
+    return scores.all_reduce()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

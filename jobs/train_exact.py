@@ -78,7 +78,7 @@ def main():
     else:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
-    # The logbook: shows progress, saves, and stops when it is told to.
+    # The run: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
     ### EXACT: run.steps() gives one of this rank's shares after the other; a run keeps their number ###
     run.register(shares=shares)
@@ -126,8 +126,8 @@ def main():
 
 def learning_rate(args, peak, progress):
     """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
-    share = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
-    return peak * share
+    scale = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
+    return peak * scale
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def evaluate(model, loader, classes):
     for images, labels in loader:
         scores.add(model(images), labels, loader.ids, images)
 
-    return scores.share()  # each rank has seen its own part of them
+    return scores.all_reduce()  # each rank has seen its own part of them
 
 
 if __name__ == "__main__":

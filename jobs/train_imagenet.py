@@ -116,7 +116,7 @@ def main():
             for parameters in optimizer.param_groups:
                 parameters["lr"] = learning_rate(args, peak, epochs=run.progress * args.epochs)
 
-            images, labels, others, share = mix(images, labels, args.mixup)
+            images, labels, others, weight = mix(images, labels, args.mixup)
 
             # The rank's part of the total batch, in micro-batches that fit on the device.
             count = -(-len(images) // args.batch_size)
@@ -130,7 +130,7 @@ def main():
                 model.require_backward_grad_sync = place == count and not shares  # the ranks exchange their gradients once
                 with autocast:
                     output = model(micro_images)
-                    loss = share * loss_fn(output, targets) + (1 - share) * loss_fn(output, other_targets)
+                    loss = weight * loss_fn(output, targets) + (1 - weight) * loss_fn(output, other_targets)
                 loss = loss * (len(micro_images) / len(images))
                 scaler.scale(loss).backward()
                 total += loss.detach()
@@ -292,18 +292,18 @@ def learning_rate(args, peak, epochs):
         return peak * epochs / warmup
     done = (epochs - warmup) / (args.epochs - warmup)
     if args.schedule == "step":
-        return peak * 0.1 ** sum(epochs >= share * args.epochs for share in (1 / 3, 2 / 3, 8 / 9))
+        return peak * 0.1 ** sum(epochs >= begin * args.epochs for begin in (1 / 3, 2 / 3, 8 / 9))
     factor = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1}[args.schedule]
     return args.end_lr + (peak - args.end_lr) * factor
 
 
 def mix(images, labels, strength):
-    """mixup: each image and another one of the batch, and the share of the first. The generator is seeded for every step."""
+    """mixup: each image and another one of the batch, and the weight of the first. The generator is seeded for every step."""
     if not strength:
         return images, labels, labels, 1.0
-    share = float(torch.distributions.Beta(strength, strength).sample())
-    order = devices.moved(torch.randperm(len(images)), images.device)
-    return images.lerp(images[order], 1 - share), labels, labels[order], share
+    weight = float(torch.distributions.Beta(strength, strength).sample())
+    order = devices.to_device(torch.randperm(len(images)), images.device)
+    return images.lerp(images[order], 1 - weight), labels, labels[order], weight
 
 
 def evaluate_alone(args, network, loader, classes, autocast):
@@ -314,7 +314,7 @@ def evaluate_alone(args, network, loader, classes, autocast):
         if not found:
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found
-        checkpoint.fit(network, checkpoint.to_take_away(state), path, new_head=False)
+        checkpoint.fit(network, checkpoint.evaluated_weights(state), path, new_head=False)
         for name in ("image_size", "resize"):
             trained = about["arguments"].get(name, vars(args)[name])
             if trained != vars(args)[name] and distributed.get_rank() == 0:
@@ -344,7 +344,7 @@ def evaluate(model, loader, classes, autocast):
         seconds.append(time.perf_counter() - began)
         scores.add(output, labels, loader.ids, images)
 
-    scores.share()
+    scores.all_reduce()
     shares = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)
     latency = 1000 * torch.tensor(seconds or [0.0], dtype=torch.float64).quantile(shares)
     return scores, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))

@@ -113,8 +113,8 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
     if "ANYRANK_SECRET_FILE" not in os.environ:
         env["ANYRANK_SECRET"] = secret
     if options.nodes > 1 and options.devices:
-        share = len(options.devices) // options.nodes
-        env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * share : (node + 1) * share])
+        each = len(options.devices) // options.nodes
+        env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * each : (node + 1) * each])
     command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
         command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

@@ -10,7 +10,7 @@ from common.run.observers import Facts
 from common.run.plan import Plan
 from common.run.position import Position
 from common.run.results import Results
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 from datasets.sampler import EpochSampler
 
 LINE = {"loss": 1.25, "lr": 0.05, "seconds_left": 64.0, "skipped": 0,
@@ -26,7 +26,7 @@ def options(folder, **more):
 
 
 def observer(kind, folder, **ranks):
-    return kind(options(folder), torch.device("cpu"), Spare(str(folder), **ranks))
+    return kind(options(folder), torch.device("cpu"), SideFiles(str(folder), **ranks))
 
 
 def facts(folder, at=None, seconds=1.0):

@@ -56,7 +56,7 @@ def ddp_complaint(done, folder, reference):
     return None
 
 
-# The variant runs with a logbook that looks whether both ranks have evaluated the same network.
+# The variant runs with a Run that looks whether both ranks have evaluated the same network.
 WATCH_BUFFERS = """
 import os, runpy, sys, torch
 sys.argv = sys.argv[1:]

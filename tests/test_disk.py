@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common import files, heartbeat, job
 from common.errors import SampleError, TrainingFailed, UserError
-from common.run import spare
+from common.run import side_files
 from common.run.observers import tensorboard
 from common.run.position import Position
 from common.run.saving import checkpoint, evidence, output
@@ -70,9 +70,9 @@ def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, 
     (tmp_path / "tensorboard").mkdir()
     monkeypatch.setattr(tensorboard, "file_name", lambda: "events.out.tfevents.1.host")
     path = tmp_path / "tensorboard" / "events.out.tfevents.1.host"
-    told, append = observed.observer(tensorboard.TensorBoard, tmp_path), spare.append
+    told, append = observed.observer(tensorboard.TensorBoard, tmp_path), side_files.append
     for step in (1, 2, 3):
-        monkeypatch.setattr(spare, "append", append if step == 3 else full)
+        monkeypatch.setattr(side_files, "append", append if step == 3 else full)
         told.epoch_ended(observed.facts(tmp_path, Position(total_steps=step)), metrics={"accuracy": step / 10})
     assert capsys.readouterr().out.splitlines() == [
         f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again",

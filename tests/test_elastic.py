@@ -252,14 +252,14 @@ DIES = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 from common.run import scores
-share = scores.Scores.share
+all_reduce = scores.Scores.all_reduce
 
 def dies(self):
     if os.environ.get("DIES"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return share(self)
+    return all_reduce(self)
 
-scores.Scores.share = dies
+scores.Scores.all_reduce = dies
 exec(compile({text!r}, {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import exact
-from common.exact import tree
+from common.exact import sums
 from common.ranks import collectives
 from datasets.sampler import EpochSampler, InOrder
 from launch import blocks
@@ -35,23 +35,23 @@ def test_the_sum_has_the_same_bits_for_any_number_of_shares_and_any_split_of_the
     values = np.random.default_rng(shares).standard_normal(shares).astype(np.float32) * np.float32(10) ** np.arange(shares)
     alone = []
     for share, value in enumerate(values):
-        tree.grow(alone, (0, share, value), shares, add)
+        sums.grow(alone, (0, share, value), shares, add)
     cuts = sorted(data.draw(st.lists(st.integers(0, shares), max_size=shares)))
     together = []
     for first, end in zip([0, *cuts], [*cuts, shares]):
         own = []
         for share in range(first, end):
-            tree.grow(own, (0, share, values[share]), shares, add)
-        assert [root[:2] for root in own] == tree.places(range(first, end), shares)
+            sums.grow(own, (0, share, values[share]), shares, add)
+        assert [root[:2] for root in own] == sums.places(range(first, end), shares)
         for root in own:
-            tree.grow(together, root, shares, add)
+            sums.grow(together, root, shares, add)
     assert len(alone) == len(together) == 1 and alone == together
 
 
 @given(st.integers(1, 64), st.data())
 def test_every_share_is_computed_once_and_every_rank_computes_about_as_many(shares, data):
     ranks = data.draw(st.integers(1, shares))
-    own = [tree.shares_of(rank, ranks, shares) for rank in range(ranks)]
+    own = [sums.shares_of(rank, ranks, shares) for rank in range(ranks)]
     assert [share for part in own for share in part] == list(range(shares))
     assert max(map(len, own)) - min(map(len, own)) <= 1
 
@@ -231,7 +231,7 @@ def test_a_share_begins_without_gradients_and_a_cpu_computes_with_one_thread():
 
 
 def test_a_missing_gradient_is_zero_also_in_memory_that_was_used_before():
-    part = tree.Part([torch.zeros(1)], shares=2, group=collectives.All())
+    part = sums.Part([torch.zeros(1)], shares=2, group=collectives.All())
     for values, mean in (((3.0, 5.0), 4.0), ((None, None), 0.0)):
         for share, value in enumerate(values):
             part.add(share, [None if value is None else torch.tensor([value])])
@@ -242,7 +242,7 @@ def test_a_missing_gradient_is_zero_also_in_memory_that_was_used_before():
 def test_without_an_order_the_mean_is_the_same_but_for_its_last_bits():
     values = [[torch.tensor([2.0**share, share])] for share in range(5)]
     means = []
-    for kind in (tree.Part, tree.AnyOrder):
+    for kind in (sums.Part, sums.AnyOrder):
         part = kind([torch.zeros(2)], 5, collectives.All())
         for _ in range(2):  # memory is used again
             for share, value in enumerate(values):

@@ -120,7 +120,7 @@ def test_photographs_get_the_runs_own_answers(folders, trained, form):
     take = preprocess_of(folder / "model" if form == "modelarts" else folder)
     contents = list(hundred_photographs())
     pictures = np.stack([take(content) for content in contents])
-    own = np.stack([decode.test_picture(content, False, 32, decode.short_side(32)).numpy() for content in contents])
+    own = np.stack([decode.eval_picture(content, False, 32, decode.short_side(32)).numpy() for content in contents])
     assert pictures.dtype == np.uint8 and np.array_equal(pictures, own)
     found, expected = answers(folder, pictures), own_answers(trained[0] / "out", pictures)
     assert found.shape == (100, 3) and np.abs(found - expected).max() < 1e-3 and expected.std() > 0.1

@@ -13,7 +13,7 @@ from common.run.observers.report import Report
 from common.run.observers.tensorboard import TensorBoard
 from common.run.position import Position
 from common.run.scores import Scores
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 from tests import observed
 from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked
 
@@ -121,7 +121,7 @@ class Fails:
 
 
 def told(*present):
-    observers = Observers(observed.options(ROOT), None, Spare("/none", shows=True, writes=False), may_write=False)
+    observers = Observers(observed.options(ROOT), None, SideFiles("/none", shows=True, writes=False), may_write=False)
     observers._present = list(present)
     return observers
 
@@ -150,7 +150,7 @@ def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_a
 
 def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(capsys):
     observers = told(Fails())
-    observers._spare.shows = False
+    observers._side_files.shows = False
     observers.tell("line", 1)
     assert "warning: Fails has failed" in capsys.readouterr().out
 
@@ -178,8 +178,8 @@ def test_the_folders_may_be_relative_and_links(tmp_path, monkeypatch, elsewhere)
         (tmp_path / "a" / "b").mkdir(parents=True)
         (tmp_path / "out").symlink_to(tmp_path / "a" / "b")
         args.tensorboard_dir = "events"
-    TensorBoard(args, None, Spare("out")).epoch_ended(observed.facts(tmp_path), metrics={"accuracy": 0.5})
-    Files(args, None, Spare("out")).began(observed.facts(tmp_path), about={})
+    TensorBoard(args, None, SideFiles("out")).epoch_ended(observed.facts(tmp_path), metrics={"accuracy": 0.5})
+    Files(args, None, SideFiles("out")).began(observed.facts(tmp_path), about={})
     assert (tmp_path / "out" / "state.json").exists()
     assert [path.name.split(".tfevents")[0] for path in (tmp_path / args.tensorboard_dir).iterdir()] == ["events.out"]
     assert {path.name for path in tmp_path.iterdir()} == ({"out", "a", "events"} if elsewhere else {"out"})
@@ -194,7 +194,7 @@ def test_a_rank_that_takes_over_writes_what_came_since_its_own_last_line(tmp_pat
     journal.nodes(observed.facts(tmp_path), news="node 2 has gone", ranks=2, pause=1.0)
     journal.line(observed.facts(tmp_path), **observed.LINE)
     assert not list(tmp_path.iterdir())
-    journal._spare.writes = journal._spare.shows = True
+    journal._side_files.writes = journal._side_files.shows = True
     journal.began(observed.facts(tmp_path), about={"goes_on_from": "the state of the other nodes"})
     after = Position(samples_seen=896, total_steps=7, consumed=896)
     journal.line(observed.facts(tmp_path, after, seconds=1.5), **observed.LINE)
@@ -205,15 +205,15 @@ def test_a_rank_that_takes_over_writes_what_came_since_its_own_last_line(tmp_pat
 
 
 def test_its_report_has_the_scores_of_the_last_evaluation_and_its_console_the_whole_epoch(tmp_path, capsys, at):
-    spare, now = Spare(str(tmp_path), shows=False, writes=False), at([0.0], console)
-    report, shown = (kind(observed.options(tmp_path), None, spare) for kind in (Report, console.Console))
+    side_files, now = SideFiles(str(tmp_path), shows=False, writes=False), at([0.0], console)
+    report, shown = (kind(observed.options(tmp_path), None, side_files) for kind in (Report, console.Console))
     scores = Scores(["a", "b"], torch.device("cpu"))
     scores.add(torch.eye(2), torch.tensor([0, 1]), torch.arange(2))
-    report.epoch_ended(observed.facts(tmp_path), **{**observed.EPOCH, "scores": scores.share()})
+    report.epoch_ended(observed.facts(tmp_path), **{**observed.EPOCH, "scores": scores.all_reduce()})
     shown.epoch_began(observed.facts(tmp_path))
     report.ended(observed.facts(tmp_path))
     assert not list(tmp_path.iterdir())
-    now[0], spare.writes, spare.shows = 7.0, True, True
+    now[0], side_files.writes, side_files.shows = 7.0, True, True
     report.ended(observed.facts(tmp_path))
     assert (tmp_path / "report.json").exists()
     shown.epoch_ended(observed.facts(tmp_path, Position(epoch=1)), **observed.EPOCH)

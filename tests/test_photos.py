@@ -240,7 +240,7 @@ def test_the_pixels_are_those_of_torchvision(name):
         [torchvision.transforms.Resize(round(32 * 256 / 224)), torchvision.transforms.CenterCrop(32)]
     )
     assert (
-        difference(decode.test_picture(content, special, 32, 37), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
+        difference(decode.eval_picture(content, special, 32, 37), torch.from_numpy(np.array(whole(image))).permute(2, 0, 1))
         < TOLERANCE
     )
 
@@ -253,12 +253,12 @@ def test_nothing_is_cut_off_where_the_whole_picture_is_asked_for(name):
     squeezed = torchvision.transforms.Resize((32, 32))(Image.open(io.BytesIO(content)).convert("RGB"))
     expected = torch.from_numpy(np.array(squeezed)).permute(2, 0, 1)
     for found in (
-        decode.test_picture(content, special, 32, decode.WHOLE),
-        decode.test_picture(content, special, 32, decode.WHOLE, whole=(2 * height, 3 * width)),  # of a pack of smaller ones
+        decode.eval_picture(content, special, 32, decode.WHOLE),
+        decode.eval_picture(content, special, 32, decode.WHOLE, whole=(2 * height, 3 * width)),  # of a pack of smaller ones
         decode.train_picture(content, special, window, False, 32),
     ):
         assert difference(found, expected) < TOLERANCE
-    assert difference(decode.test_picture(content, special, 32, 37), expected) > 3 * TOLERANCE
+    assert difference(decode.eval_picture(content, special, 32, 37), expected) > 3 * TOLERANCE
 
 
 def test_a_shifted_window_would_be_noticed():
@@ -460,7 +460,7 @@ def test_evaluation_gives_every_picture_once_and_unchanged_in_every_epoch(folder
     assert order == list(range(len(files)))
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (imagenet.MEAN, imagenet.STD))
     for number in order:
-        picture = decode.test_picture(Path(files.path(number)).read_bytes(), files.special[number], 32, 37)
+        picture = decode.eval_picture(Path(files.path(number)).read_bytes(), files.special[number], 32, 37)
         assert torch.allclose(found[number][0], (picture / 255 - mean) / std, atol=1e-5)
         assert found[number][1] == files.labels[number]
 

@@ -11,7 +11,7 @@ import torch
 
 from common import job, moments, progress, report
 from common.report import left, page
-from common.run import clock, scores, spare
+from common.run import clock, scores, side_files
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
 from common.run.position import Position
@@ -188,7 +188,7 @@ def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp
     """The warning of a file that cannot be written is a line of the journal, which cannot be written."""
     told, facts = journal_of(tmp_path), observed.facts(tmp_path)
     with monkeypatch.context() as full:
-        full.setattr(spare, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(side_files, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
         told.line(facts, **observed.LINE)
     said = capsys.readouterr().out
     assert said.count("speed.jsonl cannot be written") == said.count("journal.jsonl cannot be written") == 1
@@ -229,7 +229,7 @@ def test_a_thousand_classes_have_their_confusions_in_place_of_a_matrix(tmp_path)
     given[:7] = 500
     counted.add(torch.nn.functional.one_hot(given, 1000).float(), labels, torch.arange(3000))
     told, over = observed.observer(Report, tmp_path), Position(samples_seen=2560, total_steps=20, epoch=2)
-    told.epoch_ended(observed.facts(tmp_path, over), **{**observed.EPOCH, "scores": counted.share()})
+    told.epoch_ended(observed.facts(tmp_path, over), **{**observed.EPOCH, "scores": counted.all_reduce()})
     told.ended(observed.facts(tmp_path, over))
     text = (tmp_path / "report.txt").read_text()
     assert "The 7 most frequent confusions" in text and "     1  class number 3 -> class number 500" in text

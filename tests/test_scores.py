@@ -23,7 +23,7 @@ def scored(logits, labels, ids, batch=10):
     scores = Scores(CLASSES, torch.device("cpu"))
     for part in torch.arange(len(ids)).split(batch):
         scores.add(logits[part], labels[part], ids[part])
-    return scores.share()
+    return scores.all_reduce()
 
 
 def test_the_answers_are_those_of_plain_torch():
@@ -78,8 +78,8 @@ def test_batches_do_not_matter():
 def test_fewer_than_five_classes_and_no_sample_at_all():
     scores = Scores(["a", "b"], torch.device("cpu"))
     scores.add(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), torch.tensor([0, 1]))
-    assert (scores.share().top5, scores.accuracy) == (1.0, 0.5)
-    assert Scores(["a", "b"], torch.device("cpu")).share().worst == []
+    assert (scores.all_reduce().top5, scores.accuracy) == (1.0, 0.5)
+    assert Scores(["a", "b"], torch.device("cpu")).all_reduce().worst == []
 
 
 # Two ranks, each with every second sample; the first prints what all have found.
@@ -94,7 +94,7 @@ ids = torch.arange(rank, len(labels), 2)
 scores = Scores(CLASSES, torch.device("cpu"))
 for part in ids.split(10):
     scores.add(logits[part], labels[part], part)
-scores.share()
+scores.all_reduce()
 print(json.dumps([scores.confusion.tolist(), scores.accuracy, scores.top5, scores.loss, scores.worst]))
 torch.distributed.destroy_process_group()
 """
@@ -125,7 +125,7 @@ def with_pictures(logits, labels, images, ids, batch):
     scores = Scores(CLASSES, torch.device("cpu"), pictured)
     for part in torch.arange(len(ids)).split(batch):
         scores.add(logits[part], labels[part], ids[part], images[part])
-    return scores.share()
+    return scores.all_reduce()
 
 
 @pytest.mark.parametrize("batch", [100, 33, 5])
@@ -159,6 +159,6 @@ def test_losses_that_are_no_numbers_and_outputs_without_a_name_are_no_mistakes_o
     logits = torch.tensor([[torch.nan] * 7, [0.0, 9, 0, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 9]])
     scores = Scores(CLASSES, torch.device("cpu"))
     scores.add(logits, torch.tensor([3, 2, 6]), torch.arange(3))
-    scores.share().classes = CLASSES
+    scores.all_reduce().classes = CLASSES
     said = json.loads(json.dumps(scores.as_json(), allow_nan=False))
     assert said["loss"] is None and said["mistakes"]["worst"][0]["loss"] is None and len(said["mistakes"]["worst"]) == 2

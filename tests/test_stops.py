@@ -124,7 +124,7 @@ def stops():
         sys.exit(STOP_SIGNALS[number])
 
     STOPS.listen(obey)
-    STOPS.alone, STOPS.obeyed = True, obeyed
+    STOPS.may_end, STOPS.obeyed = True, obeyed
     yield STOPS
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -153,10 +153,10 @@ def test_a_signal_in_a_step_is_obeyed_before_the_next_batch_is_asked_for(stops):
 
 
 def test_who_trains_with_others_only_notes_it(stops):
-    stops.alone = False
+    stops.may_end = False
     assert stops.wait_for(lambda: told() or "a batch") == "a batch" and stops.noted == signal.SIGTERM
     assert list(stops.each([1, 2])) == [1, 2] and not stops.obeyed
-    stops.alone = True  # in the evaluation
+    stops.may_end = True  # in the evaluation
     with pytest.raises(SystemExit):
         next(stops.each([1, 2]))
 

@@ -119,15 +119,15 @@ def test_the_middle_for_evaluation_does_not_depend_on_what_is_not_decoded(monkey
         size = draw.randint(4, 120)
         short = size + draw.randint(0, 30)
         whole = real(content, False, None)
-        expected = decode.test_cut(whole, size, short, mode=mode)
+        expected = decode.eval_cut(whole, size, short, mode=mode)
         larger = tuple(3 * length for length in whole.shape[1:])  # of a pack of smaller pictures
-        of_larger = decode.test_cut(whole, size, short, larger, mode)
+        of_larger = decode.eval_cut(whole, size, short, larger, mode)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", filled)
             patch.setattr(decode, "decode", counted)
             for form in (content, decode.Tiled(tiles.tiled(content))):
-                assert torch.equal(decode.test_picture(form, False, size, short, mode=mode), expected)
-                assert torch.equal(decode.test_picture(form, False, size, short, larger, mode), of_larger)
+                assert torch.equal(decode.eval_picture(form, False, size, short, mode=mode), expected)
+                assert torch.equal(decode.eval_picture(form, False, size, short, larger, mode), of_larger)
     assert sum(box is not None for box in decoded) > 80, "mostly a part is enough"
 
 

@@ -51,13 +51,13 @@ from common.devices.work import (
     loader_workers,
     mark,
     memory_in_use,
-    moved,
     on_stream,
     peak_memory,
     profiled,
     seed_in_use,
     side_stream,
     synchronize,
+    to_device,
     use,
 )
 
@@ -67,6 +67,6 @@ __all__ = [
     "count", "current", "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused",
     "give_memory_back", "grad_scaler", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend",
     "is_its_own_fault", "is_nvidia", "layout", "loader_workers", "mark", "memory_in_use", "misfit",
-    "moved", "no_memory", "noun", "of", "on_stream", "peak_memory", "profiled", "refuse", "require_one_each", "seed_in_use",
-    "side_stream", "slices", "synchronize", "unknown_architecture", "use", "versions_apart", "widest",
+    "no_memory", "noun", "of", "on_stream", "peak_memory", "profiled", "refuse", "require_one_each", "seed_in_use",
+    "side_stream", "slices", "synchronize", "to_device", "unknown_architecture", "use", "versions_apart", "widest",
 ]  # fmt: skip

@@ -30,8 +30,8 @@ NO_MEMORY = {
 
 def no_memory(error: Exception) -> Optional[TrainingFailed]:
     """The line for what had no room in a memory; or None."""
-    said = f"{type(error).__name__}: {error}"
-    found = ((re.search(pattern, said), text) for pattern, text in NO_MEMORY.items())
+    message = f"{type(error).__name__}: {error}"
+    found = ((re.search(pattern, message), text) for pattern, text in NO_MEMORY.items())
     lines = (text.format(**match.groupdict(), noun=kinds.noun()) for match, text in found if match)
     return next(map(TrainingFailed, lines), None)
 

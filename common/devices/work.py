@@ -107,7 +107,7 @@ def cores_of_a_rank(args: argparse.Namespace) -> int:
     return max(1, cores.count() // args.world.local_world_size)
 
 
-def moved(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
     """On the device, without making the host wait: from pinned memory, which the device reads by itself.
 
     Images go in the device's layout, which the host gives them where the device has only one.

@@ -83,6 +83,6 @@ def steps_left(args: argparse.Namespace, sampler: Any) -> int:
 def room_to_save(run: Any) -> int:
     """Bytes for the checkpoints and weights that are kept, the best and the one that is being written, less those on disk."""
     state, folder = run.state(), run.args.checkpoint_dir
-    need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.to_take_away(state)))
+    need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.evaluated_weights(state)))
     files = [os.path.join(folder, f"{number:012d}.pt") for number in checkpoint.numbers(folder)]
     return max(0, need - sum(os.path.getsize(path) for path in files if os.path.exists(path)))

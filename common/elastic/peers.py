@@ -126,8 +126,8 @@ class Elastic(Fixed):
         run = self._run
         if not self._members.writes or run.trial:
             return
-        if not run.spare.writes:
-            run.spare.writes = run.spare.shows = True
+        if not run.side_files.writes:
+            run.side_files.writes = run.side_files.shows = True
             run.tell("takes_over")
             run.saving.take_over()
             run.evidence.keep(self.rank, attempt=True, ledger=True)

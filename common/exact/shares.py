@@ -11,7 +11,7 @@
         run.step(loss)
 
 A share has its own statistics of the batch norms and its own random numbers. Its gradients, what its forward pass has changed
-in the network's buffers and its loss are averaged along a tree over the shares' numbers (common/exact/tree.py).
+in the network's buffers and its loss are averaged along a tree over the shares' numbers (common/exact/sums.py).
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 
 from common import arguments, devices
 from common.errors import UserError
-from common.exact import tree
+from common.exact import sums
 from common.ranks import collectives, norms
 from common.ranks.collectives import Changed
 from common.seeds import seed_step
@@ -64,7 +64,7 @@ class Shares:
         self._device = self._weights[0].device
         self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._buffers = [*self._averaged, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
-        self._kind = tree.Part if in_order else tree.AnyOrder
+        self._kind = sums.Part if in_order else sums.AnyOrder
         if in_order and not devices.is_accelerator(self._device):
             torch.set_num_threads(1)  # sums over two threads have other bits than over one
         self.passes = 1  # backward passes for each share
@@ -87,7 +87,7 @@ class Shares:
                 "or begin another run with more --shares"
             )
         self.deal_tests()
-        self.number, self._own, self.interrupted = shares, tree.shares_of(rank, ranks, shares), False
+        self.number, self._own, self.interrupted = shares, sums.shares_of(rank, ranks, shares), False
         self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
         self._loss = torch.zeros((), device=self._device)
         groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
@@ -101,11 +101,11 @@ class Shares:
     def first_line(self) -> str:
         """What the log says of them."""
         many, size = self.number, self._sampler.global_batch // self.number
-        if self._kind is tree.AnyOrder:
+        if self._kind is sums.AnyOrder:
             return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
-        alone = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
+        threads = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
         return (
-            f"exact: {many} shares of {size} samples, the same bits on 1 to {many} ranks, each{alone or ' with one device'}; "
+            f"exact: {many} shares of {size} samples, the same bits on 1 to {many} ranks, each{threads or ' with one device'}; "
             "a new run needs --shares for the most ranks that will ever take part"
         )
 

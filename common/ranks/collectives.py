@@ -102,7 +102,7 @@ class All:
 def _wait_for(work):
     """In Python, where a signal is seen: this rank may be able to stop while another one keeps it waiting."""
     try:
-        while STOPS.alone and not work.is_completed():
+        while STOPS.may_end and not work.is_completed():
             time.sleep(POLL_SECONDS)
     except Interrupted:
         moments.listen(AtOnce())

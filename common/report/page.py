@@ -237,7 +237,7 @@ def _classes(left: Left) -> list[tuple]:
     """The worst first, and none of which there was no image."""
     rows = [row for row in zip(left.scores.get("names", ()), left.scores.get("shares", ())) if row[1][0]]
     rows.sort(key=lambda row: row[1][1])
-    return [(name, samples, *(f"{share:.4f}" for share in shares)) for name, (samples, *shares) in rows]
+    return [(name, samples, *(f"{fraction:.4f}" for fraction in fractions)) for name, (samples, *fractions) in rows]
 
 
 def _galleries(left: Left) -> Iterator[tuple]:

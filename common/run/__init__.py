@@ -1,4 +1,4 @@
-"""The job's logbook: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
+"""The run of a job: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
 
 from common.run import peers
 from common.run.observers.console import STARVED

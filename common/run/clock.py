@@ -83,7 +83,7 @@ class Clock:
         return time.monotonic() - self._stepped
 
     def lap(self) -> dict[str, float]:
-        """Since the last line: the images a second, and the share of each phase of the training."""
+        """Since the last line: the images a second, and the fraction of each phase of the training."""
         before, images = self._lap_began, self._lap_images
         self.begin_lap()
         self._is_first = False
@@ -112,6 +112,6 @@ class Clock:
 
 
 def speed(before: Mapping[str, float], now: Mapping[str, float], images: int) -> dict[str, float]:
-    """Return, between two readings, the images a second, and the share of each phase of the training."""
+    """Return, between two readings, the images a second, and the fraction of each phase of the training."""
     training = max(now["training"] - before["training"], 1e-9)
     return {"images_per_s": images / training, **{name: min(1.0, (now[name] - before[name]) / training) for name in TRAINING}}

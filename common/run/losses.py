@@ -40,7 +40,7 @@ class Losses:
         good = torch.isfinite(torch.stack([loss for _, loss, _ in unchecked])).tolist()
         return None if all(good) else unchecked[good.index(False)]
 
-    def share(self) -> None:
+    def all_reduce(self) -> None:
         """Add the sums of all ranks to that of rank 0, which saves it."""
         if self._world_size > 1 and not self._shared:
             (total,) = reduce([self._sum.item()], "SUM")

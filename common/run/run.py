@@ -1,4 +1,4 @@
-"""The job's logbook: goes on where the last start stopped, shows progress, saves when due, and stops when told to.
+"""The run of a job: goes on where the last start stopped, shows progress, saves when due, and stops when told to.
 
     run = Run(args, train_sampler, model, optimizer=optimizer)      # and anything else that has a state_dict
     run.resume()                                                    # restores what was named, from the newest checkpoint
@@ -36,7 +36,7 @@ from common.run.saving.evidence import Evidence
 from common.run.saving.saver import Saving
 from common.run.scaler import Scaler
 from common.run.scores import Scores
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 from common.seeds import seed_step
 from common.stops import STOPS
 
@@ -69,16 +69,16 @@ class Run:
         self.device = next(self.model.parameters()).device
         self.peers: Fixed = moments.announce("peers", args) or Fixed(args)
         self.trial = bool(args.trial or prof)
-        self.spare = Spare(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
+        self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
-        self._observers = Observers(args, self.device, self.spare, self.peers.may_write and not self.trial)
+        self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
         self.saving = Saving(args, classes, self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.evaluates = False  # from the end of steps() to end_epoch()
         self._profile = timing.Profile(prof, self.clock, lambda: devices.synchronize(self.device)) if prof else None
 
     def say(self, text: str) -> None:
-        self.spare.say(text)
+        self.side_files.say(text)
 
     def register(self, **parts: Any) -> None:
         """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
@@ -150,12 +150,12 @@ class Run:
         found = None if self.trial else self.saving.find(self.peers)
         if found:
             restore.into(self, *found)
-        if self.spare.writes and self.args.checkpoints:
+        if self.side_files.writes and self.args.checkpoints:
             output.require_room(self.args, checkpoint.largest(self.state()))
         self.peers.meet(self)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, began=self.position)
-        writes = self.spare.writes
+        writes = self.side_files.writes
         self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or (self.peers.each_has_a_ledger and not self.trial))
         self.evidence.begin(self.position.epoch, self.position.consumed)
         self.show("start")
@@ -179,7 +179,7 @@ class Run:
             left = len(self.sampler)
             self.clock.begin_lap()
             self.tell("epoch_began")
-            sizes = sizes_of_weights(self.model) if left and self.spare.shows else []
+            sizes = sizes_of_weights(self.model) if left and self.side_files.shows else []
             yield began.epoch
             if left and self.position.total_steps == began.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
@@ -201,7 +201,7 @@ class Run:
         while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.show("data")
             batch = next(batches)
-            STOPS.alone, due = False, self.position.total_steps + 1
+            STOPS.may_end, due = False, self.position.total_steps + 1
             self.show("step")
             self.clock.transferred(loader.transfer_seconds(), loader.beside)
             self.evidence.trying(self.position.epoch, self.position.consumed)
@@ -217,7 +217,7 @@ class Run:
                 yield batch
             if self.position.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
-        self.losses.share()  # with the others, for the last time before the evaluation, in which one may have to save
+        self.losses.all_reduce()  # with the others, for the last time before the evaluation, in which one may have to save
         self.may_stop(evaluates=True)
         self.show("evaluate")
 
@@ -285,7 +285,7 @@ class Run:
             self.clock.evaluated()
         self.tell("epoch_ended", whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
         self.save(weights_of_epoch=self.position.epoch if whole else None)
-        if self.spare.shows:
+        if self.side_files.shows:
             self.show("save")
         self.tell("saved", whole=whole)
 
@@ -298,9 +298,9 @@ class Run:
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
         self.losses.check(self.args.lr, self.saving.last_good)
-        self.losses.share()
+        self.losses.all_reduce()
         self.peers.agreement.saved()
-        if not self.spare.writes:
+        if not self.side_files.writes:
             return  # a trial writes nothing, and rank 0 writes for all
         self.saving.require_ours()
         if not self.args.checkpoints:
@@ -322,7 +322,7 @@ class Run:
     def may_stop(self, evaluates: bool = False) -> None:
         """Between two steps several ranks stop only if they agree on it; in an evaluation rank 0 can save for all of them."""
         self.evaluates = evaluates
-        STOPS.alone = self.peers.size == 1 or (evaluates and self.spare.writes)
+        STOPS.may_end = self.peers.size == 1 or (evaluates and self.side_files.writes)
 
     def stop_on(self, number: float) -> None:
         number = signal.Signals(int(number))
@@ -338,11 +338,11 @@ class Run:
         self.show("save")
         self.saving.wait()
         self.tell("ended")
-        self.spare.retry()
+        self.side_files.retry()
         self.show("publish")
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
         self.evidence.done()
-        if self.spare.writes:
+        if self.side_files.writes:
             self.saving.require_ours()
         self.show("done")
         self.tell("left", how=how, why=why, last_good=self.saving.last_good())

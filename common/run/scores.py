@@ -4,7 +4,7 @@ scores = Scores(classes, device, loader.pixels)             # which makes pictur
                                                             # a fourth argument, loader.file_of, names their files
 for images, labels in loader:
     scores.add(model(images), labels, loader.ids, images)
-scores.share()                                              # every rank had its own part of the samples
+scores.all_reduce()                                         # every rank had its own part of the samples
 scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(), scores.worst, scores.mistakes
 """
 
@@ -33,12 +33,12 @@ class Mistake:
     label: int
     predicted: int
     loss: float
-    confidence: float  # the share of the softmax that the predicted class has
+    confidence: float  # the fraction of the softmax that the predicted class has
     picture: Optional[torch.Tensor]  # uint8 (3, SIDE, SIDE)
 
 
 class Scores:
-    """Sums are exact: counts are whole numbers, losses are added in float64. Nothing waits for the device before share()."""
+    """Sums are exact: counts are integers, losses are added in float64. Nothing waits for the device before all_reduce()."""
 
     def __init__(
         self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None,
@@ -67,7 +67,7 @@ class Scores:
         for highest, values in zip(self._highest, (losses, confidences) if self._pixels else ()):
             highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
-    def share(self) -> "Scores":
+    def all_reduce(self) -> "Scores":
         """Add up the counts of all ranks; a collective where there are several, which may keep this one waiting."""
         STOPS.wait_for(self._add_up)
         return self
@@ -141,9 +141,9 @@ class Scores:
 
     @property
     def chance(self) -> float:
-        """The accuracy that a network without eyes can have: the share of the largest class, and what luck adds to it."""
-        share = self.confusion.sum(dim=1).max().item() / self.samples
-        return share + 2 * math.sqrt(share * (1 - share) / self.samples)
+        """The accuracy that a network without eyes can have: the fraction of the largest class, and what luck adds to it."""
+        largest = self.confusion.sum(dim=1).max().item() / self.samples
+        return largest + 2 * math.sqrt(largest * (1 - largest) / self.samples)
 
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
         """A warning, where a fifth of the epochs is over and the network does as well as one that has seen nothing."""
@@ -156,7 +156,7 @@ class Scores:
         )
 
     def per_class(self) -> list[tuple[str, int, float]]:
-        """[(class, samples, share of them that was recognised)] in the order of the classes."""
+        """[(class, samples, fraction of them that was recognised)] in the order of the classes."""
         counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
 

@@ -42,7 +42,7 @@ class Profile:
             self._began = self._clock.read()
         if self._left:
             return None
-        shares = speed(self._began, self._clock.read(), samples * self._steps)
-        rate = shares.pop("images_per_s")
-        split = ", ".join(f"{share:.0%} {phase.replace('_', ' ')}" for phase, share in shares.items())
+        fractions = speed(self._began, self._clock.read(), samples * self._steps)
+        rate = fractions.pop("images_per_s")
+        split = ", ".join(f"{fraction:.0%} {phase.replace('_', ' ')}" for phase, fraction in fractions.items())
         return f"Training speed was {rate:.1f} images/s over {self._steps} steps: {split}"

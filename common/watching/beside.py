@@ -1,7 +1,7 @@
 """A small process beside one that a platform or a person has started, where that has no parent of ours: it tells how it ended.
 
 It is forked before anything has been computed, and knows nothing of the device. What it watches for is its own affair
-(watcher.py: one of several ranks; alone.py: a single process); here is how the two speak with each other.
+(watcher.py: one of several ranks; single_rank.py: the only one); here is how the two speak with each other.
 """
 
 import contextlib

@@ -118,7 +118,7 @@ class DaliBatches(Batches):
                 picture = decode.train_cut(picture, numbers[place], data.size, data.mode)
                 images[place] = data.augmented(picture, int(number), epoch)
             else:
-                images[place] = decode.test_cut(picture, data.size, data.short, mode=data.mode)
+                images[place] = decode.eval_cut(picture, data.size, data.short, mode=data.mode)
         return images
 
     def _pipeline(self, batches, epoch):

@@ -67,9 +67,9 @@ class Bridge:
     def _wait_until_ready(self):
         overdue = threading.Timer(2 * START_SECONDS, self.process.kill)
         overdue.start()
-        said: Any = self.process.stdout
+        output: Any = self.process.stdout
         try:
-            word, _, rest = said.readline().rstrip("\n").partition(" ")
+            word, _, rest = output.readline().rstrip("\n").partition(" ")
         finally:
             overdue.cancel()
         if word != "ready":

@@ -247,7 +247,7 @@ def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generato
                 images, labels = _next(dali_iterator)
             except StopIteration:
                 return
-            images = devices.moved(images, device, pin=pin_memory)
+            images = devices.to_device(images, device, pin=pin_memory)
             images = images.permute(0, 3, 1, 2).to(dtype).sub_(mean).div_(std)
-            labels = devices.moved(labels, device, pin=pin_memory)
+            labels = devices.to_device(labels, device, pin=pin_memory)
         yield images, labels, devices.mark(stream) if stream else None

@@ -127,7 +127,7 @@ def train_cut(picture: torch.Tensor, flip: bool, size: int, mode: str = "bilinea
     return picture.flip(2) if flip else picture
 
 
-def test_picture(
+def eval_picture(
     content: Content, special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
@@ -138,12 +138,12 @@ def test_picture(
     stored = None if special else _size_of_jpeg(content)
     box = _needed(stored, size, short, whole or stored, mode) if stored else None
     if stored is None or box is None or box == (0, 0, *stored):
-        return test_cut(decode(content, special, None), size, short, whole, mode)
+        return eval_cut(decode(content, special, None), size, short, whole, mode)
     _refuse_bomb(*stored)
     picture = torch.empty((*stored, 3), dtype=torch.uint8).permute(2, 0, 1)
     top, left, bottom, right = box
     picture[:, top:bottom, left:right] = decode(content, special, box)
-    return test_cut(picture, size, short, whole, mode)
+    return eval_cut(picture, size, short, whole, mode)
 
 
 def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
@@ -158,7 +158,7 @@ def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
 
 
 def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
-    """The part of a picture on which the pixels that test_cut cuts out of it depend, and a little more."""
+    """The part of a picture on which the pixels that eval_cut cuts out of it depend, and a little more."""
     out = resized(*whole, short, size)
     spans = []
     for length, to, first in zip(stored, out, middle(*out, size)):
@@ -170,7 +170,7 @@ def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, in
     return top, left, bottom, right
 
 
-def test_cut(
+def eval_cut(
     picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None, mode: str = "bilinear"
 ) -> torch.Tensor:
     """The same of a picture that has been decoded."""

@@ -68,7 +68,7 @@ class Photos:
             raise decode.Undecodable("it was damaged when it was packed")
         content, special = self.tree.content(number), bool(self.special[number])
         if not self.train:
-            return decode.test_picture(content, special, self.size, self.short, whole, self.mode)
+            return decode.eval_picture(content, special, self.size, self.short, whole, self.mode)
         picture = decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size, self.mode)
         return self.augmented(picture, number, epoch)
 

@@ -128,10 +128,10 @@ def find(folder: str) -> tuple[tuple[str, str], list[str]]:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
             names = [set(files.images_below(os.path.join(folder, side))) for side in sides]
             for here, there in ((0, 1), (1, 0)):
-                alone = sorted(names[here] - names[there])
-                if alone:
-                    more = f", and {len(alone) - 1} more have none" if len(alone) > 1 else ""
-                    mine, missing = (one_line(os.path.join(folder, sides[side], alone[0])) for side in (here, there))
+                unpaired = sorted(names[here] - names[there])
+                if unpaired:
+                    more = f", and {len(unpaired) - 1} more have none" if len(unpaired) > 1 else ""
+                    mine, missing = (one_line(os.path.join(folder, sides[side], unpaired[0])) for side in (here, there))
                     raise UserError(f"{mine} has no partner {missing}{more}: add what is missing")
             return sides, sorted(names[0])
     raise UserError(

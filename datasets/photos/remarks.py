@@ -95,9 +95,9 @@ def listen_to_libtiff() -> None:
 def _FROM_LIBTIFF(module, text, values):
     line = ctypes.create_string_buffer(LONGEST)
     ctypes.CDLL(None).vsnprintf(line, LONGEST, text, ctypes.c_void_p(values))
-    said = f"{(module or b'libtiff').decode(errors='replace')}: {line.value.decode(errors='replace')}"
+    message = f"{(module or b'libtiff').decode(errors='replace')}: {line.value.decode(errors='replace')}"
     heard = getattr(_THREAD, "heard", None)
     if heard is None:
-        print(said, file=sys.stderr)
+        print(message, file=sys.stderr)
     else:
-        heard.append(said)
+        heard.append(message)

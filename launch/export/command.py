@@ -97,7 +97,7 @@ def _best(run):
 
 def _of_checkpoint(state, about, path):
     accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
-    return Found(path, checkpoint.to_take_away(state), about["arguments"], about.get("classes", []), accuracy)
+    return Found(path, checkpoint.evaluated_weights(state), about["arguments"], about.get("classes", []), accuracy)
 
 
 def _history(state):

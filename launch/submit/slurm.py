@@ -69,8 +69,8 @@ def build(request: Request) -> str:
     exports += [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
     words = requests.command(request, code, request.data_url, request.output_url)
     given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them over from the script
-    alone = ["--kill-on-bad-exit=0", "--no-kill"] if request.goes_on_without else ["--kill-on-bad-exit=1"]
-    run = shlex.join(["srun", *alone, *given, *words])
+    kill = ["--kill-on-bad-exit=0", "--no-kill"] if request.goes_on_without else ["--kill-on-bad-exit=1"]
+    run = shlex.join(["srun", *kill, *given, *words])
     failures = f'{shlex.quote(os.path.join(_folder(request), f".{request.name}"))}-"$SLURM_JOB_ID".failures'
     return "\n".join(
         ["#!/bin/bash", *header, *own, *exports, AGAIN.format(run=run, retries=request.retries, failures=failures)]

@@ -124,7 +124,7 @@ def checks(steps=3000):
         model = torch.nn.Linear(1, 1)
         sampler = EpochSampler(steps, 1, seed=0)
         run = Run(args, sampler, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        run.spare.shows = False
+        run.side_files.shows = False
         run.resume()
         loss, begun = torch.zeros(()), time.perf_counter()
         for _ in run.epochs():

@@ -56,7 +56,7 @@ def evaluate(model, loader, classes):
     scores = Scores(classes, loader.device, loader.pixels)
     for images, labels in loader:
         scores.add(model(images), labels, loader.ids, images)
-    return scores.share()
+    return scores.all_reduce()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ Run.steps, Run.step = strict_steps, relaxed_step
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-# The same for the speedrun, which has no logbook: between two steps of its optimizer, after everything has been compiled.
+# The same for the speedrun, which has no Run: between two steps of its optimizer, after everything has been compiled.
 NO_WAITING_IN_SPEEDRUN = """
 import os, runpy, sys
 import torch

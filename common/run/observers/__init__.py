@@ -30,7 +30,7 @@ from common.run.observers.records import Facts
 from common.run.observers.report import Report
 from common.run.observers.tensorboard import TensorBoard
 from common.run.observers.trace import Trace
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 
 __all__ = ["Facts", "Observers", "of_a_rank"]
 
@@ -49,9 +49,9 @@ def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bo
 
 
 class Observers:
-    def __init__(self, args: argparse.Namespace, device: torch.device, spare: Spare, may_write: bool):
-        kinds = of_a_rank(args, spare.shows, spare.writes, may_write)
-        self._spare, self._present = spare, [kind(args, device, spare) for kind in kinds]
+    def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles, may_write: bool):
+        kinds = of_a_rank(args, side_files.shows, side_files.writes, may_write)
+        self._side_files, self._present = side_files, [kind(args, device, side_files) for kind in kinds]
         self._newest: Any = None  # Facts that were told
         moments.listen(self)
 
@@ -67,7 +67,7 @@ class Observers:
                     raise
                 self._present = [other for other in self._present if other is not one]
                 why = f"{type(error).__name__}: {one_line(error)[:300]}"
-                say = self._spare.say if self._spare.shows else print
+                say = self._side_files.say if self._side_files.shows else print
                 if moment != "failed":  # then the error of the job itself is what the user has to see
                     say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 

@@ -16,15 +16,15 @@ from common.run.clock import TRAINING
 from common.run.observers.records import Facts
 from common.run.saving import facts as told
 from common.run.saving import output
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
 STARVED = 0.25  # share of the time spent waiting from which the loader is called the bottleneck
 
 
 class Console:
-    def __init__(self, args: Any, _device: Any, spare: Spare):
-        self._args, self._spare, self._say = args, spare, spare.say
+    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+        self._args, self._side_files, self._say = args, side_files, side_files.say
         self._bar: Any = None
         self._epoch_began, self._advised, self._imported = time.monotonic(), False, False
 
@@ -37,7 +37,7 @@ class Console:
 
     def _import_packages(self):
         """What the files need, which takes seconds: after the first step, or where none comes before the first file."""
-        self._imported, is_trial = True, self._spare.shows and not self._spare.writes
+        self._imported, is_trial = True, self._side_files.shows and not self._side_files.writes
         if is_trial:  # it leaves no files
             return
         if left_out := optional.left_out():
@@ -45,7 +45,7 @@ class Console:
 
     def epoch_began(self, facts: Facts) -> None:
         self._epoch_began, sampler = time.monotonic(), facts.plan.sampler
-        if not self._spare.shows:
+        if not self._side_files.shows:
             return
         columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may report 0 columns
         done = facts.position.consumed // sampler.global_batch

@@ -10,14 +10,14 @@ import torch
 
 from common import optional
 from common.run.observers.records import Facts
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
 
 
 class Files:
-    def __init__(self, args: Any, _device: Any, spare: Spare):
-        self._folder, self._epochs, self._spare = args.output_dir, args.epochs, spare
+    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+        self._folder, self._epochs, self._side_files = args.output_dir, args.epochs, side_files
 
     def began(self, facts: Facts, **_: Any) -> None:
         self._curves_drawn = time.monotonic()
@@ -37,23 +37,23 @@ class Files:
         self._write_state(facts)
 
     def picture(self, _facts: Facts, name: str, pixels: torch.Tensor, **_: Any) -> None:
-        self._spare.write(os.path.join("examples", f"{name}.png"), png(pixels))
+        self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
     def _write_metrics(self, facts):
         """The epochs of the checkpoint and those since, none that will be trained again after a restart."""
         history = facts.results.history
         if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
-            self._spare.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
+            self._side_files.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
 
     def _write_state(self, facts):
         """Whether the run is finished, for who has only the exit code 0, which --max_hours gives as well."""
         state = {"finished": facts.plan.finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
-        self._spare.write("state.json", json.dumps(state).encode() + b"\n")
+        self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 
     def curves(self, facts: Facts) -> None:
         """The loss and the metrics of each epoch, one panel each."""
         self._curves_drawn, history = time.monotonic(), facts.results.history
-        if not self._spare.writes or not history or not optional.there(optional.FIGURES):
+        if not self._side_files.writes or not history or not optional.there(optional.FIGURES):
             return
         from matplotlib.figure import Figure
 
@@ -67,7 +67,7 @@ class Files:
             axes.grid(alpha=0.3)
         picture = io.BytesIO()
         figure.savefig(picture, dpi=100)
-        self._spare.write("curves.png", picture.getvalue())
+        self._side_files.write("curves.png", picture.getvalue())
 
 
 def png(pixels: torch.Tensor) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, Optional
 from common import devices
 from common.errors import one_line
 from common.run.observers.records import Facts
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 
 TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
 
@@ -26,15 +26,15 @@ TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
 class Journal:
     """Writes nothing before the run has begun, as the folder may still be another run's; what is told until then is kept."""
 
-    def __init__(self, _args: Any, device: Any, spare: Spare):
-        self._device, self._spare, self._active = device, spare, False
+    def __init__(self, _args: Any, device: Any, side_files: SideFiles):
+        self._device, self._side_files, self._active = device, side_files, False
         self._early: list[dict] = []
         # Of the last row: the seconds of each phase, the samples of this start, the epoch.
         self._last: tuple[Mapping[str, float], int, int] = ({}, 0, 1)
 
     def began(self, facts: Facts, about: dict) -> None:
         self._last = (*self._last[:2], facts.position.epoch + 1)
-        if not self._spare.writes:
+        if not self._side_files.writes:
             return
         self._active, early, self._early = True, self._early, []
         for row in early:
@@ -91,7 +91,7 @@ class Journal:
         self._append("speed.jsonl", row)
 
     def _append(self, name, row):
-        self._spare.append(name, json.dumps(row).encode() + b"\n")
+        self._side_files.append(name, json.dumps(row).encode() + b"\n")
 
 
 def rate_before(folder: str) -> Optional[float]:

@@ -11,15 +11,15 @@ from common import moments, optional
 from common.errors import one_line
 from common.run.observers.files import png
 from common.run.observers.records import Facts
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 
 REPORT_SECONDS = 180  # the least time between two pages; where one takes long, a hundred times as long
 MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that are shown of a larger one
 
 
 class Report:
-    def __init__(self, args: Any, _device: Any, spare: Spare):
-        self._folder, self._spare, self._due = args.output_dir, spare, 0.0
+    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+        self._folder, self._side_files, self._due = args.output_dir, side_files, 0.0
         self._scores: Any = None
         self._written: Any = None  # the scores that are in the files
 
@@ -46,21 +46,21 @@ class Report:
 
     def text(self) -> None:
         """report.txt: precision and recall of every class, and which were taken for which."""
-        if not self._spare.writes:
+        if not self._side_files.writes:
             return
         self._write_scores()
         confusion, classes = self._scores.confusion, [one_line(name) for name in self._scores.classes]  # folders have any name
         lines = [table(confusion, classes)] if optional.there(optional.TABLE) else []
         lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self._scores)
-        self._spare.write("report.txt", "\n".join([*lines, ""]).encode())
+        self._side_files.write("report.txt", "\n".join([*lines, ""]).encode())
 
     def page(self) -> None:
         """What the newest scores say; then others make something of what is there (common/job.py)."""
-        if not self._spare.writes:
+        if not self._side_files.writes:
             return
         began = time.monotonic()
         self._write_scores()
-        moments.announce("written", self._folder, self._spare.write)
+        moments.announce("written", self._folder, self._side_files.write)
         now = time.monotonic()
         self._due = now + max(REPORT_SECONDS, 100 * (now - began))
 
@@ -68,9 +68,9 @@ class Report:
         if self._scores is None or self._scores is self._written:
             return
         said, picture = self._scores.as_json(), self._scores.picture()
-        self._spare.write("report.json", json.dumps(said).encode() + b"\n")
+        self._side_files.write("report.json", json.dumps(said).encode() + b"\n")
         if picture is not None:
-            self._spare.write(os.path.join("examples", "mistakes.png"), png(picture))
+            self._side_files.write(os.path.join("examples", "mistakes.png"), png(picture))
         self._written = self._scores
 
 

@@ -11,12 +11,12 @@ from typing import Any, Optional
 
 from common import optional
 from common.run.observers.records import Facts
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 
 
 class TensorBoard:
-    def __init__(self, args: Any, _device: Any, spare: Spare):
-        self._folder, self._spare = os.path.abspath(args.tensorboard_dir), spare
+    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+        self._folder, self._side_files = os.path.abspath(args.tensorboard_dir), side_files
         self._file: Optional[str] = None  # once there is something to write
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: Any) -> None:
@@ -37,13 +37,13 @@ class TensorBoard:
             self._add(step, *(scalar(step, name, value) for name, value in values.items()))
 
     def _is_wanted(self):
-        return self._spare.writes and optional.there(optional.EVENTS)
+        return self._side_files.writes and optional.there(optional.EVENTS)
 
     def _add(self, step, *records):
         if self._file is None:
             self._file = os.path.join(self._folder, file_name())
             records = (beginning(step), *records)
-        self._spare.append(self._file, b"".join(records))
+        self._side_files.append(self._file, b"".join(records))
 
 
 def file_name() -> str:

@@ -13,16 +13,16 @@ import torch
 
 from common import devices
 from common.run.observers.records import Facts
-from common.run.spare import Spare
+from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
 TRACED, MOST = 10, 10  # steps in a trace; operations in the table
 
 
 class Trace:
-    def __init__(self, args: Any, device: Any, spare: Spare):
+    def __init__(self, args: Any, device: Any, side_files: SideFiles):
         self._path, self._device = os.path.join(args.output_dir, "trace.json.gz"), device
-        self._say, self._seen, self._waited, self._over = spare.say, 0, 0.0, False
+        self._say, self._seen, self._waited, self._over = side_files.say, 0, 0.0, False
         self._recorder: Any = None
 
     def stepped(self, facts: Facts) -> None:

@@ -120,7 +120,7 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
     return os.path.join(folder, name)
 
 
-def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:
+def fetch_growing_files(args: argparse.Namespace, say: Callable = print) -> None:
     """Fetch the files that every start appends to, where the disk lacks them: an upload would replace those in the bucket."""
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
@@ -130,11 +130,11 @@ def bring_what_grows(args: argparse.Namespace, say: Callable = print) -> None:
         download.fetch_items(place, {name: items[copies.get(name, name)] for name in missing}, args.output_dir)
 
 
-def bring_what_grows_if_possible(args: argparse.Namespace, say: Callable) -> None:
+def fetch_growing_files_if_possible(args: argparse.Namespace, say: Callable) -> None:
     """Do so where the rank that was lost had published its lines."""
     try:
         if args.output_url:
-            bring_what_grows(args, say)
+            fetch_growing_files(args, say)
     except (UserError, TrainingFailed) as error:
         say(f"warning: {error}")
 

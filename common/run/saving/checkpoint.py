@@ -63,7 +63,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         state = read_tensors(content, verified)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
-        state = to_take_away(state) if "model" in state else plain_keys(state)
+        state = evaluated_weights(state) if "model" in state else plain_keys(state)
         state = {OLD_KEY.sub(r"\1\2", name): tensor for name, tensor in state.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
@@ -109,7 +109,7 @@ def write_weights(path: str, weights: dict) -> None:
     write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())
 
 
-def to_take_away(state: dict) -> dict[str, torch.Tensor]:
+def evaluated_weights(state: dict) -> dict[str, torch.Tensor]:
     """The weights that are evaluated: the averaged ones where there are any."""
     weights = plain_keys(state["ema"] if "ema" in state else state["model"])
     return {name: tensor for name, tensor in weights.items() if name != "n_averaged"}

@@ -90,7 +90,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
     has_run = bool(checkpoint.numbers(folder)) or in_bucket
     if in_bucket and not afresh:
-        bucket_run.bring_what_grows(args, say)
+        bucket_run.fetch_growing_files(args, say)
     if has_run and here.restart_count:  # a restart of the same command: the first start has obeyed --resume and --overwrite
         found = checkpoint.newest(folder, say)
         # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.

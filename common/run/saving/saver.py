@@ -104,7 +104,7 @@ class Saving:
         if self._args.output_url:
             self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
         self._claim(afresh=False)
-        bucket_run.bring_what_grows_if_possible(self._args, self._say)
+        bucket_run.fetch_growing_files_if_possible(self._args, self._say)
         self._start_publishing()
 
     def last_good(self) -> str:
@@ -138,7 +138,7 @@ class Saving:
         try:
             if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
                 path = os.path.join(output_dir, f"epoch_{weights_of_epoch}.pth")
-                checkpoint.write_weights(path, checkpoint.to_take_away(state))
+                checkpoint.write_weights(path, checkpoint.evaluated_weights(state))
             checkpoint.write(folder, state, about)
             self._damaged.discard(about["samples_seen"])
         except OSError as error:

@@ -124,9 +124,9 @@ def decode_on_the_cpu(batches):
     batches.Batches.__init__ = on_the_cpu
 
 
-def count_steps(logbook):
+def count_steps(run):
     """A step of a job ends with run.step(loss)."""
-    make, step = logbook.Run.__init__, logbook.Run.step
+    make, step = run.Run.__init__, run.Run.step
 
     def made(self, *options, **more):
         COSTS.by_optimizer = False
@@ -136,8 +136,8 @@ def count_steps(logbook):
         step(self, loss)
         COSTS.step(self.peers.rank)
 
-    logbook.Run.__init__, logbook.Run.step = made, counted
-    logbook.Run._show_line = lambda self, loss: None  # comes every five seconds, whatever a step costs
+    run.Run.__init__, run.Run.step = made, counted
+    run.Run._show_line = lambda self, loss: None  # comes every five seconds, whatever a step costs
 
 
 class Costs:

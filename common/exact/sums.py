@@ -51,14 +51,14 @@ class Part:
         self._chunk = -(-sum(tensor.numel() for tensor in tensors) // ranks)
         self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
         self._roots: list[Root] = []
-        self._spare: list[torch.Tensor] = []
+        self._free_buffers: list[torch.Tensor] = []
         self._given: Any = None  # to the others, and taken from them: while they are exchanged
         self._taken: Any = None
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
         """The tensors' values in this share; None counts as zeros. Shares come in their order."""
-        flat = self._spare.pop() if self._spare else self._new(self._ranks * self._chunk)
+        flat = self._free_buffers.pop() if self._free_buffers else self._new(self._ranks * self._chunk)
         views = self._views(flat)
         missing = [view for view, value in zip(views, values) if value is None]
         given = [(view, value) for view, value in zip(views, values) if value is not None]
@@ -84,7 +84,7 @@ class Part:
         return views
 
     def _sum(self, left, right):
-        self._spare.append(right)
+        self._free_buffers.append(right)
         return left.add_(right)
 
     def send(self) -> None:
@@ -118,7 +118,7 @@ class Part:
         if self._ranks > 1:
             self._work.wait()
         self._given = self._taken = self._work = None
-        self._spare += [value for _, _, value in self._roots]
+        self._free_buffers += [value for _, _, value in self._roots]
         self._roots = []
         return self._views(self._total)
 

@@ -11,7 +11,7 @@ from common import progress
 from common.files import TakenOver, append, drop_half_a_line, own_copy, taken_over, write_atomically
 
 
-class Spare:
+class SideFiles:
     """What could not be written is kept, and tried again with the next file and at the end. Any thread may write."""
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from common.watching import alone as alone_watcher
+from common.watching import single_rank
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, saved, wait_for
 from tests.ranks import changed_loader, processes_of
 
@@ -134,6 +134,6 @@ def test_a_mistake_is_said_once(tmp_path):
 
 
 def test_without_room_for_its_files_the_job_trains_on(monkeypatch, capsys):
-    monkeypatch.setattr(alone_watcher.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    alone_watcher.start(0)
+    monkeypatch.setattr(single_rank.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    single_rank.start(0)
     assert capsys.readouterr().err == "warning: this process is not watched: [Errno 28] No space left on device\n"

@@ -1,4 +1,4 @@
-"""The watcher of a job on one device: if that is killed, crashes or hangs, its last line says so, and where it was.
+"""The watcher of a job with a single rank: if it is killed, crashes or hangs, its last line says so, and where it was.
 
 A process that hangs or is stopped is ended, so that the platform can start it again; in a terminal there is only a warning.
 """
@@ -20,7 +20,7 @@ def start(rank: int) -> None:
     interactive = sys.stdin is not None and sys.stdin.isatty()
     try:
         files, _ = beside.start(rank, lambda worker: _watch(worker, interactive))
-        heartbeat.watched_alone(files)
+        heartbeat.watched_as_single_rank(files)
         heartbeat.write_stacks()
     except OSError as error:  # no room for temporary files
         print(f"warning: this process is not watched: {one_line(error)}", file=sys.stderr, flush=True)
