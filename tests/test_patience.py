@@ -313,9 +313,10 @@ def disk(tmp_path):
     vfork is held, in state D, until that has opened its files."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    code = (
+    spawn = (
         f"os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, {str(fifo)!r}, os.O_RDONLY, 0)])"
     )
+    code = f"os.waitpid({spawn}, 0)"  # until it has ended, its end of the pipe takes an answer that is for the next one
 
     def answer():
         with contextlib.suppress(OSError):  # nobody waits
