@@ -31,7 +31,7 @@ def number(
     below: Optional[float] = None,
     at_most: Optional[float] = None,
 ) -> Callable[[str], Any]:
-    """A type for argparse: a finite `kind` (int or float) inside the stated bounds."""
+    """Return a type for argparse: a finite `kind` (int or float) inside the stated bounds."""
     bounds = [
         ("at least", at_least, operator.ge),
         ("above", above, operator.gt),
@@ -118,13 +118,13 @@ def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
 
 
 def add_compile(group: argparse._ArgumentGroup) -> None:
-    """For jobs that call devices.compile_network."""
+    """Add the option of jobs that call devices.compile_network."""
     does = "torch.compile the network: faster steps, after first ones that take a minute"
     group.add_argument("--compile", type=boolean, default=False, help=does)
 
 
 def bare_parser(doc: Optional[str], data: str) -> Parser:
-    """The options of a program with a training loop of its own: device and seed, data and output, what platforms append."""
+    """Return the options of a program with its own training loop: device and seed, data and output, what platforms append."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     absent = {
         "doctor": False,
@@ -177,7 +177,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
 
 
 def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Parser:
-    """The options of every job; `data`: the help of --data_url. A job sets its own defaults with set_defaults."""
+    """Return the options of every job; `data`: the help of --data_url. A job sets its own defaults with set_defaults."""
     parser = bare_parser(doc, data)
 
     add = group(parser, "training").add_argument
@@ -224,7 +224,7 @@ def explain(parser: Parser, **texts: str) -> None:
 
 
 def also_named(parser: Parser, names: Mapping[str, str]) -> None:
-    """{another name for an option: the option that it means}, both without dashes."""
+    """Add other names of options: {other name: option}, both without dashes."""
     for name, meant in names.items():
         action = parser._option_string_actions[f"--{meant}"]
         action.option_strings = [*action.option_strings, f"--{name}"]
@@ -232,12 +232,12 @@ def also_named(parser: Parser, names: Mapping[str, str]) -> None:
 
 
 def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
-    """The group of options whose title begins so."""
+    """Return the group of options whose title begins so."""
     return next(group for group in parser._action_groups if (group.title or "").startswith(title))
 
 
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> Arguments:
-    """The arguments, with the folders and the place of this process as the platform gives them. Exits with 2 on a mistake."""
+    """Return the arguments, with folders and the place of this process as the platform gives them. A mistake exits with 2."""
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.as_meant(parser, words)
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
@@ -271,7 +271,7 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
 
 
 def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
-    """The arguments with other values, where a job settles what was left open; args.given still says what was asked."""
+    """Return the arguments with other values, where a job settles what was left open; args.given still says what was asked."""
     return Arguments(**{**vars(args), **values})
 
 
@@ -284,7 +284,7 @@ def _which_device(args):
 
 
 def plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of vars(args), or of args.given, the values that a checkpoint can hold; without secrets."""
+    """Return the values of vars(args), or of args.given, that a checkpoint can hold; without secrets."""
     values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None)))}
     return {
         name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)

@@ -15,7 +15,7 @@ ASCEND = Path("/usr/local/Ascend")  # where the driver lies, and CANN unless ASC
 
 
 def nvidia() -> Optional[str]:
-    """The version of NVIDIA's driver, or None."""
+    """Return the version of NVIDIA's driver, or None."""
     library, version = _library(), ctypes.create_string_buffer(96)
     if library and library.nvmlSystemGetDriverVersion(version, len(version)) == 0:
         return version.value.decode()
@@ -23,7 +23,7 @@ def nvidia() -> Optional[str]:
 
 
 def gpus() -> int:
-    """The GPUs that this container may use, before CUDA_VISIBLE_DEVICES hides some of them."""
+    """Return the number of GPUs that this container may use, before CUDA_VISIBLE_DEVICES hides some of them."""
     library, number = _library(), ctypes.c_uint()
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
 
@@ -37,17 +37,17 @@ def _library():
 
 
 def npus() -> int:
-    """The NPUs that this container was given: /dev/davinci0 and up."""
+    """Return the number of NPUs that this container was given: /dev/davinci0 and up."""
     return sum(1 for name in os.listdir(DEVICES) if re.fullmatch(r"davinci\d+", name))
 
 
 def ascend() -> Optional[str]:
-    """The version of Ascend's driver, or None."""
+    """Return the version of Ascend's driver, or None."""
     return _stated(ASCEND / "driver" / "version.info")
 
 
 def cann() -> Optional[str]:
-    """The version of CANN, Ascend's toolkit, or None."""
+    """Return the version of CANN, Ascend's toolkit, or None."""
     homes = [Path(os.environ["ASCEND_HOME_PATH"])] if os.environ.get("ASCEND_HOME_PATH") else []
     files = [home / "version.cfg" for home in (*homes, ASCEND / "ascend-toolkit" / "latest", ASCEND / "cann")]
     files += [home / "compiler" / "version.info" for home in (*homes, ASCEND / "ascend-toolkit" / "latest")]
@@ -55,7 +55,7 @@ def cann() -> Optional[str]:
 
 
 def _stated(file):
-    """The version that a file states in lines such as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]."""
+    """Return the version that a file states in lines such as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

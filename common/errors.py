@@ -52,12 +52,12 @@ def is_of_the_system(error: BaseException) -> bool:
 
 
 def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
-    """The error with this text: what was asked for is impossible, or the system has failed, and a platform may start again."""
+    """Return the error with this text: the request is impossible, or the system has failed, and a platform may start again."""
     return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
 
 
 def require_folder(name: str, folder: str, advice: str) -> None:
-    """An error that says whether the folder that was given as `name` is missing, is no folder, or cannot be read."""
+    """Raise an error that says whether the folder that was given as `name` is missing, is no folder, or cannot be read."""
     try:
         os.scandir(folder).close()
     except FileNotFoundError:
@@ -73,12 +73,12 @@ class SampleError(Exception):
 
     @property
     def line(self) -> str:
-        """The number of the sample and its error. Torch puts the traceback of a loader's worker before them."""
+        """Return the number of the sample and its error. Torch puts the traceback of a loader's worker before them."""
         return str(self).rpartition(f"{type(self).__name__}: ")[2].strip()
 
 
 def one_line(text: object) -> str:
-    """`text` without secrets, and with control characters escaped: a file name must not be able to forge a line of the log."""
+    """Return `text` without secrets and control characters: a file name must not be able to forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))
 
 
@@ -121,7 +121,7 @@ def count(number: int, one: str, several: Optional[str] = None) -> str:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether this is a collective that broke because another rank has gone."""
+    """Whether this is a collective that broke because another rank was lost."""
     names = {kind.__name__ for kind in type(error).__mro__}
     spoken = re.search(r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE)
     return "DistError" in names or (isinstance(error, RuntimeError) and spoken is not None)

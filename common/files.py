@@ -86,7 +86,7 @@ def _is_gone(folder: str) -> bool:
 
 
 def _own(path: str) -> tuple[str, str]:
-    """(the folder that this process has claimed and that holds the path, its own in there), or empty."""
+    """Return (the folder that this process has claimed and that holds the path, its own in there), or empty."""
     where = os.path.realpath(os.path.dirname(path)) + os.sep
     folder, own = max((pair for pair in CLAIMED.items() if where.startswith(pair[0] + os.sep)), default=("", ""))
     with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def if_ours(path: str) -> Iterator[None]:
 
 
 def temporary(path: str) -> str:
-    """Where a file is until it is whole."""
+    """Return where a file is until it is whole."""
     folder, own = _own(path)
     if not own:
         return path + TEMPORARY
@@ -117,7 +117,7 @@ def temporary(path: str) -> str:
 
 
 def unfinished(path: str) -> list[str]:
-    """Where this file may be, of whichever start, while it has not its name yet."""
+    """Return where this file may be, of whichever start, while it has not its name yet."""
     folder, name = os.path.split(path)
     places = [path + TEMPORARY]
     for inside in (".start-*", os.path.join(".start-*", ".*")):
@@ -163,7 +163,7 @@ def give_name(path: str) -> None:
 
 
 def create(path: str) -> BinaryIO:
-    """A new file, to write and read. What has its name goes first: a link that was planted there is not written through."""
+    """Create a new file, to write and read. What has its name is removed: a link that was planted there is not followed."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b")
@@ -182,7 +182,7 @@ def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
 
 
 def drop_half_a_line(file: io.FileIO) -> None:
-    """The last one, which a kill or a lost machine may have cut off: the next one would be appended to it."""
+    """Drop the last line, which a kill or a lost machine may have cut off: the next one would be appended to it."""
     end = file.seek(0, os.SEEK_END)
     if end and file.seek(end - 1) and file.read(1) != b"\n":
         file.seek(0)
@@ -190,7 +190,7 @@ def drop_half_a_line(file: io.FileIO) -> None:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """A file to read; OSError for a pipe, which would block until somebody writes, or a device, which may never end."""
+    """Open a file to read; OSError for a pipe, which would block until somebody writes, or a device, which may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -207,7 +207,7 @@ def sha256(path: str) -> str:
 
 
 def remove(path: str) -> None:
-    """The file, if it is there."""
+    """Remove the file, if it is there."""
     own = _own(path)[1]
     aside = os.path.join(own, f"removed-{threading.get_ident()}")
     with if_ours(path):
@@ -221,7 +221,7 @@ def remove(path: str) -> None:
 
 
 def own_copy(path: str, flags: int = 0) -> io.FileIO:
-    """The file, made where it is missing, to read and write; who has opened it before now has another one than has its name."""
+    """Return the file, made if missing, to read and write; whoever opened it before no longer has the one of this name."""
     place = temporary(path)
     with if_ours(path), _or_nothing(path):
         file = io.FileIO(os.open(place, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | flags, 0o666), "r+b")

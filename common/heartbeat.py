@@ -57,7 +57,7 @@ class Pulse:
         self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # as who watches it has seen (watching/held.py)
 
     def waited(self) -> float:
-        """The seconds of both."""
+        """Return the seconds of waits for a store and for a disk."""
         return self.store.seconds() + self.disk.seconds()
 
     def set(self, phase: str, steps: int) -> None:
@@ -97,7 +97,7 @@ class Wait:
         return name != known or now - over > QUIET_SECONDS
 
     def ends(self, what: str) -> float:
-        """The seconds that it took, for the first who says so."""
+        """Return the seconds that it took, for the first who says so."""
         began, over, before, name = self._read()
         if not began or name.rstrip(b"\0") != what.encode()[:160]:
             return 0.0
@@ -106,7 +106,7 @@ class Wait:
         return now - began
 
     def lasts(self) -> bool:
-        """And is no hang."""
+        """Whether a wait lasts, and is no hang."""
         began, until, _, _ = self._read()
         return bool(began) and time.monotonic() <= until
 
@@ -117,19 +117,19 @@ class Wait:
         return f"{what} for {time.monotonic() - began:.0f} s" if began else ""
 
     def seconds(self) -> float:
-        """Of all waits."""
+        """Return the seconds of all waits."""
         began, until, before, _ = self._read()
         return before + (min(time.monotonic(), until) - began if began else 0.0)
 
 
 def create(prefix: str) -> Pulse:
-    """The pulse of a worker that is about to start, in a new file."""
+    """Create the pulse of a worker that is about to start, in a new file."""
     Path(f"{prefix}.pulse").write_bytes(bytes(_SIZE))
     return Pulse(prefix)
 
 
 def of_this_process() -> Pulse:
-    """That of its rank, also in a process that loads."""
+    """Return the pulse of its rank, also in a process that loads."""
     return _pulse(_files())
 
 
@@ -166,7 +166,7 @@ def write_stacks() -> None:
 
 
 def crash(prefix: str) -> str:
-    """The stack of a worker that has crashed, or nothing."""
+    """Return the stack of a worker that has crashed, or nothing."""
     with contextlib.suppress(OSError):
         return Path(f"{prefix}.crash").read_text()
     return ""

@@ -32,7 +32,7 @@ class _CallTheDoctor:
             moments.listen(Examination(args))
 
 
-class _LetNodesComeAndGo:
+class _MakesJobsElastic:
     def arguments(self, args: argparse.Namespace) -> None:
         if args.min_nodes and not args.doctor:  # in a trial of the doctor all nodes are there
             try:
@@ -71,7 +71,7 @@ def run_job(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as it was during the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     moments.listen(_CallTheDoctor())
-    moments.listen(_LetNodesComeAndGo())
+    moments.listen(_MakesJobsElastic())
     moments.listen(_WatchASingleProcess())
     moments.listen(_WriteTheReport())
     try:
@@ -103,7 +103,7 @@ def _run(main):
 
 
 def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
-    """The line for a file that could not be written or read although nothing is wrong with the job; or None."""
+    """Return the line for a file that could not be written or read although nothing is wrong with the job; or None."""
     if isinstance(error, OSError) and error.errno in DISK:
         path = error.filename or "a file of this job"
         return TrainingFailed(f"{path}: {error.strerror}; mend that and start again: the run goes on from its last checkpoint")

@@ -32,7 +32,7 @@ def tuned(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep() -> None:
-    """The same, as far as it can be done, for the process that calls this: where something else has started it."""
+    """Do the same, as far as it can be done, for the process that calls this: where something else has started it."""
     if VARIABLE in os.environ or platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt

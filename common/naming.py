@@ -4,7 +4,7 @@ LONGEST_LIST = 200
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
-    """The first words in which two texts differ."""
+    """Return the first words in which two texts differ."""
     for left, right in zip(one.split(" "), other.split(" ")):
         if left != right:
             return left, right

@@ -17,7 +17,7 @@ LEAVES_OUT = {
 
 
 def left_out() -> Optional[str]:
-    """The files that a run will not have, and why; None where all can be made. It imports them all, which takes seconds."""
+    """Return the files that a run will not have, and why, or None. It imports all packages, which takes seconds."""
     parts = [f"{what} ({why})" for name, what in LEAVES_OUT.items() if (why := trouble(name))]
     return f"left out: {', '.join(parts)}" if parts else None
 

@@ -26,7 +26,7 @@ def check():
 
 
 def version(name):
-    """That of an installed package, which is not imported for it; None where nothing says it."""
+    """Return the version of an installed package, which is not imported for it; None where nothing says it."""
     from importlib import metadata
 
     try:
@@ -43,7 +43,7 @@ def too_old(python):
 
 
 def missing(is_there):
-    """The same of what is not installed."""
+    """Return the same for what is not installed."""
     names = [name for name in NEEDED if not is_there(name)]
     return f"not installed: {', '.join(names)}; {ENGINE}" if names else None
 
@@ -60,7 +60,7 @@ def apart(torch, numpy):
 
 
 def first_two(version):
-    """(2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
+    """Return (2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

@@ -51,7 +51,7 @@ class Patience:
             say(f"warning: {what} has answered after {waited:.0f} s")
 
     def is_over(self, what: str, began: float) -> bool:
-        """After an attempt that began then and has failed."""
+        """Return whether it is over, after an attempt that began then and has failed."""
         with self._lock:
             self._since = self._since or began
             over = self._stop.is_set() or time.monotonic() - self._since > self.seconds

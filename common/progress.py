@@ -63,12 +63,12 @@ class Progress:
                 self._tell(self.text(), self._things + self._bytes)
 
     def text(self) -> str:
-        """The line in a log: what is done, of how much, how fast, and the time left."""
+        """Return the line in a log: what is done, of how much, how fast, and the time left."""
         words = [self._counted_things(), self._counted_bytes(), *self._speed_and_time_left()]
         return f"{self._what}: {', '.join(filter(None, words))}"
 
     def describe(self) -> str:
-        """The bytes, the time and the speed, for a line after the end."""
+        """Return the bytes, the time and the speed, for a line after the end."""
         seconds = self._seconds()
         return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {(self._bytes - self._old_bytes) / MIB / seconds:.1f} MiB/s"
 
@@ -112,7 +112,7 @@ def bar(**options: Any) -> Any:
 
 
 def counted(things: Sequence, what: str, unit: str) -> Iterator:
-    """The same things, with a bar on a terminal until the last of them is done."""
+    """Yield the same things, with a bar on a terminal until the last of them is done."""
     shown = bar(total=len(things), desc=what, unit=unit, leave=False)
     for thing in things:
         yield thing
@@ -134,7 +134,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """The same for a warning of a process that loads samples, where nothing is above a bar."""
+    """Do the same for a warning of a process that loads samples, where nothing is above a bar."""
     print(coloured(one_line(f"warning: {text}")), flush=True)
     moments.announce("said", f"warning: {text}")
 
@@ -143,7 +143,7 @@ COLOURS = {"warning: ": 33, "advice: ": 33, "done: ": 32}  # as a terminal numbe
 
 
 def coloured(line: str) -> str:
-    """On a terminal, unless NO_COLOR is set (no-color.org)."""
+    """Colour a line on a terminal, unless NO_COLOR is set (no-color.org)."""
     colour = next((number for begin, number in COLOURS.items() if line.startswith(begin)), None)
     if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return line

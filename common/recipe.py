@@ -32,7 +32,7 @@ WITH_WEIGHTS = 0.1  # of that lr, so that what they have learnt is not lost: usu
 def settled(
     args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, before: Mapping[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
-    """The arguments with a recipe that suits so many pictures, and what it sets and nobody gave; and what to say of it.
+    """Return the arguments with a recipe that suits so many pictures, and what it sets and nobody gave; and what to say of it.
 
     `trained_on`: how many of them are for the training; `before`: the arguments of the run that goes on, whose recipe and
     settings stay.

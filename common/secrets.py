@@ -60,7 +60,7 @@ def _masked_value(found: "re.Match[str]") -> str:
 
 
 def parts_of(address: str) -> list[str]:
-    """The secret parts of an address, which an error of a library may quote without the rest."""
+    """Return the secret parts of an address, which an error of a library may quote without the rest."""
     rest, _, fragment = address.partition("#")
     place, _, query = rest.partition("?")
     user = place.partition("://")[2].rpartition("@")[0]

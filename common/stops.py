@@ -53,7 +53,7 @@ class Stops:
         self._obey(self.noted)
 
     def each(self, batches: Iterable) -> Iterator:
-        """The same batches, each of which is waited for in this way."""
+        """Yield the same batches, each of which is waited for in this way."""
         coming = iter(batches)
         while (batch := self.wait_for(lambda: next(coming, None))) is not None:
             yield batch

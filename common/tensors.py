@@ -46,7 +46,7 @@ def read(content: bytes, verified: bool) -> Any:
 
 
 def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
-    """An error where it holds what read() does not make, so that it should not be written either."""
+    """Raise an error where it holds what read() does not make, so that it should not be written either."""
     seen = set() if seen is None else seen
     if id(value) in seen:  # what is there many times is looked at once
         return
@@ -156,7 +156,7 @@ class _Storage:
 
 
 def _tensor(storage, offset, size, stride, needs_gradient=False, _hooks=None, metadata=None):
-    """A view of a storage that has no more elements, and none outside."""
+    """Return a view of a storage that has no more elements, and none outside."""
     if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple or metadata:
         raise Refused("a tensor in it is none")
     if not len(size) == len(stride) <= 64 or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)):
@@ -280,7 +280,7 @@ class Unpickler(pickle._Unpickler):
             raise Refused("a tensor in it has too few parts") from None
 
     def _build(self):
-        """The versions of the layers, which torch.nn keeps beside a state_dict, and which we do not need."""
+        """Drop the versions of the layers, which torch.nn keeps beside a state_dict, and which we do not need."""
         self.stack.pop()
         self._of(self.stack[-1], collections.OrderedDict)
 

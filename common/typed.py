@@ -34,7 +34,7 @@ YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 def boolean(text: str) -> bool:
-    """A type for argparse: consoles send 'true', 'True' or '1'; anything that is neither true nor false is refused."""
+    """Return a type for argparse: consoles send 'true', 'True' or '1'; anything that is neither true nor false is refused."""
     value = YES_OR_NO.get(text.strip().lower())
     if value is None:
         raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is neither true nor false")
@@ -42,7 +42,7 @@ def boolean(text: str) -> bool:
 
 
 def as_meant(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """The words in the form that argparse reads: underscores in names, `=` before values, a bare boolean as true.
+    """Return the words in the form that argparse reads: underscores in names, `=` before values, a bare boolean as true.
 
     Without the blanks that are typed around a value in a console; an option whose field was left empty is not given.
     """
@@ -83,7 +83,7 @@ def names_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
-    """{name: value} of those that the job, platforms and --ignore do not know. A word that is no option is refused."""
+    """Return {name: value} of those that the job, platforms and --ignore do not know. A word that is no option is refused."""
     passed = {*PLATFORM_OPTIONS, *(plain(name) for names in ignore for name in names.split(","))}
     found, words = {}, list(reversed(unknown))
     while words:
@@ -109,7 +109,7 @@ def plain(name: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> Optional[str]:
-    """The option that a mistyped, shortened or other program's name may stand for, or None."""
+    """Return the option that a mistyped, shortened or other program's name may stand for, or None."""
     meant = plain(name)[:64]
     if MEANINGS.get(meant) in known:
         return MEANINGS[meant]

@@ -40,7 +40,7 @@ DATA = (
 
 
 def parser(doc: Optional[str]) -> arguments.Parser:
-    """The options of every CIFAR job; `doc`: the job's docstring."""
+    """Return the options of every CIFAR job; `doc`: the job's docstring."""
     made = arguments.general_parser(doc, data=DATA, workers=0)
     training = arguments.group(made, "training")
     training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
@@ -86,7 +86,7 @@ class ImageArrays:
 
 
 def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
-    """The training and the test set of the arguments."""
+    """Return the training and the test set of the arguments."""
     if args.custom_data:
         limit = args.max_samples or 5000
         train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
@@ -101,7 +101,7 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
 
 
 def _find(args):
-    """The folder with the batches; where there is only the archive, or nothing, it is unpacked and fetched once per node."""
+    """Return the folder with the batches; if need be, the archive is fetched and unpacked once per node."""
     root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
     if args.data_url:
         require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")

@@ -25,7 +25,7 @@ LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
 def random_windows(
     ids: Any, widths: Any, heights: Any, seed: int, epoch: int, area: tuple[float, float] = AREA
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(top, left, height, width) and flip for each sample, as int64 of shape (N, 4) and bool of shape (N,)."""
+    """Return (top, left, height, width) and flip for each sample, as int64 of shape (N, 4) and bool of shape (N,)."""
     widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
     ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
     missing = np.arange(len(ids))
@@ -48,7 +48,7 @@ def random_windows(
 
 
 def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) -> Any:
-    """The window in a picture of (height, width) `whole` that is stored with the smaller size `stored`, in whole pixels."""
+    """Return the window in a picture of (height, width) `whole` that is stored as `stored`, smaller, in whole pixels."""
     if stored == whole:
         return window
     top, left, height, width = window.tolist()
@@ -70,7 +70,7 @@ def _largest_in_the_middle(widths, heights):
 
 
 def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
-    """A row for each of the draws, of numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
+    """Return a row for each of the draws, of numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
     words = np.array([seed, epoch, *draws], dtype=object) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019
     seed, epoch, *draws = _mix((words % 2**64).astype(np.uint64))[:, None]
     counter = _mix(_mix(np.asarray(ids).astype(np.uint64) ^ seed) ^ epoch)
@@ -78,7 +78,7 @@ def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
 
 
 def _mix(bits):
-    """The finalizer of splitmix64, in which every bit of the input moves every bit of the output."""
+    """Apply the finalizer of splitmix64, in which every bit of the input moves every bit of the output."""
     with np.errstate(over="ignore"):
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,7 +106,7 @@ def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int
 
 
 def crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
+    """Return (top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
     bits = _mix32(torch.full_like(ids, seed & MASK, dtype=torch.int64))
     bits = _mix32(bits ^ (epoch & MASK))
     bits = _mix32(bits ^ (ids.to(torch.int64) & MASK))

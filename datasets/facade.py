@@ -41,8 +41,8 @@ class Dataset:
         world_size: int = 1, cuda: bool = True, mean: Optional[Sequence[float]] = None, std: Optional[Sequence[float]] = None,
         pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """The first seven in the order of the article's own call, which names none of them; the others by their names alone,
-        so that a call in the order of its repository (size is third there) is an error and no other batch size.
+        """Take the first seven in the order of the article's own call, which names none of them; the others by their names
+        alone, so that a call in the order of its repository (size is third there) is an error and no other batch size.
 
         `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs torch.distributed running.
         """
@@ -80,7 +80,7 @@ class Dataset:
         self._train_loader = self._loader(self._train, self._sampler)
 
     def reset(self) -> None:
-        """On to the next epoch and its order; memory is given back if it has grown."""
+        """Go on to the next epoch and its order; memory is given back if it has grown."""
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
         self._resident = self._resident or resident_bytes()

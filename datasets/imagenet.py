@@ -96,7 +96,7 @@ def _remedies(args):
 
 
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
-    """The training and the validation set that the arguments ask for; first the arguments, as a small set may settle others."""
+    """Return the arguments, some of which a small set settles, the training set and the validation set."""
     size, limit = args.image_size, args.max_samples
     if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
@@ -136,7 +136,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
 
 
 def _find(args):
-    """(the trees of the data, whether it is one that has classes, and neither train nor val)"""
+    """Return (the trees of the data, whether it is one that has classes, and neither train nor val)"""
     if args.data_backend.startswith("packed"):
         remote = args.data_backend == "packed-remote"
         root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
@@ -153,13 +153,13 @@ def _find(args):
 
 
 def _before(args):
-    """The arguments of the run that this start goes on with, or evaluates. In an elastic job rank 0 may have none."""
+    """Return the arguments of the run that this start goes on with, or evaluates. In an elastic job rank 0 may have none."""
     nothing = args.prof or args.min_nodes or (args.evaluate and args.weights)
     return {} if nothing else restore.settings_before(args, progress.say)
 
 
 def _settled(args, found, before):
-    """The arguments with the recipe that so many pictures ask for, as some of its settings are about them; and a line on it."""
+    """Return the arguments with the recipe for so many pictures, some of whose settings are about them, and a line on it."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
     pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
@@ -185,7 +185,7 @@ def _compare_classes(train, val):
 
 
 def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
-    """At most `limit` samples, from all over the classes."""
+    """Return at most `limit` samples, from all over the classes."""
     if limit is None or limit >= len(files):
         return files
     return files.pick(np.arange(limit) * len(files) // limit)

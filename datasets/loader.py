@@ -78,7 +78,7 @@ class DeviceLoader:
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
     def transfer_seconds(self) -> float:
-        """The seconds of moving and normalising since the last call."""
+        """Return the seconds of moving and normalising since the last call."""
         return self._clock.read()
 
     def _moved(self):
@@ -145,14 +145,14 @@ class Clock:
                 self._seconds += began.elapsed_time(end) / 1000
 
     def read(self) -> float:
-        """The seconds since the last call."""
+        """Return the seconds since the last call."""
         self._fold()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 def ahead(items: Generator, depth: int) -> Iterator:
-    """The same items, made by a thread up to `depth` ahead. Its errors are raised here; the thread ends with the loop."""
+    """Yield the same items, made by a thread up to `depth` ahead. Its errors are raised here; it ends with the loop."""
     made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
 
     def work():
@@ -182,14 +182,14 @@ def ahead(items: Generator, depth: int) -> Iterator:
 
 
 def more_workers(args: argparse.Namespace) -> Iterator[str]:
-    """A remedy for a slow loader that has fewer processes than its rank has cores."""
+    """Yield a remedy for a slow loader that has fewer processes than its rank has cores."""
     mine = devices.cores_of_a_rank(args)
     if devices.loader_workers(args) < mine:
         yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
-    """Through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
+    """Load through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
     if workers and has_little_shared_memory():
         _advise_more()
     loader = Batches(
@@ -275,7 +275,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
             raise SampleError(text) from error
 
     def _culprit(self, epoch, ids):
-        """The first sample that fails by itself."""
+        """Return the first sample that fails by itself."""
         for number in range(len(ids)):
             try:
                 self._data_set[epoch, ids[number : number + 1]]
@@ -298,14 +298,14 @@ class WithEpoch:
 
 
 def _end_workers_of(reference):
-    """Before Python's own exit handler, so that they end in peace."""
+    """End them before Python's own exit handler, so that they end in peace."""
     loader = reference()
     if loader is not None:
         loader.end_workers()
 
 
 def begin_worker(_worker: int) -> None:
-    """In a process that loads: keep the memory of a sample for the next, and leave stop signals to the parent.
+    """Prepare a process that loads: keep the memory of a sample for the next, and leave stop signals to the parent.
 
     A platform sends them to every process, but the loader must live until the job has saved.
     """

@@ -46,7 +46,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
 
 
 def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
-    """The training and the test pairs that the arguments ask for."""
+    """Return the training and the test pairs that the arguments ask for."""
     if args.custom_data:
         crop = args.crop or SYNTHETIC_CROP
         if crop > SYNTHETIC_SIZE:

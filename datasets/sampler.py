@@ -60,7 +60,7 @@ class EpochSampler:
         return self.consumed + (self.num_samples - self.consumed) // self.global_batch * self.global_batch
 
     def step_ids(self, epoch: int, consumed: int) -> np.ndarray:
-        """The ids of the whole global batch that follows `consumed` samples of this epoch."""
+        """Return the ids of the whole global batch that follows `consumed` samples of this epoch."""
         return self._order(epoch)[consumed : consumed + self.global_batch]
 
     def _order(self, epoch):

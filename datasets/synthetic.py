@@ -40,7 +40,7 @@ def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
 
 
 def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """`count` images of CIFAR-10's shape, uint8 (count, 3, 32, 32), and their labels: ten coloured patterns, shifted and noisy.
+    """Return `count` images of CIFAR-10's shape, uint8 (count, 3, 32, 32), and labels: ten coloured patterns, shifted, noisy.
 
     A smaller count gives the first of the same images.
     """

@@ -134,7 +134,7 @@ class _BatchUnpickler(pickle._Unpickler):
 
 
 def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """(images uint8 (N, 3, 32, 32), labels int64 (N,)) of one file of CIFAR-10's Python version."""
+    """Return (images uint8 (N, 3, 32, 32), labels int64 (N,)) of one file of CIFAR-10's Python version."""
     with open(path, "rb") as file:
         content = file.read(64 * 2**20)
     try:

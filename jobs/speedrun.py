@@ -127,7 +127,7 @@ def refuse_doctor(_text):
 
 
 def keep(args, device, row):
-    """A line of runs.jsonl, in the bucket too if there is one, before the next run begins."""
+    """Write a line of runs.jsonl, in the bucket too if there is one, before the next run begins."""
     about = {"net": args.net, "target": args.target, "held_out": args.held_out, "device": devices.describe(device)}
     os.makedirs(args.output_dir, exist_ok=True)
     if args.output_url:
@@ -256,14 +256,14 @@ class Muon:
             torch._foreach_copy_(banks, stacked.sub_(update, alpha=rate).view(-1, *banks[0].shape).unbind())
 
     def direction(self, number):
-        """With momentum, of all banks of a shape."""
+        """Return the step, with momentum, of all banks of a shape."""
         gradients = torch.stack([parameter.grad.permute(0, 2, 3, 1).flatten(1) for parameter in self.groups[number]])
         self.velocities[number] = gradients.add(self.velocities[number], alpha=self.momentum)
         return gradients.add_(self.velocities[number], alpha=self.momentum)
 
 
 def orthogonal(groups):
-    """The same matrices with singular values near 1: three Newton-Schulz steps X -> P X, where P is a polynomial of G = X X'.
+    """Return the matrices with singular values near 1: three Newton-Schulz steps X -> P X, P a polynomial of G = X X'.
 
     The three factors P are multiplied first, as they are smaller than X; the next G is P G P. Groups, one after another, whose
     matrices have as many rows do that together.
@@ -294,8 +294,8 @@ def polynomial(gram):
 
 
 def resnet(images):
-    """The network of the CIFAR jobs. The last norm of each block is zero, so that a block begins as its shortcut alone, and the
-    first filters are what patches of the images differ by, and the opposite."""
+    """Return the network of the CIFAR jobs. The last norm of each block is zero, so that a block begins as its shortcut alone,
+    and the first filters are what patches of the images differ by, and the opposite."""
     model = resnet18()
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
@@ -310,7 +310,7 @@ def resnet(images):
 
 
 def directions(images, size):
-    """(how much patches of size x size differ in each of some directions at right angles, these as filters of length one)"""
+    """Return (how much patches of size x size differ in each of some orthogonal directions, these as filters of length one)"""
     patches = functional.unfold(normalised(images.cpu()), size).transpose(1, 2).flatten(0, 1)
     values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
     return values, vectors.T.reshape(-1, 3, size, size)

@@ -157,7 +157,7 @@ def main():
 
 
 def settled(args):
-    """The arguments as some of them decide on others, or refuse them."""
+    """Return the arguments as some of them decide on others, or refuse them."""
     if args.early_stopping_patience and args.training_only:
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
     if args.freeze_epochs and not args.weights:
@@ -241,7 +241,7 @@ def add_short_runs(add):
 
 
 def build(args, classes):
-    """The network, with the weights to begin with."""
+    """Return the network, with the weights to begin with."""
     if args.num_classes and args.num_classes < classes:
         raise UserError(
             f"--num_classes {args.num_classes} are fewer than the {classes} classes of the data: leave the option out"
@@ -264,7 +264,7 @@ def scaling(args):
 
 
 def build_optimizer(args, network):
-    """No weight decay on norms and biases, unless it is asked for."""
+    """Return the optimizer, without weight decay on norms and biases unless it is asked for."""
     weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
     of_others = args.weight_decay if args.bn_weight_decay else 0
@@ -279,14 +279,14 @@ def build_optimizer(args, network):
 
 
 def all_but_the_last_layer(network):
-    """The weights that --freeze_epochs leaves as they are."""
+    """Return the weights that --freeze_epochs leaves as they are."""
     names = [name for name, _ in network.named_parameters()]
     last = names[-1].rpartition(".")[0] + "."
     return [weight for name, weight in network.named_parameters() if not name.startswith(last)]
 
 
 def learning_rate(args, peak, epochs):
-    """After so many epochs: of samples seen, so that no batch size changes its shape."""
+    """Return the rate after so many epochs: of samples seen, so that no batch size changes its shape."""
     warmup = min(args.warmup, args.epochs / 2)
     if epochs < warmup:
         return peak * epochs / warmup
@@ -307,7 +307,7 @@ def mix(images, labels, strength):
 
 
 def evaluate_alone(args, network, loader, classes, autocast):
-    """Of --weights, of the checkpoint of --resume, or of the newest in the output folder, which is left as it is."""
+    """Evaluate --weights, the checkpoint of --resume, or the newest in the output folder, which is left as it is."""
     about = {}
     if not args.weights:
         found = restore.from_rank_0(lambda: restore.to_evaluate(args, print))
@@ -345,8 +345,8 @@ def evaluate(model, loader, classes, autocast):
         scores.add(output, labels, loader.ids, images)
 
     scores.all_reduce()
-    shares = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)
-    latency = 1000 * torch.tensor(seconds or [0.0], dtype=torch.float64).quantile(shares)
+    quantiles = torch.tensor([0.5, 0.95, 0.99, 1.0], dtype=torch.float64)
+    latency = 1000 * torch.tensor(seconds or [0.0], dtype=torch.float64).quantile(quantiles)
     return scores, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
 
 

@@ -56,14 +56,14 @@ class Block:
 
     @property
     def code(self) -> list[str]:
-        """The lines that run; what a block adds to the job's help is none of them."""
+        """Return the lines that run; what a block adds to the job's help is none of them."""
         if self.text[1].startswith("__doc__ = "):
             return []
         return [line for line in self.text[1 + len(self.was) : -1] if line.strip() and not line.lstrip().startswith("#")]
 
 
 def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """(base lines, blocks) of a job's lines; an error names file, line and rule."""
+    """Return (base lines, blocks) of a job's lines; an error names file, line and rule."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[tuple[str, str, int]] = None  # indentation, tag and line number of a block
@@ -110,7 +110,7 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """The same of a script whose blocks begin and end with the same line, as in ModelArts' sample."""
+    """Return the same for a script whose blocks begin and end with the same line, as in ModelArts' sample."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[int] = None  # index of the line that opened a block
@@ -133,12 +133,12 @@ def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def _plain(marker):
-    """Without what differs between copies of the sample."""
+    """Return a script without what differs between copies of the sample."""
     return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
 
 
 def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
-    """(base lines, blocks) of a job's file, or of a script in the form of ModelArts' sample."""
+    """Return (base lines, blocks) of a job's file, or of a script in the form of ModelArts' sample."""
     if wrong := missing_job(path):
         raise BlockError(wrong)
     lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -146,7 +146,7 @@ def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
 
 
 def apply(base: list[str], blocks: list[Block]) -> list[str]:
-    """The base's lines with the blocks in their places."""
+    """Return the base's lines with the blocks in their places."""
     lines, position = [], 0
     for block in sorted(blocks, key=lambda block: (block.at, bool(block.was), ORDER.index(block.tag))):
         lines += base[position : block.at]
@@ -165,7 +165,7 @@ def job_of(tag: str) -> Path:
 
 
 def compose(tags: Sequence[str]) -> list[str]:
-    """The lines of a job with all these features; BlockError where they do not go together."""
+    """Return the lines of a job with all these features; BlockError where they do not go together."""
     for pair, why in EXCLUSIVE.items():
         if set(pair) <= set(tags):
             raise BlockError(f"{pair[0]} and {pair[1]} do not go together: {why}")
@@ -189,12 +189,12 @@ def compose(tags: Sequence[str]) -> list[str]:
 
 
 def feature_jobs() -> list[Path]:
-    """Every job that has blocks, also those with two features."""
+    """Return every job that has blocks, also those with two features."""
     return [path for path in sorted(JOBS.glob("train_*.py")) if read(path)[1]]
 
 
 def rebase(path: Path, base: list[str]) -> list[str]:
-    """The job's lines on a changed base: each block stays after the line that it came after, or else before the next one."""
+    """Return the job's lines on a changed base: each block stays after the line that it came after, else before the next."""
     old, blocks = read(path)
     moved: dict[int, int] = {}  # {line of the old base: line of the new one}
     for match in difflib.SequenceMatcher(None, old, base, autojunk=False).get_matching_blocks():
@@ -230,7 +230,7 @@ def _refuse_other_bases(paths: list[Path]) -> None:
 
 
 def table(paths: Sequence[str] = ()) -> str:
-    """A line for each job, which docs/blocks.md shows too; or for each of these files."""
+    """Return a line for each job, which docs/blocks.md shows too; or for each of these files."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
     for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
         code = [block for block in read(path)[1] if block.code]
@@ -240,7 +240,7 @@ def table(paths: Sequence[str] = ()) -> str:
 
 
 def show(path: Union[str, Path]) -> str:
-    """Each block, with the line of the base that it comes after."""
+    """Return each block, with the line of the base that it comes after."""
     base, blocks = read(path)
     parts = []
     for block in blocks:

@@ -22,7 +22,7 @@ class Engine(NamedTuple):
 
 
 def read(name: str) -> Engine:
-    """An engine that a job can use; else an error names one that it can."""
+    """Return an engine that a job can use; else an error names one that it can."""
     found = FORM.fullmatch(name)
     if not found:
         raise UserError(

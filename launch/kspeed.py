@@ -34,7 +34,7 @@ DEADLINE = 2  # seconds for one image; a job has less time
 
 
 def roots(folder: str) -> list[str]:
-    """The folders whose images a job reads."""
+    """Return the folders whose images a job reads."""
     if not os.path.isdir(folder):
         raise UserError(f"{one_line(folder)} does not exist: give the folder of the data set")
     folder = os.path.normpath(folder)
@@ -43,7 +43,7 @@ def roots(folder: str) -> list[str]:
 
 
 def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Counter[Any], Counter[Any]]:
-    """{outcome: images} and {outcome: bytes} of `work`, done for every image of the folder."""
+    """Return {outcome: images} and {outcome: bytes} of `work`, done for every image of the folder."""
     paths_of = {root: [os.path.join(root, name) for name in files.images_below(root)] for root in roots(options.root)}
     if not any(paths_of.values()):
         raise UserError(f"{one_line(options.root)} holds no image: give the folder of the data set")
@@ -97,7 +97,7 @@ def display(cache: SampleCache, options: argparse.Namespace) -> None:
 
 
 def look(cache: SampleCache, options: argparse.Namespace) -> None:
-    """The bytes of one image as the cache has them."""
+    """Print how many bytes of one image the cache has, or write them to a file."""
     path = os.path.abspath(options.image)
     try:
         info = os.stat(path)
@@ -112,7 +112,7 @@ def look(cache: SampleCache, options: argparse.Namespace) -> None:
 
 
 def root_of(path: str) -> str:
-    """The folder that a job reads this image from: the one called train or val above it, else that of its class's folder."""
+    """Return the folder that a job reads this image from: train or val above it, else the one around its class's folder."""
     above = [folder for folder in Path(path).parents if folder.name in ("train", "val")]
     return str(above[0] if above else Path(path).parent.parent)
 

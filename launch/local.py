@@ -242,7 +242,7 @@ def main(argv: list[str]) -> int:
 
 
 def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
-    """The names of this machine's devices that may be used; the nodes get as many each."""
+    """Return the names of this machine's devices that may be used; the nodes get as many each."""
     shown = environ.get(VISIBLE[accelerator])
     present = drivers.npus if accelerator == "npu" else drivers.gpus
     names = map(str, range(present())) if shown is None else shown.split(",")

@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> Parser:
-    """A parser whose help shows the description with its line ends."""
+    """Return a parser whose help shows the description with its line ends."""
     return Parser(
         prog=f"python -m launch {verb}",
         description=description,
@@ -37,7 +37,7 @@ def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True)
 
 
 def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(the verb's own words, the job's): the job's stand after --."""
+    """Return (the verb's own words, the job's): the job's stand after --."""
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
 

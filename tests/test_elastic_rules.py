@@ -138,7 +138,7 @@ def test_a_node_that_was_just_lost_is_still_known_by_its_address():
 
 @pytest.fixture(autouse=True)
 def nodes_say_more(monkeypatch):
-    """Return it as the parent of a node makes it in an elastic job."""
+    """Accept the messages of an elastic job, as the parent of its nodes does."""
     monkeypatch.setattr(messages, "FORMS", {**messages.FORMS, **FORMS})
 
 

@@ -185,13 +185,13 @@ def test_the_folders_may_be_relative_and_links(tmp_path, monkeypatch, elsewhere)
     assert {path.name for path in tmp_path.iterdir()} == ({"out", "a", "events"} if elsewhere else {"out"})
 
 
-# --- Where the one that wrote has gone --------------------------------------------------------------------------------------
+# --- Where the one that wrote is lost ---------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_takes_over_writes_what_came_since_its_own_last_line(tmp_path):
     journal = observed.observer(Journal, tmp_path, shows=False, writes=False)
     journal.began(observed.facts(tmp_path, Position()), about={})
-    journal.nodes(observed.facts(tmp_path), news="node 2 has gone", ranks=2, pause=1.0)
+    journal.nodes(observed.facts(tmp_path), news="node 2 is lost", ranks=2, pause=1.0)
     journal.line(observed.facts(tmp_path), **observed.LINE)
     assert not list(tmp_path.iterdir())
     journal._side_files.writes = journal._side_files.shows = True

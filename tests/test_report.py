@@ -247,7 +247,7 @@ def test_a_thousand_classes_have_their_confusions_in_place_of_a_matrix(tmp_path)
         (ended("limit", "--max_steps 7"), "Ended by --max_steps 7 after 4/4 epochs"),
         (ended("stopped", "stopped by SIGTERM"), "Stopped after 4/4 epochs (stopped by SIGTERM); the same command goes on"),
         (ended("failed", "TrainingFailed: the loss is nan"), "Failed after 4/4 epochs: TrainingFailed: the loss is nan"),
-        ({"time": TIME + 3, "event": "nodes", "text": "node 1 has gone", "ranks": 3, "pause": 0.7, "samples": 900}, "no end was recorded"),
+        ({"time": TIME + 3, "event": "nodes", "text": "node 1 is lost", "ranks": 3, "pause": 0.7, "samples": 900}, "no end was recorded"),
     ],
 )  # fmt: skip
 def test_the_first_sentence_says_how_it_ended(tmp_path, event, words):

@@ -16,7 +16,7 @@ TO_THE_CPU = "--enable_gpu false to train on the CPU"
 
 
 def choose(args: argparse.Namespace) -> torch.device:
-    """The accelerator of this process's local rank, or the CPU. --enable_gpu decides; unset: an accelerator if there is one."""
+    """Return the accelerator of this process's local rank, or the CPU. --enable_gpu decides; unset: an accelerator, if any."""
     here, cut, name = args.world, slices(), kinds.accelerator()
     if here.local_rank < len(cut):
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
@@ -55,7 +55,7 @@ def _number(here, cut):
 
 
 def _choose_algorithms(kind, deterministic):
-    """Those that always give the same bits, or an error where there is none; else the fastest, found in the first steps."""
+    """Choose algorithms that always give the same bits, or an error; else the fastest, found in the first steps."""
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.update(kind.deterministic)  # before their first use
@@ -65,7 +65,7 @@ def _choose_algorithms(kind, deterministic):
 
 
 def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
-    """A sentence where the platform says that this node has more accelerators than torch sees."""
+    """Return a sentence where the platform says that this node has more accelerators than torch sees."""
     here, seen = args.world, count() if args.enable_gpu is not False else 0
     if not 0 < seen < here.gpus_promised or here.owns_the_only(seen):
         return None
@@ -74,7 +74,7 @@ def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
 
 
 def require_one_each(args: argparse.Namespace) -> None:
-    """In the parent of a node, before it starts workers that would find no accelerator."""
+    """Refuse, in the parent of a node, to start workers that would find no accelerator."""
     seen = count()
     if args.enable_gpu is not False and 0 < seen < args.world.local_world_size:
         raise UserError(
@@ -84,7 +84,7 @@ def require_one_each(args: argparse.Namespace) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """A name that no other device on this machine has; empty for a CPU, which may be shared."""
+    """Return a name that no other device on this machine has; empty for a CPU, which may be shared."""
     if not kinds.is_accelerator(device):
         return ""
     if kinds.is_nvidia(device):

@@ -29,7 +29,7 @@ NO_MEMORY = {
 
 
 def no_memory(error: Exception) -> Optional[TrainingFailed]:
-    """The line for what had no room in a memory; or None."""
+    """Return the line for what had no room in a memory; or None."""
     message = f"{type(error).__name__}: {error}"
     found = ((re.search(pattern, message), text) for pattern, text in NO_MEMORY.items())
     lines = (text.format(**match.groupdict(), noun=kinds.noun()) for match, text in found if match)
@@ -98,7 +98,7 @@ def _of_npus():
 
 
 def versions_apart() -> Optional[str]:
-    """A sentence where the versions of an NPU's software do not go together, although a device can be seen."""
+    """Return a sentence where the versions of an NPU's software do not go together, although a device can be seen."""
     if not kinds.is_ascend():
         return None
     return misfit(torch.__version__.split("+")[0], _version("torch_npu"), drivers.cann())
@@ -124,7 +124,7 @@ OLDEST_CANN: dict[tuple[int, ...], tuple[int, int]] = {
 
 
 def misfit(torch_version: str, torch_npu: str, cann: Optional[str]) -> Optional[str]:
-    """A sentence where the versions of torch, torch_npu and CANN do not go together: 2.7.1, 2.7.1.post2, 8.5.0."""
+    """Return a sentence where the versions of torch, torch_npu and CANN do not go together: 2.7.1, 2.7.1.post2, 8.5.0."""
     mine = first_two(torch_npu)
     if first_two(torch_version) != mine:
         return f"torch_npu {torch_npu} is for another torch than {torch_version}; install the torch_npu of that version"

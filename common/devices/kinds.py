@@ -70,7 +70,7 @@ def of(device: torch.device) -> Kind:
 
 
 def accelerator() -> str:
-    """The kind of device for which this torch is made, whether or not there is one; torch knows one kind in a process."""
+    """Return the kind of device for which this torch is made, whether or not there is one; it knows one in a process."""
     if TORCH < (2, 6):  # before torch.accelerator
         return "npu" if hasattr(torch, "npu") else "cuda"
     found = torch.accelerator.current_accelerator()
@@ -93,13 +93,13 @@ def module() -> Any:
 
 
 def slices() -> list[str]:
-    """Of GPUs that are cut into slices (MIG), those that CUDA_VISIBLE_DEVICES names. CUDA shows a process only the first."""
+    """Return the slices (MIG) of GPUs that CUDA_VISIBLE_DEVICES names. CUDA shows a process only the first."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return [name for name in names if name.startswith("MIG-")]
 
 
 def count() -> int:
-    """The accelerators that this process may use; a slice of a GPU is one."""
+    """Return the number of accelerators that this process may use; a slice of a GPU is one."""
     return len(slices()) or module().device_count()
 
 
@@ -117,7 +117,7 @@ def is_nvidia(device: torch.device) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The type for sums over many batches."""
+    """Return the type for sums over many batches."""
     return of(device).widest
 
 
@@ -126,12 +126,12 @@ def has_queues(device: torch.device) -> bool:
 
 
 def backend() -> str:
-    """Of torch.distributed, for the devices that this process would take by itself."""
+    """Return the backend of torch.distributed for the devices that this process would take by itself."""
     return KINDS[accelerator()].backend or "gloo" if available() else "gloo"
 
 
 def collectives_of(device: torch.device) -> str:
-    """The backend of torch.distributed for tensors on it."""
+    """Return the backend of torch.distributed for tensors on it."""
     if name := of(device).backend:
         return name
     raise UserError(f"torch has no collectives for {device.type}: take train.py, or give --device cpu")

@@ -19,12 +19,12 @@ from common.errors import UserError
 
 
 def layout(device: torch.device) -> torch.memory_format:
-    """The memory layout of images and convolutions. Channels last is faster on GPUs and CPUs; NPUs do not know it."""
+    """Return the memory layout of images and convolutions. Channels last is faster on GPUs and CPUs; NPUs do not know it."""
     return kinds.of(device).layout
 
 
 def fused(device: torch.device) -> dict[str, Any]:
-    """The option of an optimizer that updates all weights in one kernel. SGD has one since torch 2.3, a CPU since 2.4."""
+    """Return the option of an optimizer that updates all weights in one kernel: SGD since torch 2.3, on a CPU since 2.4."""
     since = (2, 3) if kinds.is_accelerator(device) else (2, 4)
     return {"fused": kinds.of(device).fused} if since <= kinds.TORCH else {}
 
@@ -108,7 +108,7 @@ def cores_of_a_rank(args: argparse.Namespace) -> int:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """On the device, without making the host wait: from pinned memory, which the device reads by itself.
+    """Move it to the device without making the host wait: from pinned memory, which the device reads by itself.
 
     Images go in the device's layout, which the host gives them where the device has only one.
     """
@@ -131,18 +131,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def current() -> torch.device:
-    """The accelerator that this process uses."""
+    """Return the accelerator that this process uses."""
     return torch.device(kinds.accelerator(), kinds.module().current_device())
 
 
 def use(device: torch.device) -> None:
-    """In a new thread, which would use the first device, and allocate memory there."""
+    """Use this device in a new thread, which would allocate memory on the first one."""
     if kinds.has_queues(device) and device.index is not None:
         kinds.module().set_device(device)
 
 
 def side_stream(device: torch.device) -> Any:
-    """A queue of a device for work beside the training; None where there are no queues."""
+    """Return a queue of a device for work beside the training; None where there are no queues."""
     return kinds.module().Stream(device) if kinds.has_queues(device) else None
 
 
@@ -156,7 +156,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def mark(stream: Any) -> Any:
-    """An event at this place of a queue, with the time."""
+    """Return an event at this place of a queue, with the time."""
     event = kinds.module().Event(enable_timing=True)
     event.record(stream)
     return event
@@ -176,7 +176,7 @@ def seed_in_use(number: int) -> None:
 
 
 def memory_in_use() -> list[tuple[int, int]]:
-    """[(number, bytes in use by all programs)] of the accelerators that this process may use."""
+    """Return [(number, bytes in use by all programs)] of the accelerators that this process may use."""
     found = []
     for number in range(kinds.count()):
         free, total = kinds.module().mem_get_info(number)

@@ -22,9 +22,9 @@ CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are
 GPU_IDLE_MIB = 1024  # a rank that has just started takes half of it
 NCCL_SHM = 32 * MIB  # of /dev/shm that NCCL may take for each rank
 PREFETCHED = 2  # batches that torch's loader keeps ready for each of its processes
-LEFT_OUT = 0.1  # share of the samples that may fill no batch
+LEFT_OUT = 0.1  # fraction of the samples that may fill no batch
 TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and ASCEND_RT_VISIBLE_DEVICES"}
-EXCHANGE = 0.5  # share of a step that the exchange of gradients may take
+EXCHANGE = 0.5  # fraction of a step that the exchange of gradients may take
 
 
 # --- The node -----------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> 
 
 
 def cards() -> list[tuple]:
-    """[(number, MiB in use, percent of the time busy)] of the devices that this process may use, from their driver."""
+    """Return [(number, MiB in use, percent of the time busy)] of the devices that this process may use, from their driver."""
     if devices.is_ascend():  # which has no figure for how busy it is
         return [(number, used // MIB, 0) for number, used in devices.memory_in_use()]
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
@@ -106,7 +106,7 @@ def check_secret(given: bool, port: int) -> Finding:
 
 
 def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
-    """The network interface that the ranks will use."""
+    """Check the network interface that the ranks will use."""
     for backend in devices.BACKENDS:
         if wrong := network.not_here(environ, backend):
             found, _, do = wrong.partition("; ")
@@ -145,7 +145,7 @@ def check_clock(ahead: float, other: str) -> Finding:
 
 
 def shared_memory(args: argparse.Namespace) -> int:
-    """Bytes that the ranks of this node need in /dev/shm, for NCCL: batches of loader processes go elsewhere without enough."""
+    """Return the bytes that the ranks of this node need in /dev/shm, for NCCL; without enough, batches go elsewhere."""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
 
@@ -174,7 +174,7 @@ def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> F
 
 
 def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: float, samples: int, overlap: bool) -> Finding:
-    """The seconds that a batch of `samples` takes to load and to train on; `overlap`: a batch is loaded during a step."""
+    """Compare the seconds that a batch of `samples` takes to load and to train on; `overlap`: it is loaded during a step."""
     found = f"{samples / load_seconds:,.0f} images/s, the model takes {samples / step_seconds:,.0f} (each rank)"
     waiting = max(0, load_seconds - step_seconds) / load_seconds if overlap else load_seconds / (load_seconds + step_seconds)
     if waiting < STARVED:
@@ -207,7 +207,7 @@ def check_time(seconds: float, limit: Optional[tuple[float, str]]) -> Finding:
 
 
 def time_limit(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[tuple[float, str]]:
-    """The earliest end that an option or the platform sets: (seconds left, what sets it)."""
+    """Return the earliest end that an option or the platform sets: (seconds left, what sets it)."""
     limits = []
     if args.max_hours is not None:
         limits.append((args.max_hours * 3600, f"--max_hours {args.max_hours:g}"))

@@ -152,7 +152,7 @@ class Examination:
         self.end()
 
     def batches(self, run: Any, loader: Any) -> Iterator:
-        """The first step: measure the loader, and give the job one of its batches for a few steps."""
+        """Use the first step: measure the loader, and give the job one of its batches for a few steps."""
         self._guard.start()
         batch, load_seconds = measure.time_loader(loader, run.args.workers or 0)
         return self._take_steps(run, loader, batch, load_seconds)
@@ -222,7 +222,7 @@ class Examination:
 
 
 def _of_node(args, here):
-    """The checks that one process makes of its node before the job begins."""
+    """Make the checks that one process makes of its node before the job begins."""
     yield checks.check_place(here)
     yield checks.check_gpus(args.enable_gpu, here, checks.cards())
     yield checks.check_driver(args.enable_gpu)

@@ -56,7 +56,7 @@ def check_output(folders: list[str]) -> Finding:
 
 
 def _try_rename(folder):
-    """In a new folder, as the nodes may share this one; again where another node has just removed the folders that it made."""
+    """Try to rename in a new folder, as nodes may share this one; again if another one has just removed what it made."""
     for number in range(TRIES):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -73,7 +73,7 @@ def _try_rename(folder):
 
 
 def _missing(folder):
-    """The folders that making this one would make, the innermost first."""
+    """Return the folders that making this one would make, the innermost first."""
     missing, path = [], os.path.abspath(folder)
     while not os.path.lexists(path):
         missing.append(path)
@@ -123,7 +123,7 @@ def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str
 
 
 def _list(place, patience):
-    """({key: size}, whether those are all, by how many seconds our clock is ahead of the store's)"""
+    """Return ({key: size}, whether those are all, by how many seconds our clock is ahead of the store's)"""
     sizes, marker, began = {}, "", time.monotonic()
     while True:
         asked = time.time()

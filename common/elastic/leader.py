@@ -134,8 +134,8 @@ class Leader:
             self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
 
     def _announce(self, ranks, why, stop=False, writes=None):
-        """The next generation, with these ranks. `stop`: the one of them that writes saves the run, and all end. `writes`: who
-        does so if the one before is lost."""
+        """Announce the next generation, with these ranks. `stop`: the one of them that writes saves the run, and all end.
+        `writes`: who does so if the one before is lost."""
         parent, last = self._parent, self._parent.generation
         if self._lighthouse:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()

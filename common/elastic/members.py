@@ -97,7 +97,7 @@ class Members:
         return offer
 
     def _try(self, offer, place, state, received, formed, faults):
-        """To form this generation, in a thread: it waits for members that may never come."""
+        """Try to form this generation, in a thread: it waits for members that may never come."""
         address = os.environ[ADDRESS]
         try:
             devices.use(self._device)
@@ -127,7 +127,7 @@ class Members:
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
-        """For what the other members have done already."""
+        """Compute alone what the other members have done already."""
         present = self.rank, self.size
         self.rank, self.size = 0, 1
         try:
@@ -136,7 +136,7 @@ class Members:
             self.rank, self.size = present
 
     def told_to_stop(self) -> int:
-        """The signal by which the job is stopped, or 0."""
+        """Return the signal by which the job is stopped, or 0."""
         return self._pulse.get("stop")
 
     def changed(self) -> bool:
@@ -162,7 +162,7 @@ class Members:
         self.all_reduce(tensor).wait()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all members, in their order; all have the same size."""
+        """Gather the tensors of all members, in their order; all have the same size."""
         flat = own.to(self._device).contiguous().view(-1)
         everything = flat.new_empty(self.size * flat.numel())
         self.all_gather(everything, flat).wait()
@@ -254,7 +254,7 @@ def _transport(address):
         address_family, request_queue_size = _family(address), 1024
 
         def server_bind(self):
-            """As HTTPServer does it, which asks for the name of the address, and may wait for an answer."""
+            """Bind as HTTPServer does, which asks for the name of the address, and may wait for an answer."""
             socketserver.TCPServer.server_bind(self)
             self.server_name, self.server_port = address, self.server_address[1]
 

@@ -86,7 +86,7 @@ class Elastic(Fixed):
                 self._form()
 
     def _to_hand_over(self):
-        """All that a rank needs to go on from here."""
+        """Return all that a rank needs to go on from here."""
         state = checkpoint.snapshot(self._run.state())
         return {"state": state, "about": facts.manifest(self._run), "counted": self._counted}
 

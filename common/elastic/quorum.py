@@ -40,7 +40,7 @@ def is_certain(before: set[int], now: set[int], silent: set[int]) -> bool:
 
 
 def lighthouse(address: str, ranks: int) -> Any:
-    """Where torchft lets the members of one generation meet: as soon as all of them are there, and for as long as it takes."""
+    """Start the server at which torchft lets the members of one generation meet, as soon as all are there."""
     from torchft.coordination import LighthouseServer
 
     never = 24 * 3600 * 1000
@@ -58,5 +58,5 @@ def in_url(address: str) -> str:
 
 
 def address_of(server: Any, address: str) -> str:
-    """The server's, which otherwise names this host."""
+    """Return the server's address, which otherwise names this host."""
     return f"http://{in_url(address)}:{server.address().rpartition(':')[2]}" if server else ""

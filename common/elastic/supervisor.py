@@ -76,7 +76,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         return go
 
     def _join(self, address, port):
-        """Through node 0, or, if the run goes on without that, through another that was there when this one was."""
+        """Join through node 0, or, if the run goes on without that, through another that was there when this one was."""
         how = self.hello, self.join_seconds, self.say, self.key
         connection = channel.greets(address, port)
         until = time.monotonic() + SEEK_SECONDS
@@ -97,7 +97,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             return []
 
     def _note(self):
-        """Where the nodes are. A node that comes back without it finds the run through node 0."""
+        """Write down where the nodes are. A node that comes back without it finds the run through node 0."""
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._noted), exist_ok=True)
             write_atomically(self._noted, json.dumps(self.generation["nodes"]).encode())
@@ -147,7 +147,7 @@ class ElasticSupervisor(supervisor.Supervisor):
                 return code
 
     def _ending(self, now):
-        """The exit code, once this node is to end."""
+        """Return the exit code, once this node is to end."""
         if self.verdict:
             return self._carry_out()
         if self.excluded:

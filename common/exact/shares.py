@@ -39,7 +39,7 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def settled(args: argparse.Namespace, same_bits: bool) -> argparse.Namespace:
-    """The same in a job that trains so only if it is asked to; without `same_bits` it has shares for another reason."""
+    """Return the same in a job that trains so only if it is asked to; without `same_bits` it has shares for another reason."""
     return arguments.replaced(args, deterministic=args.deterministic or same_bits, sync_bn=bool(args.sync_bn))
 
 
@@ -142,7 +142,7 @@ class Shares:
             raise RuntimeError(f"a share has more backward passes than shares.passes, which is {self.passes}")
 
     def _send(self):
-        """In one order on all ranks, whatever order the gradients come in."""
+        """Send them in one order on all ranks, whatever order the gradients come in."""
         while self._sent < len(self._parts) and self._parts[self._sent] in self._added:
             self._parts[self._sent].send()
             self._sent += 1

@@ -15,7 +15,7 @@ Root = tuple[int, int, Any]  # (level, index in the level, value)
 
 
 def shares_of(rank: int, ranks: int, shares: int) -> range:
-    """The shares that this rank computes: as many as the others, or one more."""
+    """Return the shares that this rank computes: as many as the others, or one more."""
     return range(rank * shares // ranks, (rank + 1) * shares // ranks)
 
 
@@ -33,7 +33,7 @@ def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], A
 
 
 def places(own: range, shares: int) -> list[tuple[int, int]]:
-    """(level, index) of the roots that a rank with these shares is left with."""
+    """Return (level, index) of the roots that a rank with these shares is left with."""
     roots: list[Root] = []
     for share in own:
         grow(roots, (0, share, None), shares, lambda left, right: None)
@@ -57,7 +57,7 @@ class Part:
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
-        """The tensors' values in this share; None counts as zeros. Shares come in their order."""
+        """Add the tensors' values in this share; None counts as zeros. Shares come in their order."""
         flat = self._free_buffers.pop() if self._free_buffers else self._new(self._ranks * self._chunk)
         views = self._views(flat)
         missing = [view for view, value in zip(views, values) if value is None]
@@ -76,7 +76,7 @@ class Part:
         return torch.zeros(size, dtype=self.tensors[0].dtype, device=self.tensors[0].device)
 
     def _views(self, flat):
-        """The parts of a flat vector as tensors of the shapes, and in the layouts, of those that it is for."""
+        """Return the parts of a flat vector as tensors of the shapes, and in the layouts, of those that it is for."""
         views, begin = [], 0
         for tensor, strides in zip(self.tensors, self._strides):
             views.append(flat.as_strided(tensor.shape, strides, begin))
@@ -114,7 +114,7 @@ class Part:
         self._work = self._group.all_gather(self._total, chunk.div_(self._shares))
 
     def means(self) -> list[torch.Tensor]:
-        """A tensor for each of `tensors`; they share memory that is written again in the next step."""
+        """Return a tensor for each of `tensors`; they share memory that is written again in the next step."""
         if self._ranks > 1:
             self._work.wait()
         self._given = self._taken = self._work = None

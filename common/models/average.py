@@ -22,7 +22,7 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Of the first network it is a copy."""
+        """Add a network to the average; the first one is copied."""
         pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
         for averaged in (True, False):  # numbers with a fraction, and counters
             chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]

@@ -17,7 +17,7 @@ NEAREST = {
 
 
 def require(arch: str, image_size: int) -> None:
-    """An error where there is no such network, or it takes no images of this size; without memory, before any data are read."""
+    """Raise an error for an unknown network, or one that takes no images of this size; before any data are read."""
     _named(arch.replace("-", "_"))
     if not arch.startswith("regnet"):  # it computes widths with tensors, and takes images of any size
         with torch.device("meta"):

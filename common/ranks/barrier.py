@@ -19,7 +19,7 @@ BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long
 
 
 def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
-    """The result of `work()`, once it has ended on every rank; an error on one rank is raised on all."""
+    """Return the result of `work()`, once it has ended on every rank; an error on one rank is raised on all."""
     rank, world_size = rank_and_size()
     if world_size == 1:
         return work()

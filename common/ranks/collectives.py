@@ -42,7 +42,7 @@ class Group:
         self._control = None
 
     def control(self) -> Any:
-        """The Gloo group; the first call is a collective of all ranks."""
+        """Return the Gloo group; the first call is a collective of all ranks."""
         if distributed.get_backend() == "gloo":
             return distributed.group.WORLD
         if self._control is None:
@@ -54,7 +54,7 @@ GROUP = Group()
 
 
 def longest() -> datetime.timedelta:
-    """A collective; the parents notice a dead peer within seconds."""
+    """Return the time that a collective may take; the parents notice a dead peer within seconds."""
     return datetime.timedelta(seconds=max(1800.0, 2 * patience.limit()))
 
 
@@ -63,7 +63,7 @@ def grouped() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """(this process's rank, the number of ranks); (0, 1) in a job without a process group."""
+    """Return (this process's rank, the number of ranks); (0, 1) in a job without a process group."""
     return (distributed.get_rank(), distributed.get_world_size()) if grouped() else (0, 1)
 
 
@@ -93,14 +93,14 @@ class All:
         _wait_for(self.all_reduce(tensor))
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, in their order; all have the same size."""
+        """Gather the tensors of all ranks, in their order; all have the same size."""
         everyone = [torch.zeros_like(own) for _ in range(self.size)]
         _wait_for(distributed.all_gather(everyone, own, async_op=True))
         return everyone
 
 
 def _wait_for(work):
-    """In Python, where a signal is seen: this rank may be able to stop while another one keeps it waiting."""
+    """Wait in Python, where a signal is seen: this rank may be able to stop while another one keeps it waiting."""
     try:
         while STOPS.may_end and not work.is_completed():
             time.sleep(POLL_SECONDS)
@@ -121,7 +121,7 @@ class AtOnce:
 
 
 def current() -> Any:
-    """The ranks that take part at present: All, or elastic's Members."""
+    """Return the ranks that take part at present: All, or elastic's Members."""
     return GROUP.members or All()
 
 
@@ -133,7 +133,7 @@ def reduce(values: list, operation: str) -> list[float]:
 
 
 def broadcast(content: bytes, source: int = 0) -> bytes:
-    """The bytes of the rank `source` on every rank, verified by a digest; `content` of the other ranks is ignored."""
+    """Return the bytes of the rank `source` on every rank, verified by a digest; `content` of the other ranks is ignored."""
     length, digest = torch.tensor([len(content)]), _tensor(hashlib.sha256(content).digest())
     distributed.broadcast(length, source, group=GROUP.control())
     distributed.broadcast(digest, source, group=GROUP.control())
@@ -151,7 +151,7 @@ def _tensor(content):
 
 
 def _digest(content):
-    """A whole number of 63 bits, which is not 0."""
+    """Return a whole number of 63 bits, which is not 0."""
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1 or 1
 
 

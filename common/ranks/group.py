@@ -145,7 +145,7 @@ def _alike(args):
 
 
 def code_digest(job: str, root: Path = ROOT) -> str:
-    """A digest of the job and of our modules below `root` with their paths, so that a node with old code is noticed."""
+    """Return a digest of the job and of our modules below `root` with their paths, so that a node with old code is noticed."""
     files = {os.path.basename(job): Path(job)}  # a bundled job holds its modules
     for folder in FOLDERS:
         paths = [path for path in (root / folder).rglob("*.py") if path.parent.name != "__pycache__"]

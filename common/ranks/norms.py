@@ -35,7 +35,7 @@ def over_all_ranks(args: argparse.Namespace) -> bool:
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """The same model, with every BatchNorm2d over all ranks; its state_dict has the same names."""
+    """Return the same model, with every BatchNorm2d over all ranks; its state_dict has the same names."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is nn.BatchNorm2d:

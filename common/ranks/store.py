@@ -25,7 +25,7 @@ CAME, ALL = "anyrank/came", "anyrank/missing"  # keys
 
 
 def of_all_ranks(here: World, seconds: float) -> Any:
-    """The store of this job, opened once per process; `seconds`: how long to wait for it, and then for a key."""
+    """Return the store of this job, opened once per process; `seconds`: how long to wait for it, and then for a key."""
     if GROUP.store is None:
         GROUP.store = _opened(here, seconds)
     GROUP.store.set_timeout(datetime.timedelta(seconds=seconds))
@@ -78,7 +78,7 @@ def _opened(here, seconds):
 
 
 def _listener(here: World) -> Optional[socket.socket]:
-    """A socket at the master's address alone; None where that may be another one for the other nodes: torch takes all."""
+    """Return a socket at the master's address alone; None if others may use another: torch then listens at all of them."""
     try:
         found = socket.getaddrinfo(here.master_addr, here.master_port, type=socket.SOCK_STREAM)
         family, *_, address = found[0]

@@ -16,7 +16,7 @@ Series = tuple[Sequence[float], Sequence[Optional[float]], dict]  # x, y, and ho
 
 
 def thinned(rows: Sequence, most: int = POINTS) -> list:
-    """Every n-th of many rows, and the last."""
+    """Return every n-th of many rows, and the last."""
     step = -(-len(rows) // most) or 1
     return [*rows[:-1:step], *rows[-1:]]
 
@@ -42,7 +42,7 @@ def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]
 
 
 def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
-    """A bar for each label, of the parts on top of each other."""
+    """Draw a bar for each label, of the parts on top of each other."""
     if not optional.there(optional.FIGURES):
         return ""
     figure, axes = _empty()
@@ -69,7 +69,7 @@ def _empty() -> Any:
 
 
 def _svg(figure, name):
-    """Only the drawing, with names of its own, as several are on one page."""
+    """Return the drawing alone, with names of its own, as several are on one page."""
     import matplotlib
 
     drawn = io.StringIO()

@@ -40,23 +40,23 @@ class Left:
         return cls(folder, shown, epochs, speed, journal, _checked(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
-        """The events, each once: in a folder that they share each that has led has written them."""
+        """Return the events, each once: in a folder that they share each that has led has written them."""
         rows = [row for row in self.journal if row.get("event") == kind]
         return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values()) if kind == "nodes" else rows
 
     @property
     def start(self) -> dict:
-        """The newest start."""
+        """Return the newest start."""
         return (self.events("start") or [{}])[-1]
 
     @property
     def end(self) -> dict:
-        """Of the newest start; empty where none was recorded."""
+        """Return the end of the newest start; empty where none was recorded."""
         end = (self.events("end") or [{}])[-1]
         return end if end.get("time", 0) >= self.start.get("time", 0) else {}
 
     def trained(self) -> list[dict]:
-        """The rows of `speed` whose steps count: a restart takes those behind its checkpoint again."""
+        """Return the rows of `speed` whose steps count: a restart takes those behind its checkpoint again."""
         starts, kept = self.events("start")[1:], []
         for row in self.speed:
             while starts and starts[0].get("time", 0) <= row.get("time", 0):
@@ -67,17 +67,17 @@ class Left:
         return kept
 
     def metrics(self) -> list[str]:
-        """The metrics of an evaluation, in their order."""
+        """Return the metrics of an evaluation, in their order."""
         return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NOT_OF_AN_EVALUATION]
 
     def best(self) -> tuple[str, dict]:
-        """The metric by which the best epoch is chosen, and that epoch; empty where there is none."""
+        """Return the metric by which the best epoch is chosen, and that epoch; empty where there is none."""
         by = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
         choose = min if self.start.get("best_is") == "lowest" else max
         return by, choose((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
 
     def seconds(self) -> float:
-        """From the beginning of each start to the last that is known of it."""
+        """Return the seconds from the beginning of each start to the last that is known of it."""
         begins = [row.get("time", 0) for row in self.events("start")]
         times = [row.get("time", 0) for row in self.journal + self.speed]
         ends = (max((time for time in times if time < until), default=0) for until in [*begins[1:], math.inf])
@@ -89,10 +89,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(scores: dict) -> dict:
-    """The same with what the page needs, as it was written; or nothing."""
+    """Return the same with what the page needs, as it was written; or nothing."""
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
         names = [one_line(str(row["class"])) for row in scores["classes"]]
-        shares = [
+        by_class = [
             [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))] for row in scores["classes"]
         ]
         cells = [(int(true), int(given), int(count)) for true, given, count in scores["confusion"]]
@@ -108,12 +108,12 @@ def _checked(scores: dict) -> dict:
                 ]
                 for kind, found in scores["mistakes"].items()
             }
-            return {"names": names, "shares": shares, "cells": cells, "mistakes": mistakes}
+            return {"names": names, "by_class": by_class, "cells": cells, "mistakes": mistakes}
     return {}
 
 
 def _lines(path: str) -> Iterator[dict]:
-    """The objects in a file of lines; other lines are none of ours."""
+    """Yield the objects in a file of lines; other lines are none of ours."""
     if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
         return
     with open(path, "rb") as file:

@@ -47,7 +47,7 @@ def of_one(left: Left) -> str:
 
 
 def filled(text: str, title: str, **facts: Any) -> str:
-    """The page; jinja2 escapes every fact."""
+    """Return the page; jinja2 escapes every fact."""
     if why := optional.trouble(optional.PAGE):
         raise UserError(f"the page is made with jinja2: {why}")
     import jinja2
@@ -99,7 +99,7 @@ def _warnings(left):
 
 
 def _commands(left):
-    """The one to go on, unless the run has finished, and the one to start it again, into another folder."""
+    """Return the commands to go on, unless the run has finished, and to start it again in another folder."""
     command, kept = left.start.get("command"), []
     if not isinstance(command, str):
         return {}
@@ -116,7 +116,7 @@ def _commands(left):
 
 
 def options_of(left: Left) -> list[tuple[str, str, str]]:
-    """[(name, value, default)]"""
+    """Return [(name, value, default)]"""
     options = left.start.get("options")
     return [
         (name, str(pair[0]), str(pair[-1])) for name, pair in (options.items() if isinstance(options, dict) else ()) if pair
@@ -133,7 +133,7 @@ def _machine(left):
 
 
 def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Sequence, svg: str) -> dict:
-    """A figure with its table."""
+    """Return a figure with its table."""
     return {
         "name": name,
         "title": title,
@@ -145,7 +145,7 @@ def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Seq
 
 
 def words(name: str) -> tuple[str, str]:
-    """The words in English and Chinese."""
+    """Return the words in English and Chinese."""
     return WORDS.get(name, (name, name))
 
 
@@ -180,7 +180,7 @@ def _curves(left: Left, best: dict) -> Iterator[dict]:
 
 
 def _speed(left: Left) -> Iterator[dict]:
-    """The seconds of each epoch, or of several where there are many; images a second."""
+    """Yield the seconds of each epoch, or of several where there are many; images a second."""
     spent: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
     epochs = sorted({int(row.get("epoch", 0)) for row in left.speed})
     size = -(-len(epochs) // MOST_BARS) or 1
@@ -213,7 +213,7 @@ def _speed(left: Left) -> Iterator[dict]:
 
 
 def _confusion(left: Left) -> Optional[dict]:
-    """The matrix, or of many classes the most frequent confusions."""
+    """Return the matrix, or of many classes the most frequent confusions."""
     if not left.scores:
         return None
     names, cells = left.scores["names"], left.scores["cells"]
@@ -234,8 +234,8 @@ def _confusion(left: Left) -> Optional[dict]:
 
 
 def _classes(left: Left) -> list[tuple]:
-    """The worst first, and none of which there was no image."""
-    rows = [row for row in zip(left.scores.get("names", ()), left.scores.get("shares", ())) if row[1][0]]
+    """Return a row for each class that has images, the worst first."""
+    rows = [row for row in zip(left.scores.get("names", ()), left.scores.get("by_class", ())) if row[1][0]]
     rows.sort(key=lambda row: row[1][1])
     return [(name, samples, *(f"{fraction:.4f}" for fraction in fractions)) for name, (samples, *fractions) in rows]
 
@@ -249,7 +249,7 @@ def _galleries(left: Left) -> Iterator[tuple]:
 
 
 def _restored(left: Left) -> Optional[dict]:
-    """The newest strip of examples, cut into its pictures."""
+    """Return the newest strip of examples, cut into its pictures."""
     for event in reversed(left.events("picture")):
         name, high, columns = os.path.basename(str(event.get("name"))), int(event.get("rows", 0)), event.get("columns")
         strip = _picture(left, name)
@@ -272,7 +272,7 @@ def _picture(left: Left, name: str) -> Any:
 
 
 def _encoded(picture: Any) -> str:
-    """As an address that holds the picture itself."""
+    """Return a picture as an address that holds the picture itself."""
     content = io.BytesIO()
     picture.thumbnail((WIDEST, WIDEST))
     picture.save(content, "JPEG", quality=88)
@@ -283,7 +283,7 @@ def _encoded(picture: Any) -> str:
 
 
 def identifier(name: str) -> str:
-    """A name for HTML of any name."""
+    """Return a name for HTML of any name."""
     return "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:40]
 
 

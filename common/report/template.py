@@ -100,8 +100,8 @@ ONE_RUN = """
 <h2>{{ t("Confusion matrix: rows are the true class, columns the predicted one", "混淆矩阵：行是真实类别，列是预测类别") }}</h2>
 <div class="scroll" tabindex="0"><table class="heat"><thead><tr><td></td>
 {%- for name in confusion.names %}<th scope="col"><bdi>{{ name }}</bdi></th>{% endfor %}</tr></thead><tbody>
-{% for name, cells in confusion.rows %}<tr><th scope="row"><bdi>{{ name }}</bdi></th>{% for count, share in cells %}
-{%- if count %}<td style="background:rgba(var(--heat),{{ share }})">{{ count }}</td>{% else %}<td>·</td>{% endif %}{% endfor %}</tr>
+{% for name, cells in confusion.rows %}<tr><th scope="row"><bdi>{{ name }}</bdi></th>{% for count, heat in cells %}
+{%- if count %}<td style="background:rgba(var(--heat),{{ heat }})">{{ count }}</td>{% else %}<td>·</td>{% endif %}{% endfor %}</tr>
 {% endfor %}</tbody></table></div></section>{% endif %}
 {% if confusion.pairs %}<section id="confused"><h2>{{ t("The most frequent confusions", "最常见的混淆") }}</h2>
 {{ table([("True class", "真实类别"), ("Predicted", "预测类别"), ("How often", "次数"), ("Of the class", "占该类别")], confusion.pairs) }}

@@ -48,5 +48,5 @@ class Agreement:
         self._steps_left = self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(step_seconds, 1e-6))))
 
     def due(self) -> Sequence[float]:
-        """(signal to stop on or 0, whether the hours are over, whether a checkpoint is due) after this step."""
+        """Return (signal to stop on or 0, whether the hours are over, whether a checkpoint is due) after this step."""
         return self._due

@@ -48,7 +48,7 @@ class Clock:
             self._seconds["waiting_for_data"] -= seconds
 
     def read(self) -> dict[str, float]:
-        """The seconds of each phase until now; those of "training" are of the first three, without a transfer beside."""
+        """Return the seconds of each phase until now; those of "training" are of the first three, without a transfer beside."""
         now, waited = time.monotonic(), self._pulse.waited()
         if self._phase:
             # What a loader process waits for while the rank computes holds nobody up.
@@ -79,11 +79,11 @@ class Clock:
         return self._is_first or training - self._lap_began["training"] >= LINE_SECONDS
 
     def since_step(self) -> float:
-        """The seconds since the last one, or since the run was made."""
+        """Return the seconds since the last one, or since the run was made."""
         return time.monotonic() - self._stepped
 
     def lap(self) -> dict[str, float]:
-        """Since the last line: the images a second, and the fraction of each phase of the training."""
+        """Return, since the last line, the images a second, and the fraction of each phase of the training."""
         before, images = self._lap_began, self._lap_images
         self.begin_lap()
         self._is_first = False

@@ -33,7 +33,7 @@ class Losses:
             raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {last_good()}")
 
     def first_bad(self) -> Optional[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(step, loss, ids) of the first since the last call that is not a finite number, or None. Waits for the GPU."""
+        """Return (step, loss, ids) of the first since the last call that is not a finite number, or None. Waits for the GPU."""
         unchecked, self._unchecked = self._unchecked, []
         if not unchecked:
             return None
@@ -48,7 +48,7 @@ class Losses:
         self._shared = True
 
     def close_epoch(self) -> float:
-        """The mean of the epoch; the sum of the next one begins at 0."""
+        """Return the mean of the epoch; the sum of the next one begins at 0."""
         mean = (self._sum / self._count).item()
         self._sum.zero_()
         self._count = 0

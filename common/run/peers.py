@@ -30,7 +30,7 @@ class Fixed:
         self.agreement = Agreement(args.max_hours, args.save_seconds)
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
-        """The checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
+        """Return the checkpoint to go on from. The nodes have separate disks, so rank 0 looks for it and sends it to all."""
         if self.size > 1:
             collectives.compare(identity)
         return restore.from_rank_0(look)
@@ -43,7 +43,7 @@ class Fixed:
         """The step that was taken has no result, as the ranks have changed in it; those of Fixed never do."""
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Those that this rank's ledger has of a step."""
+        """Return those that this rank's ledger has of a step."""
         return ids
 
     def counted(self) -> None:
@@ -55,5 +55,5 @@ class Fixed:
         return self.agreement.due()
 
     def together(self, work: Callable, *arguments: Any) -> Any:
-        """As Run.together."""
+        """Return what Run.together returns."""
         return work(*arguments)

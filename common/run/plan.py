@@ -15,7 +15,7 @@ class Plan:
     began: Any = None  # the Position of this start, once it is known
 
     def limit(self, at: Position) -> Optional[str]:
-        """The option that ends the run here, or None: it goes on."""
+        """Return the option that ends the run here, or None: it goes on."""
         if at.epoch >= self.args.epochs:
             return f"--epochs {self.args.epochs}"
         if self.steps_used_up(at):
@@ -57,5 +57,5 @@ class Plan:
         return -(-(at.consumed + self.samples_left(at)) // self.sampler.samples_per_epoch)
 
     def step_of_the_epoch(self, at: Position) -> tuple[int, int]:
-        """(its steps that are done, all of them)"""
+        """Return (its steps that are done, all of them)"""
         return at.consumed // self.sampler.global_batch, self.sampler.samples_per_epoch // self.sampler.global_batch

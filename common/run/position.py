@@ -15,7 +15,7 @@ class Position:
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> "Position":
-        """The position of a checkpoint."""
+        """Return the position of a checkpoint."""
         return cls(**{field.name: about[field.name] for field in dataclasses.fields(cls)})
 
     def after_step(self, samples: int) -> "Position":

@@ -41,6 +41,6 @@ class Results:
         return f" ({', '.join(words)})"
 
     def summary(self, at: Position) -> str:
-        """The best of them, at the end."""
+        """Return the best of them, at the end."""
         which = "lowest" if self.best_is == "lowest" else "best"
         return f"{which} {self.best_by} {at.best[self.best_by]:.4f} in epoch {at.best['epoch']}. " if at.best else ""

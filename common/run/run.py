@@ -137,7 +137,7 @@ class Run:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of this start, in each phase."""
+        """Return the seconds of this start in each phase."""
         return self.clock.read()
 
     # --- From here to the end: the course of a run ---
@@ -290,7 +290,7 @@ class Run:
         self.tell("saved", whole=whole)
 
     def together(self, work: Callable, *arguments: Any) -> Any:
-        """The result of `work(*arguments)`, of which each rank does a part."""
+        """Return the result of `work(*arguments)`, of which each rank does a part."""
         return self.peers.together(work, *arguments)
 
     # --- Saving and restoring ---
@@ -350,7 +350,7 @@ class Run:
 
 
 def sizes_of_weights(network: torch.nn.Module) -> list[float]:
-    """Of those that are trained: they tell whether an epoch has changed anything."""
+    """Return the norms of those that are trained: they tell whether an epoch has changed anything."""
     # Not sums: the gradients of a last layer add up to zero. In the widest type, in which small steps are seen.
     trained = [weight.detach() for weight in network.parameters() if weight.requires_grad]
     sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]

@@ -54,7 +54,7 @@ class Scores:
         self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in KINDS}
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, images: Any = None) -> None:
-        """A batch; `ids` are those of the loader that gave it."""
+        """Add a batch; `ids` are those of the loader that gave it."""
         logits = logits.float()
         predicted = logits.argmax(dim=1)
         among_five = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).sum()
@@ -105,7 +105,7 @@ class Scores:
         return own[order], order.tolist()
 
     def _pictures(self, group, highest, own, places):
-        """Those of the samples at these places, each of which one rank has; `own`: this rank's, in the order of add()."""
+        """Return the pictures at these places, each of which one rank has; `own`: this rank's, in the order of add()."""
         kept, first = highest.pictures(), group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for number, place in enumerate(places):
@@ -136,17 +136,17 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """The mean cross-entropy, without label smoothing."""
+        """Return the mean cross-entropy, without label smoothing."""
         return self._sums[2].item() / self.samples
 
     @property
     def chance(self) -> float:
-        """The accuracy that a network without eyes can have: the fraction of the largest class, and what luck adds to it."""
+        """Return the accuracy that a network without eyes can have: the fraction of the largest class, and luck."""
         largest = self.confusion.sum(dim=1).max().item() / self.samples
         return largest + 2 * math.sqrt(largest * (1 - largest) / self.samples)
 
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
-        """A warning, where a fifth of the epochs is over and the network does as well as one that has seen nothing."""
+        """Return a warning, where a fifth of the epochs is over and the network does as well as one that has seen nothing."""
         if epoch != -(-args.epochs // 5) or args.input.synthetic or self.accuracy > self.chance or self.chance >= 1:
             return None
         begin = ", --weights FILE to begin with" if "weights" in args and not args.weights else ""
@@ -156,18 +156,18 @@ class Scores:
         )
 
     def per_class(self) -> list[tuple[str, int, float]]:
-        """[(class, samples, fraction of them that was recognised)] in the order of the classes."""
+        """Return [(class, samples, fraction of them that was recognised)] in the order of the classes."""
         counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
 
     def confused(self, most: int) -> list[tuple[str, str, int]]:
-        """[(true class, predicted class, how often)], the most frequent first."""
+        """Return [(true class, predicted class, how often)], the most frequent first."""
         wrong = [cell for cell in self._cells() if cell[0] != cell[1]]
         wrong = sorted(wrong, key=lambda cell: -cell[2])[:most]
         return [(self.classes[true], self.classes[given], count) for true, given, count in wrong]
 
     def _cells(self):
-        """[[true class, predicted class, count]] where there is a count."""
+        """Return [[true class, predicted class, count]] where there is a count."""
         places = self.confusion.nonzero()
         return torch.cat([places, self.confusion[tuple(places.T)][:, None]], dim=1).tolist()
 
@@ -198,7 +198,7 @@ class Scores:
         }  # fmt: skip
 
     def picture(self) -> Optional[torch.Tensor]:
-        """The mistakes of said(), kind after kind: squares of SIDE in rows of SHOWN, one row for each kind."""
+        """Draw the mistakes of said(), kind after kind: squares of SIDE in rows of SHOWN, one row for each kind."""
         if not self._pixels or not any(self.mistakes.values()):
             return None
         sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
@@ -235,5 +235,5 @@ class _Highest:
         self._seen += len(values)
 
     def pictures(self) -> dict[int, torch.Tensor]:
-        """{place in the order of add(): picture}"""
+        """Return {place in the order of add(): picture}"""
         return dict(zip(self._kept[1].tolist(), self._pixels(self._kept[2]))) if self._kept else {}

@@ -30,7 +30,7 @@ class SideFiles:
             self._say(text)
 
     def write(self, name: str, content: bytes) -> None:
-        """A file of the run's folder."""
+        """Write a file of the run's folder."""
         self._owe(name, content, appended=False)
 
     def append(self, name: str, content: bytes) -> None:
@@ -76,7 +76,7 @@ class SideFiles:
                 yield f"{path} is written again"
 
     def _append(self, path, content):
-        """To a copy of this start's own: where the name is another one's by now, nothing is appended."""
+        """Append to a copy of this start's own: where the name is another one's by now, nothing is appended."""
         if path not in self._grow:
             with own_copy(path, os.O_APPEND) as own:
                 drop_half_a_line(own)

@@ -105,7 +105,7 @@ class Bucket:
         return f"{self.scheme}://{self.name}/{key}"
 
     def items(self, prefix: str, patience: Optional[Patience] = None) -> Iterator[Item]:
-        """Every object whose key begins with `prefix`, in the order of the keys."""
+        """Yield every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""
         while True:
             # Version 1 of the request, because every store of this kind has it.
@@ -125,7 +125,7 @@ class Bucket:
         work: Optional[Callable[[Any], Any]] = None,
         **parameters: Any,
     ) -> Any:
-        """The store's answer to boto3's `operation`, or what `work` makes of it; repeated while that may help.
+        """Return the store's answer to boto3's `operation`, or what `work` makes of it; repeated while that may help.
 
         `work` reads the answer's body, so that one that breaks off is asked for again, too.
         """
@@ -173,7 +173,7 @@ def read_seconds() -> float:
 
 
 def _client(scheme: str) -> tuple[Any, Settings]:
-    """(boto3 client, the settings that it was made with)"""
+    """Return (boto3 client, the settings that it was made with)"""
     try:
         import boto3
         from botocore.config import Config
@@ -203,7 +203,7 @@ def _client(scheme: str) -> tuple[Any, Settings]:
 
 
 def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> tuple[Optional[str], str]:
-    """(endpoint or None for Amazon's, region) of a scheme, from the standard environment variables."""
+    """Return (endpoint or None for Amazon's, region) of a scheme, from the standard environment variables."""
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if not endpoint and scheme == "obs" and environ.get("S3_ENDPOINT"):  # ModelArts sets it
         endpoint = environ["S3_ENDPOINT"]

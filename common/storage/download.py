@@ -54,8 +54,8 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
 
 
 def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False) -> None:
-    """{name: item} as files of `folder`, in addition to what is there already. `remembered`: not those that are there as they
-    were fetched before."""
+    """Fetch {name: item} as files of `folder`, beside what is there. `remembered`: only those that are not there as they were
+    fetched before."""
     with contextlib.ExitStack() as stack:
         known = stack.enter_context(contextlib.closing(Index(folder))) if remembered else None
         missing = {name: item for name, item in items.items() if known is None or not known.has(name, item)}
@@ -137,7 +137,7 @@ class Transfer:
         raise self._damaged(item)
 
     def _read_small(self, item: Item) -> tuple[Any, Optional[str]]:
-        """(bytes, the MD5 that they should have or None)"""
+        """Return (bytes, the MD5 that they should have or None)"""
         digest = None if "-" in (item.digest or "-") else item.digest
         content = self._fast_reader.whole(item) if self._fast_reader and digest else None
         if content is not None:
@@ -277,7 +277,7 @@ class Transfer:
         self.by_size += not verified
 
     def _as_it_is_now(self, item: Item) -> Item:
-        """The object that has replaced the one that we were reading."""
+        """Return the object that has replaced the one that we were reading."""
         answer = self._bucket.ask("head_object", item.key, self._patience)
         return Item(item.key, answer["ContentLength"], answer["ETag"].strip('"'))
 

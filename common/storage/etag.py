@@ -43,7 +43,7 @@ class Crc:
 
 @functools.cache
 def _checksums() -> dict[str, Callable[[], Any]]:
-    """{name in boto3's answer: what computes it}, the fastest first. Amazon's own library computes two of them thirty times
+    """Return {name in boto3's answer: what computes it}, the fastest first. Amazon's library computes two of them thirty times
     as fast as an MD5 is."""
     makers: dict[str, Callable[[], Any]] = {}
     try:
@@ -59,7 +59,7 @@ def _checksums() -> dict[str, Callable[[], Any]]:
 
 
 def checksum(answer: Mapping[str, Any]) -> Optional[tuple[str, Callable[[], Any]]]:
-    """(digest as hex, of parts with their number behind it as in an ETag; what computes it), or None."""
+    """Return (digest as hex, of parts with their number behind it as in an ETag; what computes it), or None."""
     of_parts = "-" in answer.get("ETag", "")
     for name, make in _checksums().items():
         found = re.fullmatch(r"([A-Za-z0-9+/]+={0,2})(-\d{1,5})?", answer.get(name) or "")
@@ -84,7 +84,7 @@ class Hasher:
         self._make, self._whole, self._part = make, make(), make()
 
     def of_what_follows(self) -> Optional[Crc]:
-        """To be updated with what comes next in the object, and then added; None: update this with its bytes."""
+        """Return what is updated with what comes next in the object, and then added; None: update this with its bytes."""
         follows = not self._parts and self._expected is not None and isinstance(self._whole, Crc)
         return self._whole.of_what_follows() if follows else None
 

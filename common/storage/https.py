@@ -116,7 +116,7 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
-    """The bytes that a server says it sends; None where it does not say."""
+    """Return the bytes that a server says it sends; None where it does not say."""
     if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
         raise UserError(
             f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {ELSEWHERE}"

@@ -21,7 +21,7 @@ INDEX = "index.jsonl"
 
 
 def notes(folder: str) -> str:
-    """The folder of a fetch's notes, which it makes where it is missing."""
+    """Return the folder of a fetch's notes, which it makes where it is missing."""
     path = os.path.join(folder, FETCHING)
     refuse_link(path)
     os.makedirs(path, exist_ok=True)
@@ -34,7 +34,7 @@ def refuse_link(path: str) -> None:
 
 
 def digest(name: str) -> str:
-    """The name of an object as that of a file of the notes, however long it is and whatever is in it."""
+    """Return the name of an object as that of a file of the notes, however long it is and whatever is in it."""
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -92,7 +92,7 @@ class Index:
 
 
 def _read(path: str) -> dict[str, tuple]:
-    """{name: (size, etag, time of its last change)}; a name that no object can have is left out."""
+    """Return {name: (size, etag, time of its last change)}; a name that no object can have is left out."""
     known = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -136,7 +136,7 @@ class Parts:
         return min(self._part_bytes, self._size - number * self._part_bytes)
 
     def chunks(self, number: int, largest: int) -> Iterator[memoryview]:
-        """The bytes of a part that is there, a chunk at a time; each is valid until the next."""
+        """Yield the bytes of a part that is there, a chunk at a time; each is valid until the next."""
         buffer = memoryview(bytearray(largest))
         begin, end = number * self._part_bytes, number * self._part_bytes + self.length(number)
         while begin < end:

@@ -14,7 +14,7 @@ SPARE = 64 << 20  # bytes that stay free on the disk
 
 
 def everything(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
-    """The objects below the bucket's address, or the one object of this name."""
+    """Return the objects below the bucket's address, or the one object of this name."""
     below = bucket.below()
     items = []
     for item in bucket.items(below):
@@ -29,7 +29,7 @@ def everything(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
 
 
 def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
-    """{path below the folder: item}; a name that leads out of the folder, or is of both a file and a folder, is refused."""
+    """Return {path below the folder: item}; refuse a name that leads out of the folder, or is both a file and a folder."""
     named = {}
     for item in items:
         if item.key.endswith("/") and item.size == 0:
@@ -60,7 +60,7 @@ def need_space(folder: str, items: dict[str, Item]) -> None:
 
 
 def _bytes_there(folder: str, name: str, item: Item) -> int:
-    """Of an object that is fetched in parts, or of a file that may be the object."""
+    """Return the rest of a name of an object that is fetched in parts, or of a file that may be the object."""
     if index.has_size(path := os.path.join(folder, name), item.size):
         return item.size
     path = index.unfinished(folder, name) + ".part"

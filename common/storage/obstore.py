@@ -16,7 +16,7 @@ class Reader:
         self._get = get
 
     def whole(self, item: Item) -> Any:
-        """An object's bytes, as obstore has them, or None."""
+        """Return an object's bytes, as obstore has them, or None."""
         try:
             answer = self._get(item.key)
             return answer.bytes() if _is_of(answer, item) else None
@@ -42,7 +42,7 @@ def _is_of(answer: Any, item: Item) -> bool:
 
 
 def reader(bucket: Bucket) -> Optional[Reader]:
-    """None where obstore is not installed."""
+    """Return the reader, or None where obstore is not installed."""
     try:
         import obstore
         from obstore.store import S3Store

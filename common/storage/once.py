@@ -82,7 +82,7 @@ def locked(path: str, refusal: str) -> Iterator[None]:
 
 
 def _lockable(path: str) -> int:
-    """The file whose lock is the lease: PATH.lock, or a temporary file of this machine where its disk has no locks."""
+    """Return the file whose lock is the lease: PATH.lock, or a temporary file of this machine where its disk has no locks."""
     refuse_link(f"{path}.lock")
     file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:

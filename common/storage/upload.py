@@ -158,7 +158,7 @@ class Publisher:
             )
 
     def _changed(self, unread: list[OSError]) -> dict[str, tuple[int, int]]:
-        """{name: (size, mtime)} of the files that are new, or changed since they were uploaded."""
+        """Return {name: (size, mtime)} of the files that are new, or changed since they were uploaded."""
         changed = {}
         for path in self._paths(unread):
             name = os.path.relpath(path, self._folder).replace(os.sep, "/") if path != self._folder else ""
@@ -303,7 +303,7 @@ def is_up_to_date(item: Optional[Item], path: str) -> bool:
 
 
 def _order(name: str) -> tuple:
-    """The newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last.
+    """Return the newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last.
 
     But before it the weights of its epoch: where the disk is lost, the next start does not write them again.
     """

@@ -41,7 +41,7 @@ class Rank:
         self.doubt = ""  # about the signal that poll() returns
 
     def poll(self) -> Optional[int]:
-        """None while it runs; then the exit code that it has left, or the signal that has ended it.
+        """Return None while it runs; then the exit code that it has left, or the signal that has ended it.
 
         Only a parent learns that signal. A crash leaves its stack; else it is SIGKILL, or SIGTERM as long as nobody handles it.
         """
@@ -100,7 +100,7 @@ class Beside:
                 self._answers.release()
 
     def listen(self, key: str, **order: Any) -> int:
-        """The port on which the watcher of rank 0 now waits for the others; 0 where it does not answer."""
+        """Return the port on which the watcher of rank 0 now waits for the others; 0 where it does not answer."""
         self._send(listen=key, **order)
         self._answers.acquire(timeout=ANSWER_SECONDS)
         return self._port

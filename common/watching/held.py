@@ -37,7 +37,7 @@ def least_seconds() -> float:
 
 
 def waits_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Each thread that is held, and how often it has waited for anything: of a slow disk it waits again and again."""
+    """Yield each thread that is held, and how often it has waited for anything: of a slow disk it waits again and again."""
     for process in [pid, *children(pid)]:
         for thread in threads(process):
             with contextlib.suppress(OSError, IndexError):  # it has ended
@@ -59,7 +59,7 @@ def threads(pid: int) -> list[int]:
 
 
 def state(place: str) -> str:
-    """The letter that the kernel has for it."""
+    """Return the letter that the kernel has for it."""
     return _read(f"{place}/stat").rpartition(")")[2].split()[0]
 
 

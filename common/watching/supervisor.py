@@ -169,7 +169,7 @@ class Supervisor(Watch):
     # --- Watching ---
 
     def _watch(self):
-        """Until the end: the exit code, or None to start again."""
+        """Watch until the end; return the exit code, or None to start again."""
         told = 0.0
         while True:
             for node, message in self.messages():
@@ -253,7 +253,7 @@ class Supervisor(Watch):
         return None
 
     def _writer(self):
-        """The rank that saves."""
+        """Return the rank that saves."""
         return 0
 
     def _kill_workers(self):
@@ -275,7 +275,7 @@ class Supervisor(Watch):
 
 
 def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:
-    """A Python process for each number; torch's own files go into an empty folder below this one."""
+    """Return a Python process for each number; torch's own files go into an empty folder below this one."""
     from torch.distributed.elastic import multiprocessing
 
     logs = os.path.join(folder, "logs")

@@ -40,7 +40,7 @@ class Watch:
         raise NotImplementedError
 
     def messages(self) -> list[tuple]:
-        """[(node, message)] since the last call, waiting a moment for some; None for the message of a node that is lost."""
+        """Return [(node, message)] since the last call, after a moment at most; a message of None is of a node that is lost."""
         if self.hub or self.connection:
             return (self.hub or self.connection).poll(0.1)
         time.sleep(0.05)

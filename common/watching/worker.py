@@ -75,7 +75,7 @@ class Worker:
         return False
 
     def status(self) -> dict[str, Any]:
-        """The progress that node 0 needs to find a stall."""
+        """Return the progress that node 0 needs to find a stall."""
         phase, steps = self.last
         idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # no other rank waits for one that has ended
         median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
@@ -114,7 +114,7 @@ class Worker:
         return None
 
     def stack(self) -> str:
-        """The stack of the worker, which its fault handler writes on a signal, or has written when it crashed."""
+        """Return the stack of the worker, which its fault handler writes on a signal, or has written when it crashed."""
         if self.code is not None:
             return heartbeat.crash(self.files)
         with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ def _progress(status):
 
 
 def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """The status of the worker that the others wait for, if the whole job has made no progress for too long."""
+    """Return the status of the worker that the others wait for, if the whole job has made no progress for too long."""
     if any(node["waiting"] for node in summaries):  # and the others for that rank
         return None
     late = next((node["late"] for node in summaries if node["late"]), None)

@@ -43,7 +43,7 @@ class Elsewhere(Exception):
 
 
 def checked(message: dict) -> dict:
-    """The message; ConnectionLost when it is not one of ours."""
+    """Return the message; ConnectionLost when it is not one of ours."""
     if not messages.is_valid(message):
         raise ConnectionLost(NOT_OURS)
     return message
@@ -80,12 +80,12 @@ class Connection:
             raise ConnectionLost("it does not read what it is sent")
 
     def tell(self, **message: Any) -> None:
-        """As send(), but a broken connection is left to be noticed when it is read, or by its silence."""
+        """Do as send() does, but a broken connection is left to be noticed when it is read, or by its silence."""
         with contextlib.suppress(ConnectionLost):
             self.send(**message)
 
     def receive(self) -> list[dict]:
-        """The messages that have arrived; call it when the connection is readable."""
+        """Return the messages that have arrived; call it when the connection is readable."""
         try:
             chunk = self.socket.recv(65536)
         except BlockingIOError:
@@ -111,7 +111,7 @@ class Connection:
         self.proved, self._longest = True, LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
-        """The next messages; ConnectionLost after `seconds` without any."""
+        """Return the next messages; ConnectionLost after `seconds` without any."""
         deadline = time.monotonic() + seconds
         while self.readable(deadline - time.monotonic()):
             if received := self.receive():
@@ -124,7 +124,7 @@ class Connection:
         return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def poll(self, seconds: float) -> list[tuple]:
-        """[(0, message)] of node 0, as Hub.poll() of the others."""
+        """Return [(0, message)] of node 0, as Hub.poll() of the others."""
         try:
             if self.readable(seconds):
                 return [(0, checked(message)) for message in self.receive()]
@@ -152,7 +152,7 @@ def has_ended(address: str, port: int) -> bool:
 
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
-    """A socket to node 0, once its name resolves and its port answers."""
+    """Return a socket to node 0, once its name resolves and its port answers."""
     begun, node_0 = time.monotonic(), f"node 0 at {address}:{port}"
     told = begun
     while True:
@@ -170,7 +170,7 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
 
 
 def greets(address: str, port: int) -> Optional[socket.socket]:
-    """A connection to that node if it leads a run: then it greets whoever connects."""
+    """Return a connection to that node if it leads a run: then it greets whoever connects."""
     with contextlib.suppress(OSError):
         connection = socket.create_connection((address, port), timeout=GREETING_SECONDS)
         with contextlib.suppress(OSError):

@@ -83,11 +83,11 @@ class Hub:
         return naming.describe_nodes(missing, self._hello["workers"])
 
     def is_complete(self) -> None:
-        """From here on nobody is waited for."""
+        """Wait for nobody from here on."""
         self._complete = True
 
     def poll(self, seconds: float) -> list[tuple]:
-        """[(node, message)], a message of None for a node that is lost."""
+        """Return [(node, message)], a message of None for a node that is lost."""
         received = []
         for key, _ in self._selector.select(min(seconds, PAUSE_SECONDS) if self._pause else seconds):
             connection: Any = key.fileobj
@@ -130,7 +130,7 @@ class Hub:
         self._listener.close()
 
     def address(self) -> str:
-        """The address by which the others reach this node."""
+        """Return the address by which the others reach this node."""
         return next(iter(self.connections.values())).socket.getsockname()[0].replace("::ffff:", "")
 
     # --- Strangers ---
@@ -256,7 +256,7 @@ class Hub:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on the platform's port, which the start before this one may hold for another moment."""
+    """Return a socket on the platform's port, which the start before this one may hold for another moment."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     deadline = time.monotonic() + 3
     while True:

@@ -25,7 +25,7 @@ def is_true(value: Any) -> bool:
 
 
 def record(optional: tuple = (), **fields: Callable) -> Callable:
-    """A dict with these fields and no others, each of its form."""
+    """Describe a dict with these fields and no others, each of its form."""
 
     def fits(value):
         known = isinstance(value, dict) and set(value) <= set(fields)
@@ -62,7 +62,7 @@ def several(form: Callable, most: int = 10**6) -> Callable:
 
 
 def each(*forms: Callable) -> Callable:
-    """A list with one value of each of these forms."""
+    """Describe a list with one value of each of these forms."""
     return lambda value: isinstance(value, list) and len(value) == len(forms) and all(f(v) for f, v in zip(forms, value))
 
 

@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def route_to(address: str) -> Optional[str]:
-    """The address of this host from which packets to `address` leave; nothing is sent."""
+    """Return the address of this host from which packets to `address` leave; nothing is sent."""
     for family, kind, protocol, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -42,7 +42,7 @@ def route_to(address: str) -> Optional[str]:
 
 
 def interfaces(own_address: Optional[str]) -> dict[str, str]:
-    """{GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME} for the interface with this address, where the platform has not set them.
+    """Return {GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME} for the interface with this address, where the platform has not set them.
 
     Without them Gloo resolves the host's own name, which in many containers is the loopback, and no node reaches another.
     """
@@ -74,7 +74,7 @@ def interface_of(address: Optional[str]) -> Optional[str]:
 
 
 def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
-    """A sentence where the variable of this backend of torch.distributed names no interface of this node."""
+    """Return a sentence where the variable of this backend of torch.distributed names no interface of this node."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     setting, names = environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
     if not setting or any(_means(setting, name, variable) for name in names):
@@ -91,7 +91,7 @@ def _means(setting, name, variable):
 
 
 def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
-    """A sentence where NCCL_IB_HCA names no InfiniBand adapter of this node: NCCL says nothing, and takes TCP."""
+    """Return a sentence where NCCL_IB_HCA names no InfiniBand adapter of this node: NCCL says nothing, and takes TCP."""
     setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # the ports of the adapters
     if not setting or environ.get("NCCL_IB_DISABLE") == "1":
         return None
@@ -104,7 +104,7 @@ def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
 
 
 def taken_ports(environ: Mapping[str, str]) -> Optional[str]:
-    """A sentence where another program listens on a port that HCCL will want: 16 from HCCL_IF_BASE_PORT on."""
+    """Return a sentence where another program listens on a port that HCCL will want: 16 from HCCL_IF_BASE_PORT on."""
     if environ.get("HCCL_HOST_SOCKET_PORT_RANGE") or not environ.get("HCCL_IF_BASE_PORT", "60000").isdigit():
         return None
     first = int(environ.get("HCCL_IF_BASE_PORT", "60000"))

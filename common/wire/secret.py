@@ -23,7 +23,7 @@ DIFFERS = f"the secrets of the nodes differ: give every node the same {VARIABLE}
 
 
 def of_this_job(environ: MutableMapping[str, str] = os.environ) -> bytes:
-    """The secret that the environment gives, or b"". The variable is removed, so that no child process has it."""
+    """Return the secret that the environment gives, or b"". The variable is removed, so that no child process has it."""
     given, path = environ.pop(VARIABLE, "").strip(), environ.get(FILE)
     if given and path:
         raise UserError(f"{VARIABLE} and {FILE} are both set: give one of them")

@@ -53,7 +53,7 @@ SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Optional[str]]:
-    """{data_url, input_dir, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
+    """Return {data_url, input_dir, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
     output = args.output_dir or _first(environ, OUTPUT)
     checkpoints = tensorboard = None
     if not args.output_dir:  # a folder given by hand holds everything
@@ -116,7 +116,7 @@ def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], env
 
 
 def require_writable(folder: str) -> None:
-    """An error where it cannot be made or written to: before any data are read."""
+    """Raise an error where it cannot be made or written to: before any data are read."""
     there = os.path.abspath(folder)
     while not os.path.isdir(there):
         there = os.path.dirname(there)
@@ -156,7 +156,7 @@ def _first(environ, names):
 
 
 def _place(what, path):
-    """The path, or the address where one may stand; of gs:// the folder where Google mounts it."""
+    """Return the path, or the address where one may stand; of gs:// the folder where Google mounts it."""
     if path is None:
         return None
     if "\0" in path:
@@ -192,7 +192,7 @@ def is_name(name: object) -> bool:
 
 
 def local_folder(url: str, root: str) -> str:
-    """Where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
+    """Return where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError as error:

@@ -21,7 +21,7 @@ class Given:
         return all(name in self.env for name in names)
 
     def number(self, *names: str) -> int:
-        """The whole number in the first of these variables that is set, else 0."""
+        """Return the whole number in the first of these variables that is set, else 0."""
         for name in names:
             if name in self.env:
                 if not re.fullmatch(r"\d{1,9}", self.env[name]):

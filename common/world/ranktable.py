@@ -20,7 +20,7 @@ class Server:
 
 
 def read(path: str) -> list[Server]:
-    """The servers in the order of their ranks."""
+    """Return the servers in the order of their ranks."""
     where = f"{VARIABLE} {one_line(path)[:200]}"
     try:
         with open(path, "rb") as file:

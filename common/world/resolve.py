@@ -25,7 +25,7 @@ RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "MA_SCHED
 
 
 def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> World:
-    """The place of this process, with the GPUs that torch sees; jobs read it as args.world."""
+    """Return the place of this process, with the GPUs that torch sees; jobs read it as args.world."""
     from common import devices  # imports torch, which the launcher has no need of
 
     gpus = 0 if args.enable_gpu is False else devices.count()
@@ -33,7 +33,7 @@ def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> W
 
 
 def _launcher() -> str:
-    """The command line of the process that has started this one; empty where that cannot be seen."""
+    """Return the command line of the process that has started this one; empty where that cannot be seen."""
     with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/cmdline", errors="replace") as file:
         return file.read().replace("\0", " ")
     return ""
@@ -51,7 +51,7 @@ def require_one_device(args: argparse.Namespace) -> None:
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:
-    """A pure function; of `args` it reads init_method, rank, world_size, local_rank and nproc_per_node."""
+    """Find this process's place; of `args` it reads init_method, rank, world_size, local_rank and nproc_per_node alone."""
     given = Given(args, environ, gpus, hostname, launcher)
     place = next(world for rule in RULES if (world := _apply(rule, given)))
     platform, _, rule = given.env.get(PLATFORM, "").partition(": ")

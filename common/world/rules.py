@@ -167,7 +167,7 @@ def _agree_with_the_environment(given, rank, nodes):
 
 
 def init_method(given: Given) -> tuple[Optional[str], int]:
-    """(host, port) of --init_method, or of MASTER_ADDR and MASTER_PORT."""
+    """Return (host, port) of --init_method, or of MASTER_ADDR and MASTER_PORT."""
     url = given.args.init_method
     if url in (None, "env://"):
         return given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")

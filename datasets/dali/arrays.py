@@ -65,6 +65,6 @@ def add_options(parser: arguments.Parser) -> None:
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int = 0
 ) -> DeviceLoader:
-    """The loader of datasets.cifar10 with batches of DALI; on a GPU the pictures are cropped and flipped there."""
+    """Return the loader of datasets.cifar10 with batches of DALI; on a GPU the pictures are cropped and flipped there."""
     batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
     return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

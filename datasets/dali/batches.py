@@ -73,7 +73,7 @@ class Batches:
         raise NotImplementedError
 
     def _batch(self, outputs: Any, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(images, labels) from what the pipeline gave."""
+        """Return (images, labels) from what the pipeline gave."""
         raise NotImplementedError
 
 
@@ -160,7 +160,7 @@ class DaliBatches(Batches):
 
 
 def _train_plan(data, ids, epoch):
-    """Where the window begins, how large it is, and whether it is flipped."""
+    """Return where the window begins, how large it is, and whether it is flipped."""
     windows, flips = data.windows(ids, epoch)
     return windows[:, :2].astype(np.float32), windows[:, 2:].astype(np.float32), flips.astype(np.int32)
 
@@ -186,7 +186,7 @@ def _whole_graph(contents, ids, size, decoder):
 
 
 def _test_plan(data, ids, _epoch):
-    """Its size when resized, and where its middle begins in that."""
+    """Return its size when resized, and where its middle begins in that."""
     heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
     sizes = np.array([decode.resized(height, width, data.short, data.size) for height, width in zip(heights, widths)])
     middle = np.array([decode.middle(height, width, data.size) for height, width in sizes])
@@ -198,7 +198,7 @@ def _test_graph(contents, sizes, middle, size, decoder):
 
 
 def _padded(ids, count):
-    """As many as every batch of a pipeline has; the last one is repeated."""
+    """Return as many as every batch of a pipeline has; the last one is repeated."""
     return np.concatenate([ids, np.repeat(ids[-1:], count - len(ids))])
 
 

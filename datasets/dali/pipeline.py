@@ -29,8 +29,8 @@ def build(
     batches: Sequence[np.ndarray], source: Callable[[np.ndarray], Sequence[Any]], num_arrays: int,
     graph: Callable[..., tuple], threads: int, gpu: Optional[torch.device] = None, layout: Optional[list] = None,
 ) -> Any:  # fmt: skip
-    """A pipeline over these batches of ids: `source(ids)` gives `num_arrays` arrays (`layout`: of each of them), and `graph`
-    makes the outputs from them, on the `gpu` or on the CPU."""
+    """Build a pipeline over these batches of ids: `source(ids)` gives `num_arrays` arrays (`layout`: of each of them), and
+    `graph` makes the outputs from them, on the `gpu` or on the CPU."""
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline
 
@@ -68,14 +68,14 @@ def resized(images: Any, size: Any) -> Any:
 
 
 def cut(images: Any, corner: Any, size: Sequence[float], **how: Any) -> Any:
-    """The pixels of this size (height, width) from the corner (top, left) on."""
+    """Return the pixels of this size (height, width) from the corner (top, left) on."""
     from nvidia.dali import fn
 
     return fn.slice(images, corner, size, axis_names="HW", normalized_anchor=False, normalized_shape=False, **how)
 
 
 def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
-    """A copy of what a pipeline gave: DALI uses that memory again after the next batch but one."""
+    """Return a copy of what a pipeline gave: DALI uses that memory again after the next batch but one."""
     from nvidia.dali.tensors import TensorListGPU
 
     dense = output.as_tensor()

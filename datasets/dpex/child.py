@@ -23,7 +23,7 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 @functools.lru_cache(maxsize=1)
 def repository() -> str:
-    """The folder of `common` and `datasets`; a job that was bundled into one file first writes them to a temporary one."""
+    """Return the folder of `common` and `datasets`; a bundled job first writes them to a temporary one."""
     sources = getattr(__spec__.loader, "sources", None)
     if sources is None:
         return str(Path(__file__).resolve().parents[2])

@@ -52,7 +52,7 @@ class Bridge:
         weakref.finalize(self, _end, self.process, os.getpid())
 
     def connect(self) -> socket.socket:
-        """A connection for one iterator."""
+        """Return a connection for one iterator."""
         if self.lost:
             raise ClusterLost(self.lost)
         if self._socket is None:
@@ -79,7 +79,7 @@ class Bridge:
         return path
 
     def cluster_lost(self) -> ClusterLost:
-        """The exception to raise when a connection breaks."""
+        """Return the exception to raise when a connection breaks."""
         self.lost = self.lost or f"{self.address} does not answer"
         return ClusterLost(self.lost)
 
@@ -112,7 +112,7 @@ class Workers:
         self._bridge, self._connection = bridge, bridge.connect()
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
-        """An epoch with a new copy of the data set, which is sent only where it has changed since the last one."""
+        """Begin an epoch with a new copy of the data set, which is sent only where it has changed since the last one."""
         try:
             packed = pack(task)
         except (RuntimeError, TypeError, ValueError, pickle.PicklingError) as error:
@@ -140,7 +140,7 @@ class Workers:
         self._send("fetch", number, worker, parts=pack(index).parts)
 
     def is_usable(self) -> bool:
-        """By this process, and it was not interrupted in the middle of a message."""
+        """Whether this process can use it, and it was not interrupted in the middle of a message."""
         return self._owner == os.getpid() and self._connection.fileno() >= 0
 
     def _send(self, *message, parts=()):
@@ -159,8 +159,8 @@ class Workers:
             raise
 
     def receive(self, timeout: Optional[float] = None) -> Optional[tuple]:
-        """The next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch. None: there was nothing
-        within `timeout` seconds."""
+        """Return the next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch. None: there was
+        nothing within `timeout` seconds."""
         while True:
             if not wait([self._connection], timeout):
                 return None

@@ -57,7 +57,7 @@ def _prepare_our_own():
 
 
 def _init(how, failed) -> str:
-    """The address of the cluster that this process has joined."""
+    """Join the cluster, and return the address of the cluster that this process has joined."""
     os.environ.update(QUIET)
     import ray
 
@@ -73,7 +73,7 @@ def _init(how, failed) -> str:
 
 
 def _users_address(head_address):
-    """Where the user's cluster is; None: there is none, and we start our own."""
+    """Return where the user's cluster is; None: there is none, and we start our own."""
     if head_address not in ("auto", "local", None):
         return head_address
     variable = os.environ.get("RAY_ADDRESS", "auto")
@@ -108,7 +108,7 @@ def reachable(address: str) -> bool:
 
 
 def raylet(node: dict[str, Any]) -> str:
-    """The address of the raylet of an entry of ray.nodes()."""
+    """Return the address of the raylet of an entry of ray.nodes()."""
     return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
 
@@ -122,7 +122,7 @@ class Cluster:
         self.node = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
-        """The nodes of so many workers: in proportion to the CPUs of each."""
+        """Return the nodes of so many workers: in proportion to the CPUs of each."""
         import ray
 
         # Ray may not know yet that a node is lost. Without any, the bridge is ended soon, as this machine's is lost, too.
@@ -139,7 +139,7 @@ class Cluster:
         return chosen
 
     def start_worker(self, node: str, packages: Iterable[str], again: bool = False) -> Any:
-        """An actor on that node. It reserves no CPU: on a full cluster it would wait. The user chooses how many there are."""
+        """Start an actor on that node. It reserves no CPU: on a full cluster it would wait."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

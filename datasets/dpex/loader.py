@@ -123,7 +123,7 @@ class RayIterator(_BaseDataLoaderIter):
             self._go_on_here()
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        """The next epoch of persistent workers."""
+        """Begin the next epoch of persistent workers."""
         super()._reset(loader, first_iter)
         self._passes += 1
         self._pass = self._new_pass()
@@ -289,5 +289,5 @@ def add_options(parser: arguments.Parser) -> None:
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Any, device: torch.device, augment: bool, seed: int, workers: int
 ) -> DeviceLoader:
-    """The loader of datasets.cifar10, with its batches from Ray."""
+    """Return the loader of datasets.cifar10, with its batches from Ray."""
     return cifar10.loader(data_set, sampler, device, augment, seed, workers, batches)

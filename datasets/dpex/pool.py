@@ -74,7 +74,7 @@ class Pool:
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
     def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str]):
-        """A new epoch with a new copy of the data set. The actors stay, except where nodes were added or lost."""
+        """Begin a new epoch with a new copy of the data set. The actors stay, except where nodes were added or lost."""
         self._epoch = self._begun = epoch
         self._base_seed, self._packages, self._counts, self._places = base_seed, packages, [()] * count, [0] * count
         for worker in range(len(self._asked), count):
@@ -134,8 +134,8 @@ class Pool:
             packed = reference = what = None  # else the object store would keep them until the next one is there
 
     def _actor_for_another_try(self, worker, actor, error, losses) -> tuple[Any, bool]:
-        """(the actor, whether it is new). Where the worker is lost, another one, on another node if there is one: it makes what
-        that had not delivered. Else the batch is lost in its node's object store, or that is full; or it is hopeless."""
+        """Return (the actor, whether it is new). A lost worker has another one in its place, on another node if possible: it
+        makes what was not delivered. Else the batch is lost in its node's object store, or that is full; or it is hopeless."""
         import ray.exceptions as known
 
         of_the_batch = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)

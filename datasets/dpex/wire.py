@@ -52,7 +52,7 @@ def unpack(parts: Sequence) -> Any:
 
 
 def _is_a_part(tensor):
-    """Of a larger storage, which would come with it."""
+    """Whether it is a part of a larger storage, which would come with it."""
     plain = str(tensor.layout) == "torch.strided" and not tensor.is_nested
     return plain and tensor.nbytes < tensor.untyped_storage().nbytes()
 
@@ -64,7 +64,7 @@ def _stored(content, dtype):
 
 
 def source_packages(modules: Iterable[str]) -> set[str]:
-    """The folders of those top-level packages that are not installed: they are part of the user's program."""
+    """Return the folders of those top-level packages that are not installed: they are part of the user's program."""
     installed = (*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     folders = set()
     for name in {str(module).split(".")[0] for module in modules if module}:
@@ -83,7 +83,7 @@ def send(connection: socket.socket, message: object, parts: Sequence = ()) -> No
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[memoryview]]:
-    """The next message, and the parts that came with it."""
+    """Return the next message, and the parts that came with it."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
     message, lengths = pickle.loads(_read(connection, length))
     return message, [_read(connection, length) for length in lengths]

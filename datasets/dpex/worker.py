@@ -35,7 +35,7 @@ class Worker:
     def fetch(
         self, index: list, task: Callable, worker: int, seed: int, epoch: int, counts: tuple[int, ...], place: int
     ) -> list:
-        """A batch, the error that it ended in, or End; packed.
+        """Return a batch, the error that it ended in, or End; packed.
 
         An epoch begins with a new copy of the data set, from `task`. Of an IterableDataset there were passes with so many
         batches, `counts`, and `place` batches of the present one.

@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 def computes_on() -> torch.device:
-    """The GPU that this process uses, or the CPU."""
+    """Return the GPU that this process uses, or the CPU."""
     return devices.current() if devices.available() else torch.device("cpu")
 
 
@@ -136,7 +136,7 @@ def _normalisation(mean, std, crop, fp16) -> dict[str, Any]:
 
 
 def _beside(labels, place):
-    """The labels where the GPU's network will want them."""
+    """Return the labels where the GPU's network will want them."""
     return labels if place.device_id is None else labels.gpu()
 
 
@@ -233,7 +233,7 @@ class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
 
 
 def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:
-    """(images, labels, an event after the work on them) until the end of the epoch; on a GPU from a stream of its own.
+    """Yield (images, labels, an event after the work on them) until the end of the epoch; on a GPU from a stream of its own.
 
     It knows nothing of the iterator that it is for, which would else never be deleted.
     """

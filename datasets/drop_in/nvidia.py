@@ -101,7 +101,7 @@ def get_synthetic_loader(
     workers: Optional[int] = None, _worker_init_fn: Optional[Callable] = None,
     memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
 ) -> tuple[Loader, int]:  # fmt: skip
-    """One batch of noise that stays on the device, for as many steps as ImageNet has; the original has no end."""
+    """Return one batch of noise that stays on the device, for as many steps as ImageNet has; the original has no end."""
     noise = ColouredNoise(imagenet.IMAGENET["train"], image_size, num_classes, seed=0)
     sampler = EpochSampler(len(noise), batch_size, seed=0)
     loader = _sharded(noise, sampler, 0, "synthetic", prefetch_factor, memory_format)

@@ -49,7 +49,7 @@ BARE_VALUES = {"--prof": "100"}  # the article's has no number
 
 
 def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the words in this repository's spelling, what to say of those without a meaning here)"""
+    """Return (the words in this repository's spelling, what to say of those without a meaning here)"""
     given, remarks, words = [], [], list(reversed(argv))
     names = {_split(word)[0] for word in argv}
     first = FIRST_WORD[0] not in names
@@ -85,7 +85,7 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
 
 
 def _split(word):
-    """(name, value or None): of --name=value, -jVALUE, and --name alone."""
+    """Return (name, value or None): of --name=value, -jVALUE, and --name alone."""
     if short := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
         return (short[1], short[2]) if short[1] in NAMES else (word, None)
     name, equals, value = word.partition("=")
@@ -93,7 +93,7 @@ def _split(word):
 
 
 def _value(value, words):
-    """The value of an option: behind its =, or the next word."""
+    """Return the value of an option: behind its =, or the next word."""
     if value is None and words and not words[-1].startswith("--"):
         return words.pop()
     return value

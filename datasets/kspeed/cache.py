@@ -63,11 +63,11 @@ class SampleCache:
         self._start()
 
     def get(self, key: Key) -> Optional[bytes]:
-        """The sample, or None."""
+        """Return the sample, or None."""
         return self.get_many([key])[key]
 
     def get_many(self, keys: Iterable[Key]) -> dict[Any, Optional[bytes]]:
-        """{key: the sample, or None}; one request to each server for all that it may have."""
+        """Return {key: the sample, or None}; one request to each server for all that it may have."""
         hashed = {key: self._hashed(key) for key in keys}
         samples = self._fleet().get_many([name for name, _ in hashed.values()], seals=dict(hashed.values()))
         return {key: samples.get(name) for key, (name, _) in hashed.items()}
@@ -88,7 +88,7 @@ class SampleCache:
         return bool(self._fleet().delete(self._hashed(key)[0]))
 
     def status(self) -> dict[Server, Optional[dict[str, Any]]]:
-        """The statistics of each server; None where it does not answer."""
+        """Return the statistics of each server; None where it does not answer."""
         statistics = {}
         for client in self._fleet().clients.values():
             client.socket_module.begin()
@@ -99,13 +99,13 @@ class SampleCache:
         return statistics
 
     def unreached(self) -> list[Server]:
-        """The servers that failed when this process last asked them."""
+        """Return the servers that failed when this process last asked them."""
         return [server for server in self.servers if server in self._failing]
 
     # --- Keys and values ---
 
     def _hashed(self, key):
-        """(the name of this key on the server, the seal: the secret of its checksum). A hash cannot contain a command."""
+        """Return (the name of this key on the server, the secret of its checksum). A hash cannot contain a command."""
         key = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
         digest = hashlib.blake2b(key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample").digest()
         return digest[:HASHED_KEY].hex(), digest[HASHED_KEY:]
@@ -130,7 +130,7 @@ class SampleCache:
         return fleet
 
     def answered(self, server: Server) -> None:
-        """On a new connection: an outage is over, whichever process reported it."""
+        """Note an answer on a new connection: an outage is over, whichever process reported it."""
         self._failing.discard(server)
         place = self.servers.index(server)
         with self._lock:
@@ -168,7 +168,7 @@ class SampleCache:
 
 
 def addresses(iplist: Servers) -> list[Server]:
-    """[(host, port)], without duplicates; a server without a port has memcached's own."""
+    """Return [(host, port)], without duplicates; a server without a port has memcached's own."""
     entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
     servers = []
     for entry in filter(None, (entry.strip() for entry in entries)):

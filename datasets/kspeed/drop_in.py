@@ -42,11 +42,11 @@ class KSpeedFolder:
         self.cache = samples.open_cache(iplist, user, password)
 
     def getBIN(self, path: str) -> bytes:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         return samples.read_through(self.cache, self.root, path)
 
     def getPIL(self, path: str) -> "Image.Image":
-        """The picture, in RGB, as ImageFolder gives it."""
+        """Return the picture, in RGB, as ImageFolder gives it."""
         with files.picture(io.BytesIO(self.getBIN(path))) as picture:
             return picture.convert("RGB")
 
@@ -61,7 +61,7 @@ class KSpeedFolder:
 
 @functools.cache
 def image_folder() -> type:
-    """The class KSpeedImageFolder."""
+    """Return the class KSpeedImageFolder."""
     from torchvision.datasets import ImageFolder
 
     class KSpeedImageFolder(ImageFolder):
@@ -84,7 +84,7 @@ def image_folder() -> type:
         def make_dataset(
             directory: Union[str, Path], class_to_idx: dict[str, int], *_given: Any, **_how: Any
         ) -> list[tuple[str, int]]:
-            """The files of all classes, as torchvision finds them; it would leave out a folder that cannot be listed."""
+            """Return the files of all classes, as torchvision finds them; it would leave out a folder that cannot be listed."""
             folder = os.fspath(directory)
             names = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
             if empty := [label for label, found in names.items() if not found]:
@@ -135,7 +135,7 @@ class KSpeedCallable(KSpeedFolder):
         self.perm, self.last_seen_epoch = np.empty(0, np.int64), None
 
     def load(self) -> Any:
-        """The vendor's KSpeedFolder, or this one. Called in DALI's worker process, before its first sample."""
+        """Return the vendor's KSpeedFolder, or this one. Called in DALI's worker process, before its first sample."""
         vendors = samples.vendors_folder()
         return vendors(self.root, None, self.workers, *self._login) if vendors else self
 

@@ -107,7 +107,7 @@ class _Socket(socket.socket):
 
 
 def connect(cache: Any) -> Any:
-    """The servers as one client sees them: a key has its place, and places of a server that is left alone are the others'."""
+    """Return the servers as one client: a key has its place, and the others take the places of a server that is left alone."""
     from pymemcache.client.rendezvous import RendezvousHash
 
     network = _Network(cache)
@@ -121,7 +121,7 @@ def connect(cache: Any) -> Any:
 
 
 def _score(text, _seed):
-    """A tenth of the time that pymemcache's own hash takes in Python."""
+    """Return a hash, in a tenth of the time that pymemcache's own hash takes in Python."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -137,7 +137,7 @@ def _fleet_class():
         sock: Any
 
         def get_many(self, keys, seals):
-            """{key: sample} of those that are there. `seals`: the secret of each key's checksum."""
+            """Return {key: sample} of those that are there. `seals`: the secret of each key's checksum."""
             self.socket_module.begin()
             found = {}
             for key, (header, content) in (self._asked(super().get_many, keys) or {}).items():
@@ -185,8 +185,8 @@ def _fleet_class():
             return answer
 
         def _extract_value(self, expect_cas, line, buf, remapped_keys, prefixed_keys):
-            """(key, (header, content), what follows). pymemcache takes any length for right, and waits for it; and it copies a
-            value in pieces of 4 KB. Of several values each has the whole deadline."""
+            """Return (key, (header, content), what follows). pymemcache believes any length, and waits; it copies a value in
+            pieces of 4 KB. Of several values each has the whole deadline."""
             _, name, _, size = line.split()
             if not HEADER.size <= int(size) <= HEADER.size + LARGEST:
                 raise ValueError(f"{int(size)} bytes are no sample")

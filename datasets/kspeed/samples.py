@@ -25,7 +25,7 @@ THERE, UNREADABLE = "there", "unreadable"  # outcomes for an image, besides thos
 def open_cache(
     iplist: Servers = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
 ) -> SampleCache:
-    """The cache of these servers; what is not given comes from KSPEED_IPLIST and, for a user, KSPEED_PASSWORD."""
+    """Return the cache of these servers; what is not given comes from KSPEED_IPLIST and, for a user, KSPEED_PASSWORD."""
     if user and not password:
         password = os.environ.get("KSPEED_PASSWORD")
         if not password:
@@ -48,7 +48,7 @@ def vendors_folder() -> Optional[type]:
 
 
 def sample_key(root: str, path: str, info: os.stat_result) -> str:
-    """Also with the names of root and of its parent folder: train and val may hold files of the same name, size and time."""
+    """Return its key, with the names of root and of its parent: train and val may hold files of the same name, size, time."""
     name = path[len(root) + 1 :] if path.startswith(root + os.sep) else os.path.relpath(path, root)
     return f"{_last_two_names(root)}\0{name}\0{info.st_size}\0{info.st_mtime_ns}"
 
@@ -59,7 +59,7 @@ def _last_two_names(root):
 
 
 def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) -> bytes:
-    """The bytes of a file below root: from the cache, else from the file, then they are cached. `asked`: it is not there."""
+    """Return the bytes of a file below root: from the cache, else from the file, to the cache. `asked`: it is not there."""
     info = os.stat(path)
     key = sample_key(root, path, info)
     content = None if asked else _whole(cache.get(key), info)
@@ -132,7 +132,7 @@ def _connected(_process, client, root, login):
 
 
 def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None) -> Union[CachedTree, VendorsTree]:
-    """The Tree, read through the vendor's service where its package is installed, else through memcached."""
+    """Return the Tree, read through the vendor's service where its package is installed, else through memcached."""
     client = vendors_folder()
     if client is None:
         return CachedTree(**vars(files), cache=open_cache(iplist, user))
@@ -145,7 +145,7 @@ def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional
 def for_each(
     root: str, paths: Sequence[str], threads: int, function: Callable[[str, str, os.stat_result], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """(what `function` returns for a file's key, path and stat, its bytes) of each file, in order, by `threads` threads."""
+    """Yield (what `function` returns for a file's key, path and stat, its bytes) of each file, in order, with `threads`."""
 
     def one(path):
         try:

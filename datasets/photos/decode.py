@@ -55,7 +55,7 @@ class Substitutes:
     def decode(
         self, number: int, count: int, decode: Callable[[int], Decoded], name: Callable[[int], str]
     ) -> tuple[int, Decoded]:
-        """(the sample that is used, `decode` of it): `number`, or the next of the `count` samples that can be decoded."""
+        """Return (the sample in use, `decode` of it): `number`, or the next of the `count` samples that can be decoded."""
         for step in range(self._most):
             used = (number + step) % count
             try:
@@ -116,13 +116,13 @@ def is_narrow(width: int) -> bool:
 def train_picture(
     content: Content, special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """The window of the picture, resized to size x size: uint8 (3, size, size)."""
+    """Return the window of the picture, resized to size x size: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
     return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size, mode)
 
 
 def train_cut(picture: torch.Tensor, flip: bool, size: int, mode: str = "bilinear") -> torch.Tensor:
-    """The same of a window that has been decoded."""
+    """Return the same of a window that has been decoded."""
     picture = resize(picture, size, size, mode)
     return picture.flip(2) if flip else picture
 
@@ -131,7 +131,7 @@ def eval_picture(
     content: Content, special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
-    """The middle of the whole picture, as torchvision's Resize(short) and CenterCrop(size) make it, or all of it (WHOLE).
+    """Return the middle of the picture, as torchvision's Resize(short) and CenterCrop(size) make it, or all of it (WHOLE).
 
     `whole`: (height, width) of the original, where the picture is a smaller one.
     """
@@ -147,7 +147,7 @@ def eval_picture(
 
 
 def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
-    """(height, width); None of a picture of another kind."""
+    """Return (height, width); None of a picture of another kind."""
     if isinstance(content, Pixels):
         return None
     try:
@@ -158,7 +158,7 @@ def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
 
 
 def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
-    """The part of a picture on which the pixels that eval_cut cuts out of it depend, and a little more."""
+    """Return the part of a picture on which the pixels that eval_cut cuts out of it depend, and a little more."""
     out = resized(*whole, short, size)
     spans = []
     for length, to, first in zip(stored, out, middle(*out, size)):
@@ -173,7 +173,7 @@ def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, in
 def eval_cut(
     picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """The same of a picture that has been decoded."""
+    """Return the same of a picture that has been decoded."""
     height, width = whole or picture.shape[1:]
     height, width = resized(height, width, short, size)
     picture = resize(picture, height, width, mode)
@@ -182,14 +182,14 @@ def eval_cut(
 
 
 def resized(height: int, width: int, short: int, size: int = 0) -> tuple[int, int]:
-    """(height, width) of a whole picture that has been resized for evaluation."""
+    """Return (height, width) of a whole picture that has been resized for evaluation."""
     if short == WHOLE:
         return size, size
     return (short, int(short * width / height)) if height < width else (int(short * height / width), short)
 
 
 def middle(height: int, width: int, size: int) -> tuple[int, int]:
-    """(top, left) of the size x size pixels in its middle."""
+    """Return (top, left) of the size x size pixels in its middle."""
     return round((height - size) / 2), round((width - size) / 2)
 
 
@@ -217,7 +217,7 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
 
 
 def with_pillow(content: bytes) -> "Image.Image":
-    """The picture as Pillow decodes it, in RGB."""
+    """Return the picture as Pillow decodes it, in RGB."""
     try:
         return _in_rgb(content)
     except OSError:
@@ -240,8 +240,9 @@ def _in_rgb(content):
 
 
 def _before_a_stray_marker(content):
-    """A JPEG that ends where its data are interrupted. nvImageCodec decodes it so, with grey for the rest, and only if it is
-    neither progressive nor in several scans; Pillow, which refuses it as a whole, must not make another data set of it."""
+    """Return a JPEG that ends where its data are interrupted. nvImageCodec decodes it so, with grey for the rest, and only if
+    it is neither progressive nor in several scans; Pillow, which refuses it as a whole, must not make another data set of
+    it."""
     try:
         there = tiles.layout(content)
     except tiles.NotTiled:
@@ -262,7 +263,7 @@ def _refuse_bomb(width: int, height: int) -> None:
 
 @functools.cache
 def _codec():
-    """A function (content, box) -> picture, or None. One decoder a process: it is made after the fork of a loader worker."""
+    """Return a function (content, box) -> picture, or None. Each process has one, made after the fork of a loader worker."""
     try:
         from nvidia import nvimgcodec
     except ImportError:
@@ -291,7 +292,7 @@ def _codec():
 
 @functools.cache
 def _simplejpeg():
-    """A function (content) -> picture, or None: it knows fewer ways to store colours than the others."""
+    """Return a function (content) -> picture, or None: it knows fewer ways to store colours than the others."""
     try:
         import simplejpeg
     except ImportError:

@@ -31,7 +31,7 @@ def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
 
 
 def classes(folder: str) -> dict[str, int]:
-    """{class: when its folder changed last}"""
+    """Return {class: when its folder changed last}"""
     found = {}
     try:
         with os.scandir(folder) as entries:
@@ -49,7 +49,7 @@ def classes(folder: str) -> dict[str, int]:
 
 
 def images_below(folder: str, label: str = "") -> list[str]:
-    """The files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
+    """Return the files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
     paths = []
     for where, folders, names in sorted(os.walk(os.path.join(folder, label), onerror=_refuse, followlinks=True)):
         for name in folders:
@@ -88,7 +88,7 @@ def unreadable(error: OSError) -> Exception:
 
 
 def opened(path: str) -> IO[bytes]:
-    """The file to read; ValueError where it is something else than a file, or too large."""
+    """Return the file to read; ValueError where it is something else than a file, or too large."""
     try:
         file = open_regular(path)
     except OSError as error:
@@ -102,7 +102,7 @@ def opened(path: str) -> IO[bytes]:
 
 
 def read(path: str) -> bytes:
-    """The bytes of a file; OSError where it is none, or too large."""
+    """Return the bytes of a file; OSError where it is none, or too large."""
     try:
         with opened(path) as file:
             return file.read(os.fstat(file.fileno()).st_size)

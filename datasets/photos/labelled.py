@@ -33,7 +33,7 @@ class Photos:
         return len(self.tree)
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(images, labels, ids) of a batch."""
+        """Return (images, labels, ids) of a batch."""
         epoch, ids = epoch_and_ids
         images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
         used = np.empty(len(ids), np.int64)
@@ -44,15 +44,15 @@ class Photos:
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
     def file_of(self, number: int) -> str:
-        """The name of a sample's file, for who looks at a mistake."""
+        """Return the name of a sample's file, for who looks at a mistake."""
         return self.tree.names[number]
 
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where each picture is cropped in this epoch, and which are flipped."""
+        """Return where each picture is cropped in this epoch, and which are flipped."""
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
     def _picture(self, number, epoch, window, flip):
-        """(the sample that is used, its pixels)"""
+        """Return (the sample that is used, its pixels)"""
 
         def decoded(used):
             if used == number:
@@ -73,5 +73,5 @@ class Photos:
         return self.augmented(picture, number, epoch)
 
     def augmented(self, picture: torch.Tensor, number: int, epoch: int) -> torch.Tensor:
-        """A picture for training, after its crop and flip, as it looks in this epoch."""
+        """Return a picture for training, after its crop and flip, as it looks in this epoch."""
         return augment.autoaugment(picture, self.seed, epoch, number) if self.autoaugmented else picture

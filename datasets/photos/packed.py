@@ -54,7 +54,7 @@ class Packed(tree.Tree):
     stored_heights: np.ndarray
 
     def place(self, number: int) -> str:
-        """The shard that a sample is in, as a file or an object."""
+        """Return the shard that a sample is in, as a file or an object."""
         return os.path.join(self.folder, self.shards[self.shard[number]]["name"])
 
     def path(self, number: int) -> str:
@@ -67,7 +67,7 @@ class Packed(tree.Tree):
         return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
 
     def read(self, number: int) -> bytes:
-        """The bytes of a sample, as they were packed."""
+        """Return the bytes of a sample, as they were packed."""
         remote = bucket.is_address(self.folder)
         read = _from_store if remote else _from_file
         for _ in range(DAMAGED if remote else 1):  # damage on the way may not happen again
@@ -111,7 +111,7 @@ class Packed(tree.Tree):
 
 
 def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
-    """The samples of a split. Of a bucket only the index is fetched, to `inputs`, and each sample when it is read."""
+    """Return the samples of a split. Of a bucket only the index is fetched, to `inputs`, and each sample when it is read."""
     remote = bucket.is_address(folder)
     path = _fetch_index(folder, split, inputs) if remote else index_path(folder, split)
     if not path or not os.path.isfile(path):
@@ -179,7 +179,7 @@ def index_path(folder: str, split: str) -> str:
 
 
 def _fetch_index(url, split, inputs):
-    """Where the index now lies, or None where the bucket has none."""
+    """Return where the index now lies, or None where the bucket has none."""
     address = index_path(url, split)
     there = bucket.Bucket(address)
     if not any(item.key == there.prefix for item in there.items(there.prefix)):
@@ -189,7 +189,7 @@ def _fetch_index(url, split, inputs):
 
 
 def _kinds(form):
-    """{array of an index: its type}"""
+    """Return {array of an index: its type}"""
     return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
 
@@ -208,7 +208,7 @@ def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any]
 
 
 def read_index(path: str, folder: str, split: str) -> Packed:
-    """The index in `path` of the shards in `folder`. It may come from a stranger, so it is checked before it is used."""
+    """Return the index in `path` of the shards in `folder`. It may come from a stranger, so it is checked before it is used."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):

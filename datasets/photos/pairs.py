@@ -55,15 +55,15 @@ class Pairs:
             setattr(self, name, getattr(self, name)[:count])
 
     def name(self, number: int) -> str:
-        """The name of both files."""
+        """Return the name of both files."""
         return os.path.join(self.folder, "*", self.names[number])
 
     def read(self, number: int) -> list[bytes]:
-        """The two files' bytes."""
+        """Return the two files' bytes."""
         return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""
+        """Return (images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""
         epoch, ids = epoch_and_ids
         images = self.empty_batch(len(ids))
         for place, number in enumerate(ids):
@@ -75,7 +75,7 @@ class Pairs:
         return torch.empty((2 * count, 3, self.crop, self.crop), dtype=torch.uint8, memory_format=torch.channels_last)
 
     def geometry(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each pair (height, width) when resized, (top, left) of the crop in that, whether it is flipped (down, across)."""
+        """Return (height, width) of each pair when resized, (top, left) of its crop, whether it is flipped (down, across)."""
         heights, widths, crop = self.heights[ids].astype(np.int64), self.widths[ids].astype(np.int64), self.crop
         scale = self.resize / heights if self.resize else np.ones(len(ids))
         scale = np.maximum(scale, np.maximum(crop / heights, crop / widths))  # enlarged until the crop fits
@@ -123,7 +123,7 @@ class SyntheticPairs(Pairs):
 
 
 def find(folder: str) -> tuple[tuple[str, str], list[str]]:
-    """((folder of the inputs, folder of the targets), paths below both). A picture without a partner is an error."""
+    """Return ((folder of the inputs, folder of the targets), paths below both). A picture without a partner is an error."""
     for sides in FOLDERS:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
             names = [set(files.images_below(os.path.join(folder, side))) for side in sides]

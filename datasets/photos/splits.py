@@ -57,7 +57,7 @@ def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
 
 
 def remarks(train: tree.Tree, val: tree.Tree) -> Iterator[str]:
-    """A warning for each thing that makes the accuracy worse, or better than it is."""
+    """Yield a warning for each thing that makes the accuracy worse, or better than it is."""
     trained, held = (np.bincount(part.labels, minlength=len(train.classes)) for part in (train, val))
     counts = trained + held
     few = [f"{one_line(train.classes[label])} ({counts[label]})" for label in np.flatnonzero(counts <= FEW)]
@@ -77,7 +77,7 @@ def _some(texts):
 
 
 def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
-    """[(file of val, file of train)] with the same bytes; none where the pictures are no files, or very many."""
+    """Return [(file of val, file of train)] with the same bytes; none where the pictures are no files, or very many."""
     if not (train.in_files and val.in_files) or len(train) + len(val) > MOST_COMPARED:
         return []
     with ThreadPoolExecutor(tree.THREADS) as pool:
@@ -91,7 +91,7 @@ def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
 
 
 def _found(pool, part, numbers, of_a_file):
-    """{what `of_a_file` says: samples}, without files that have gone since they were indexed"""
+    """Return {what `of_a_file` says: samples}, without files that have gone since they were indexed"""
 
     def asked(number):
         with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ def need_jpegtran() -> None:
 
 
 def tiled(content: bytes) -> bytes:
-    """The same picture in tiles, or NotTiled."""
+    """Return the same picture in tiles, or NotTiled."""
     before = layout(content)
     for columns in _tile_columns(-(-before.width // before.block_width)):
         made = _transformed(content, "-restart", f"{columns}B")
@@ -83,7 +83,7 @@ def _transformed(content, *options):
 
 
 def _table(made, there, columns):
-    """The content of the segment; None if it would be too long."""
+    """Return the content of the segment; None if it would be too long."""
     view = memoryview(made)[there.data :]
     codes = np.frombuffer(view, np.uint8)
     marks = np.flatnonzero((codes[:-1] == 0xFF) & (codes[1:] != 0))
@@ -108,7 +108,7 @@ def _table(made, there, columns):
 
 
 def layout(content: bytes) -> Layout:
-    """Where things are in a JPEG, or NotTiled."""
+    """Return where things are in a JPEG, or NotTiled."""
     at, frame = 2, None
     try:
         while content[at] == 0xFF:
@@ -145,7 +145,7 @@ def is_tiled(content: bytes) -> bool:
 
 
 def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[int, int, int, int]]:
-    """(a JPEG of the tiles that the box touches, the box in it); ValueError where a checksum differs."""
+    """Return (a JPEG of the tiles that the box touches, the box in it); ValueError where a checksum differs."""
     checksum, sof, data, rows, columns, tile_height, tile_width = PLACES.unpack_from(content, BEGIN)
     after = BEGIN + PLACES.size
     end = after + 4 * rows + 2 * rows * columns

@@ -62,15 +62,15 @@ class Tree:
         """Says that these will be read next, each once."""
 
     def read(self, number: int) -> bytes:
-        """The bytes of a sample's file."""
+        """Return the bytes of a sample's file."""
         return files.read(self.path(number))
 
     def whole(self, number: int) -> tuple[int, int]:
-        """(height, width) of a sample's picture."""
+        """Return (height, width) of a sample's picture."""
         return int(self.heights[number]), int(self.widths[number])
 
     def stored(self, number: int) -> tuple[int, int]:
-        """The same of the picture that is stored: a pack may hold a smaller one."""
+        """Return the same of the picture that is stored: a pack may hold a smaller one."""
         return self.whole(number)
 
     def content(self, number: int) -> "Content":
@@ -83,7 +83,7 @@ class Tree:
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
     def within(self, megapixels: int) -> "Tree":
-        """The same without photographs of more million pixels, which are counted."""
+        """Return the same without photographs of more `megapixels`, which are counted."""
         large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
         if not large.any():
             return self
@@ -104,7 +104,7 @@ class Tree:
 
 
 def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
-    """The tree below `folder`, from its index; that is made once per node where it is missing or no longer true."""
+    """Return the tree below `folder`, from its index; that is made once per node where it is missing or no longer true."""
     require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
@@ -124,7 +124,7 @@ def _signature(folder, classes):
 
 
 def _read(path, folder, classes):
-    """The tree, or None where the index is missing, damaged, or of another state of the folder."""
+    """Return the tree, or None where the index is missing, damaged, or of another state of the folder."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if stored.zip.testzip() or bytes(stored["signature"]).decode() != _signature(folder, classes):

@@ -44,7 +44,7 @@ MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 
 
 def modules_of(job: Union[str, Path]) -> list[str]:
-    """The files of ours that a job needs, sorted, as paths below ROOT."""
+    """Return the files of ours that a job needs, sorted, as paths below ROOT."""
     places: set[str] = set()
     left = [Path(job)]
     while left:
@@ -67,7 +67,7 @@ def option_names(job: Union[str, Path]) -> list[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The dotted names that a file imports: each may be a module of ours, or a name in one."""
+    """Yield the dotted names that a file imports: each may be a module of ours, or a name in one."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -81,7 +81,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _files_of(name: str) -> set[str]:
-    """The module of this name and the packages around it: Python imports a package before what is in it."""
+    """Return the module of this name and the packages around it: Python imports a package before what is in it."""
     words = name.split(".")
     paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
     places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
@@ -102,7 +102,7 @@ def _read_job(job: Path) -> str:
 
 
 def bundle(job: Union[str, Path]) -> str:
-    """The text of the one file."""
+    """Return the text of the one file."""
     job = Path(job)
     text = _read_job(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:

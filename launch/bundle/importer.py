@@ -36,6 +36,6 @@ class Bundle(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return compile(self.get_source(fullname), os.path.join(self.path, self._place(fullname)), "exec", dont_inherit=True)
 
     def _place(self, name: str) -> str:
-        """The module's path in the repository; empty where the bundle does not have it."""
+        """Return the module's path in the repository; empty where the bundle does not have it."""
         path = name.replace(".", "/")
         return next((place for place in (f"{path}.py", f"{path}/__init__.py") if place in self.sources), "")

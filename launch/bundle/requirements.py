@@ -25,7 +25,7 @@ UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
 def text(job: Union[str, Path], at_addresses: bool = False) -> str:
-    """The file for this job. `at_addresses`: it reads or writes s3://, obs:// or oss:// itself."""
+    """Return the file for this job. `at_addresses`: it reads or writes s3://, obs:// or oss:// itself."""
     name = os.path.basename(job)
     lines = [wanted(package) for package in OF_JOBS.get(name, ())]
     lines.append(wanted(OF_ADDRESSES) if at_addresses else UNUSED + wanted(OF_ADDRESSES))
@@ -33,7 +33,7 @@ def text(job: Union[str, Path], at_addresses: bool = False) -> str:
 
 
 def wanted(package: str) -> str:
-    """The line for it in requirements.txt or in an extra of pyproject.toml, which say from which version on."""
+    """Return the line for it in requirements.txt or in an extra of pyproject.toml, which say from which version on."""
     for file, line in (("requirements.txt", rf"^({package}[>=;].*)$"), ("pyproject.toml", rf'"({package}>=[^"]*)"')):
         if found := re.search(line, (ROOT / file).read_text(), re.MULTILINE):
             return found[1]

@@ -82,7 +82,7 @@ def find(run: str) -> Found:
 
 
 def _best(run):
-    """The best checkpoint of a run where it is kept, else the newest."""
+    """Return the best checkpoint of a run where it is kept, else the newest."""
     inner = os.path.join(run, "checkpoints")
     folder = inner if os.path.isdir(inner) else run
     newest = checkpoint.newest(folder)

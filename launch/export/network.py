@@ -23,7 +23,7 @@ OURS = "dense_layer.weight"  # which the CIFAR jobs' ResNet-18 has, and no netwo
 
 
 def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]:
-    """The name of torchvision's network whose weights these are, from `path`; None for the ResNet-18 of the CIFAR jobs."""
+    """Return the name of torchvision's network whose weights these are, from `path`; None for that of the CIFAR jobs."""
     if OURS in weights:
         return None
     if arch is None:
@@ -35,7 +35,7 @@ def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]
 
 
 def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes: int) -> torch.nn.Module:
-    """The network of this architecture() with these weights, ready to evaluate."""
+    """Return the network of this architecture() with these weights, ready to evaluate."""
     if arch is None:
         network = resnet18(num_classes=len(weights[OURS]), width=len(weights["conv1.0.weight"]))
     else:
@@ -59,7 +59,7 @@ class FromBytes(torch.nn.Module):
 
 
 def as_torchscript(network: FromBytes, size: int) -> bytes:
-    """A program for torch.jit.load, in Python or C++."""
+    """Return a program for torch.jit.load, in Python or C++."""
     with _quietly(), torch.no_grad():
         program: Any = torch.jit.trace(network, _pictures(2, size), check_trace=False)
         others = _pictures(3, size)  # another number than it was traced with
@@ -77,7 +77,7 @@ def need_onnx() -> None:
 
 
 def as_onnx(network: FromBytes, size: int) -> bytes:
-    """By the exporter that needs onnx alone; the newer one needs onnxscript, too."""
+    """Return it as ONNX, by the exporter that needs onnx alone; the newer one needs onnxscript, too."""
     onnx: Any = importlib.import_module("onnx")
     older: dict[str, Any] = {"dynamo": False} if devices.TORCH >= (2, 5) else {}  # before, there was no other
     batch = {0: "batch"}
@@ -101,7 +101,7 @@ def _pictures(count, size):
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings that both exporters are old, and with attention as the operators that they know."""
+    """Silence the warnings that both exporters are old, and with attention as the operators that they know."""
     attention: Any = getattr(torch.backends, "mha", None)  # since torch 2.2
     fast = attention and attention.get_fastpath_enabled()
     if attention:

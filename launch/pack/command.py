@@ -133,7 +133,7 @@ def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
-    """Of the pack that is there, whole or not. A folder that was fetched has no marker, only the index."""
+    """Return the identity of the pack that is there, whole or not. A folder that was fetched has no marker, only the index."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(_marker(folder, split)) as file:
         return json.load(file)["identity"]
     with contextlib.suppress(UserError):

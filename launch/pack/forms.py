@@ -22,7 +22,7 @@ FORMS: dict[str, str] = {
 
 
 def size(form: str, height: int, width: int) -> tuple[int, int]:
-    """(height, width) in which a picture is stored; none is enlarged."""
+    """Return (height, width) in which a picture is stored; none is enlarged."""
     if form in SHORT_SIDE and min(height, width) > SHORT_SIDE[form]:
         return decode.resized(height, width, SHORT_SIDE[form])
     if form == "raw" and max(height, width) > LONG_SIDE:
@@ -41,7 +41,7 @@ def expected(form: str, length: int, height: int, width: int) -> int:
 
 
 def stored(form: str, content: bytes, special: bool, height: int, width: int) -> tuple[bytes, int, int]:
-    """(bytes, height, width) of what is stored of a file; what cannot be decoded stays as it is, with 0 for both sides."""
+    """Return (bytes, height, width) of what is stored of a file; what cannot be decoded stays as it is, with sides of 0."""
     from PIL import Image
 
     kept = size(form, height, width)
@@ -66,5 +66,5 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
 
 
 def _header(height: int, width: int) -> bytes:
-    """The beginning of a PPM file, which is followed by plain pixels, and which any viewer shows."""
+    """Return the beginning of a PPM file, which is followed by plain pixels, and which any viewer shows."""
     return b"P6\n%d %d\n255\n" % (width, height)

@@ -53,7 +53,7 @@ class Plan:
         self.shards = self._deal(int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE)
 
     def _stat(self) -> np.ndarray:
-        """The bytes of each file, and the time of its last change."""
+        """Return the bytes of each file, and the time of its last change."""
 
         def stat(numbers: range) -> list[tuple[int, int]]:
             return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, map(self.files.path, numbers))]
@@ -79,14 +79,14 @@ class Plan:
         return shards
 
     def sources(self, shard: Shard) -> str:
-        """A digest of what the shard is made of: it differs where one file has another size or time."""
+        """Return a digest of what the shard is made of: it differs where one file has another size or time."""
         return _digest(hashlib.sha256(self.identity.encode()), self._changed[shard.numbers], np.array(shard.numbers))
 
     def note_path(self, shard: Shard) -> str:
         return os.path.join(self.folder, f".{shard.name[:-4]}.json")
 
     def missing(self) -> list[Shard]:
-        """The shards that are not there, or were made of other files."""
+        """Return the shards that are not there, or were made of other files."""
         for shard in self.shards:
             shard.made = self._note(shard)
         return [shard for shard in self.shards if not shard.made]
@@ -159,7 +159,7 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
 
 
 def _kind(content: bytes) -> str:
-    """The extension for what it is, whatever its file was called."""
+    """Return the extension for what it is, whatever its file was called."""
     return next((kind for begin, kind in KINDS.items() if content.startswith(begin)), "img")
 
 

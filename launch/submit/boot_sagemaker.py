@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 
 def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> dict[str, str]:
-    """The variables by which the job finds its nodes and its folders with data."""
+    """Return the variables by which the job finds its nodes and its folders with data."""
     named = {
         "SM_HOSTS": json.dumps(hosts["hosts"]),
         "SM_CURRENT_HOST": hosts["current_host"],

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def ask(options: argparse.Namespace, arguments: list[str], now: datetime.datetime) -> Request:
-    """The Request of these options."""
+    """Return the Request of these options."""
     given = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
@@ -125,7 +125,7 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
 
 
 def masked(body: Any) -> Any:
-    """A request as it is shown: with every text in it masked."""
+    """Return a request as it is shown: with every text in it masked."""
     if isinstance(body, dict):
         return {name: masked(value) for name, value in body.items()}
     if isinstance(body, list):
@@ -199,6 +199,6 @@ def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> 
 
 
 def fresh(shown: list[str], lines: list[str]) -> list[str]:
-    """The lines after those that were shown: each time a platform gives the last lines of its log, not all of them."""
+    """Return the lines after those that were shown: each time a platform gives the last lines of its log, not all of them."""
     common = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
     return lines[common:]

@@ -51,7 +51,7 @@ def kind_of(request: Request) -> str:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """The object to create."""
+    """Return the object to create."""
     kind = kind_of(request)
     group, version, _, _ = KINDS[kind]
     spec = {"PyTorchJob": _pytorch_job, "TrainJob": _train_job, "Job": _volcano_job}[kind](request)
@@ -150,7 +150,7 @@ def _resources(request: Request) -> dict[str, dict[str, str]]:
 
 
 def _fetcher(request: Request) -> dict[str, Any]:
-    """A container that runs to its end before the job's, with the same image, which has boto3."""
+    """Return a container that runs to its end before the job's, with the same image, which has boto3."""
     address = ADDRESS.fullmatch(request.code_url or "")
     assert address  # mistakes() has refused any other
     scheme, bucket, prefix = address.groups()
@@ -181,7 +181,7 @@ def _literal(text: str) -> str:
 
 
 def _of_the_nodes(request: Request) -> list[dict[str, Any]]:
-    """The variable by which the nodes prove to each other that they belong to this job (docs/security.md)."""
+    """Return the variable by which the nodes prove to each other that they belong to this job (docs/security.md)."""
     kept = {"secretKeyRef": {"name": _secret_name(request), "key": KEY}}
     return [{"name": VARIABLE, "valueFrom": kept}] if request.nodes > 1 else []
 
@@ -195,7 +195,7 @@ def _secret(request: Request) -> dict[str, Any]:
 
 
 def _claims(request: Request) -> dict[str, str]:
-    """{name of a volume: folder}; the name is the claim's."""
+    """Return {name of a volume: folder}; the name is the claim's."""
     return dict(volume.split(":", 1) for volume in request.volumes)
 
 
@@ -231,7 +231,7 @@ def _objects(client: Any) -> Any:
 
 
 def send(client: Any, request: Request, body: Any) -> str:
-    """The job, then the Secret that its nodes share: their pods wait for it, and the cluster deletes it with the job."""
+    """Create the job, then the Secret that its nodes share: their pods wait for it, and the cluster deletes it with the job."""
     created = _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]
     if request.nodes > 1:
         from kubernetes.client import CoreV1Api
@@ -261,7 +261,7 @@ def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int
 
 
 def log(client: Any, request: Request, job_id: str) -> list[str]:
-    """The log of the first pod; the others print nothing."""
+    """Return the log of the first pod; the others print nothing."""
     from kubernetes.client import CoreV1Api
 
     core: Any = CoreV1Api(client)

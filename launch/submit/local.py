@@ -23,7 +23,7 @@ def mistakes(request: Request) -> list[str]:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """The arguments of `launch local`, and what is added to the environment; CODE stands for the folder of the copy."""
+    """Return the arguments of `launch local`, and what is added to the environment; CODE stands for the folder of the copy."""
     processes = ["--procs", str(request.gpus)] if request.gpus else []
     places = requests.places(request.data_url, request.output_url)
     words = ["--nodes", str(request.nodes), *processes, "--restarts", str(request.retries)]

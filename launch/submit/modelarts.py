@@ -64,7 +64,7 @@ def _wrong_accelerator(request):
 
 
 def build(request: Request) -> dict[str, Any]:
-    """The body of POST /v2/PROJECT/training-jobs."""
+    """Return the body of POST /v2/PROJECT/training-jobs."""
     spec = requests.given(
         resource=requests.given(flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool),
         log_export_path={"obs_url": _path(request.log_url)} if request.log_url else None,

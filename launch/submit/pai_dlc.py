@@ -37,7 +37,7 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """The body of POST /api/v1/jobs; the first worker is the master."""
+    """Return the body of POST /api/v1/jobs; the first worker is the master."""
     worker = requests.given(
         Type="Worker",
         PodCount=request.nodes,
@@ -78,7 +78,7 @@ def _restarts(retries: int) -> dict[str, Any]:
 
 
 def _command(request: Request) -> str:
-    """A shell line ending in exec, so that the stop signal reaches the job and not the shell."""
+    """Return a shell line ending in exec, so that the stop signal reaches the job and not the shell."""
     data, output = request.data_url and DATA, request.output_url and OUTPUT
     words = requests.command(request, CODE, data, output)
     return f"pip install -q -r {CODE}/requirements.txt && exec {shlex.join(words)}"
@@ -129,7 +129,7 @@ def _job(client: Any, job_id: str) -> Any:
 
 
 def log(client: Any, request: Request, job_id: str) -> list[str]:
-    """The log of the first pod; the others print nothing."""
+    """Return the log of the first pod; the others print nothing."""
     from alibabacloud_pai_dlc20201203.models import GetPodLogsRequest
 
     pods = sorted(pod.pod_id for pod in _job(client, job_id).pods or [])

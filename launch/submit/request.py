@@ -42,7 +42,7 @@ def option(
     needed_by: tuple[str, ...] = (),
     kind: Callable[[str], object] = str,
 ) -> Any:
-    """A field of Request that is an option of the command line."""
+    """Make a field of Request that is an option of the command line."""
     about = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
     return dataclasses.field(default=default, metadata=about)
 
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def pairs(self) -> list[tuple[str, Optional[str]]]:
-        """The job's options as (name, value), in whichever form they were given."""
+        """Return the job's options as (name, value), in whichever form they were given."""
         return [(name.lstrip("-"), value) for name, value in _pairs(self.arguments)]
 
     @property
@@ -120,12 +120,12 @@ class Request:
 
     @property
     def upload_url(self) -> Optional[str]:
-        """Where the code is uploaded to; None where the job runs from a folder that has it already."""
+        """Return where the code is uploaded to; None where the job runs from a folder that has it already."""
         return self.code_url if self.platform != "local" and is_address(self.code_url) else None
 
     @property
     def options(self) -> list[str]:
-        """The job's options as --NAME VALUE."""
+        """Return the job's options as --NAME VALUE."""
         return [word for name, value in self.pairs for word in (f"--{name}", value or "")]
 
 
@@ -142,7 +142,7 @@ PLACES = {
 
 
 def mistakes(request: Request) -> list[str]:
-    """A line for each mistake that is one on every platform; those of one platform are in its own module."""
+    """Return a line for each mistake that is one on every platform; those of one platform are in its own module."""
     parts = (_options, _forms, _addresses, _nested, _arguments, _variables)
     return [line for part in parts for line in part(request)]
 
@@ -241,7 +241,7 @@ def _variables(request: Request) -> Iterator[str]:
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
-    """(--name, value) in order; the value is None where there is none. So it is for a word that is no --name."""
+    """Yield (--name, value) in order; the value is None where there is none. So it is for a word that is no --name."""
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -258,17 +258,17 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
 
 
 def places(data: Optional[str], output: Optional[str]) -> list[str]:
-    """The options that tell a job where it reads and writes."""
+    """Return the options that tell a job where it reads and writes."""
     return [*(["--data_url", data] if data else []), *(["--output_dir", output] if output else [])]
 
 
 def command(request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None) -> list[str]:
-    """The job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job itself."""
+    """Return the job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job."""
     return ["python", "-u", f"{code}/{request.job}", *request.options, *places(data, output)]
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """A part of a request without the fields that are None."""
+    """Return a part of a request without the fields that are None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -299,7 +299,7 @@ def not_installed(package: str, extra: str) -> UserError:
 
 
 def describe(error: Exception, environ: Mapping[str, str]) -> str:
-    """A platform's error as one line, without the secrets of this environment: some answers quote the request."""
+    """Return a platform's error as one line, without the secrets of this environment: some answers quote the request."""
     names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")  # each SDK has some of these
     words = [getattr(error, name, None) for name in names]
     text = " ".join(dict.fromkeys(str(word) for word in words if word)) or str(error)

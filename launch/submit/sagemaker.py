@@ -45,7 +45,7 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """The arguments of create_training_job."""
+    """Return the arguments of create_training_job."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     seconds = request.seconds or DAY
     longest_wait = seconds + DAY if request.spot else None
@@ -84,7 +84,7 @@ def _channel(name: str, url: str) -> dict[str, Any]:
 
 
 def connect(request: Request) -> Any:
-    """{service: client}: the jobs are in one, their logs in another."""
+    """Return {service: client}: the jobs are in one, their logs in another."""
     import boto3
 
     session = boto3.Session(region_name=request.region)
@@ -108,7 +108,7 @@ def state(clients: Any, request: Request, job_id: str) -> tuple[str, Optional[in
 
 
 def log(clients: Any, request: Request, job_id: str) -> list[str]:
-    """The log of the first host; the others print nothing."""
+    """Return the log of the first host; the others print nothing."""
     logs = clients["logs"]
     streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")["logStreams"]
     if not streams:

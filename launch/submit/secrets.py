@@ -19,7 +19,7 @@ WAYS = {
 
 
 def secrets(request: Request) -> Iterator[str]:
-    """A line for each value of the request that looks like a secret; none of them shows it."""
+    """Yield a line for each value of the request that looks like a secret; none of them shows it."""
     for what, why in _found(request):
         yield f"{what} {why}, which the request would show: {WAYS[request.platform]}"
 

@@ -52,7 +52,7 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> str:
-    """The text of the batch script."""
+    """Return the text of the batch script."""
     code = os.path.abspath(request.code_url) if request.code_url else str(requests.ROOT)
     sizes = _sizes(request)
     lines = {
@@ -78,7 +78,7 @@ def build(request: Request) -> str:
 
 
 def _sizes(request: Request) -> dict[str, str]:
-    """The cores and the memory of a node; a cluster that binds tasks gives one core where nobody asks for more."""
+    """Return the cores and the memory of a node; a cluster that binds tasks gives one core where nobody asks for more."""
     cpus, memory = (
         each * max(1, request.gpus) if asked is None else asked
         for each, asked in ((CPUS, request.cpus), (MEMORY, request.memory))
@@ -87,7 +87,7 @@ def _sizes(request: Request) -> dict[str, str]:
 
 
 def _folder(request: Request) -> str:
-    """Where the log goes: the output folder; where that is none, the folder of the submission."""
+    """Return where the log goes: the output folder; where that is none, the folder of the submission."""
     return "" if not request.output_url or is_address(request.output_url) else os.path.abspath(request.output_url)
 
 
@@ -132,7 +132,7 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    """With the reason, since SLURM lets a job wait for ever for what no node has."""
+    """Return the state with its reason, since SLURM lets a job wait for ever for what no node has."""
     fields = _fields(job_id)
     name, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
     return name if reason == "None" else f"{name} ({reason})", ENDED.get(name)

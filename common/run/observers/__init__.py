@@ -36,7 +36,7 @@ __all__ = ["Facts", "Observers", "of_a_rank"]
 
 
 def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
-    """In the order in which they are told. `may_write`: now or later, in an elastic job."""
+    """Return them in the order in which they are told. `may_write`: now or later, in an elastic job."""
     wanted = {
         Trace: writes and args.profile,
         Journal: may_write,
@@ -72,7 +72,7 @@ class Observers:
                     say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 
     def said(self, text: str) -> None:
-        """A line of the log (common/moments.py)."""
+        """Pass on a line of the log (common/moments.py)."""
         self.tell("said", self._newest, text=text)
 
     def failure(self, error: BaseException) -> None:

@@ -19,7 +19,7 @@ from common.run.saving import output
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
-STARVED = 0.25  # share of the time spent waiting from which the loader is called the bottleneck
+STARVED = 0.25  # fraction of the time spent waiting from which the loader is called the bottleneck
 
 
 class Console:
@@ -100,7 +100,7 @@ class Console:
             self._bar = None
 
     def left(self, facts: Facts, how: str, why: str, last_good: str) -> None:
-        """The result, the files, and the next command."""
+        """Show the result, the files, and the next command."""
         args, at, plan = self._args, facts.position, facts.plan
         goes_on, without = how != "finished", ["max_steps"] if plan.steps_used_up(at) else []
         if how == "stopped":
@@ -123,7 +123,7 @@ def of_which(skipped: int) -> str:
 
 
 def advice(remedies: Sequence[str], waiting: float) -> Optional[str]:
-    """One line if the network waits for the loader and something can be done about it; else None."""
+    """Return one line if the network waits for the loader and something can be done about it; else None."""
     if not remedies or waiting < STARVED:
         return None
     cause = f"the network waited for data {waiting:.0%} of the time, the loader is the bottleneck"

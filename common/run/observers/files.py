@@ -40,7 +40,7 @@ class Files:
         self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
     def _write_metrics(self, facts):
-        """The epochs of the checkpoint and those since, none that will be trained again after a restart."""
+        """Write the epochs of the checkpoint and those since, none that will be trained again after a restart."""
         history = facts.results.history
         if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
             self._side_files.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
@@ -51,7 +51,7 @@ class Files:
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 
     def curves(self, facts: Facts) -> None:
-        """The loss and the metrics of each epoch, one panel each."""
+        """Draw the loss and the metrics of each epoch, one panel each."""
         self._curves_drawn, history = time.monotonic(), facts.results.history
         if not self._side_files.writes or not history or not optional.there(optional.FIGURES):
             return

@@ -63,7 +63,7 @@ class Journal:
         self._event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
 
     def said(self, _facts: Any, text: str) -> None:
-        """A line of the log."""
+        """Add a line of the log."""
         if text.startswith(("warning: ", "advice: ")):
             self._event("warning", text=one_line(text).partition(": ")[2])
 
@@ -95,7 +95,7 @@ class Journal:
 
 
 def rate_before(folder: str) -> Optional[float]:
-    """The images a second in the last rows of the starts before, if there are any."""
+    """Return the images a second in the last rows of the starts before, if there are any."""
     rates = []
     with contextlib.suppress(OSError, ValueError, AttributeError), open(os.path.join(folder, "speed.jsonl"), "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

@@ -85,7 +85,7 @@ def table(confusion: torch.Tensor, classes: list[str]) -> str:
 
 
 def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
-    """The confusion matrix as text: its columns have numbers, and its rows the numbers and whole names."""
+    """Return the confusion matrix as text: its columns have numbers, and its rows the numbers and whole names."""
     widest = max(5, len(str(int(confusion.max()))) + 1)
     name = max(map(len, classes))
     title = "Confusion matrix: rows are the true class, columns the predicted one, by its number."

@@ -51,7 +51,7 @@ def file_name() -> str:
 
 
 def beginning(step: int) -> bytes:
-    """Of a file whose events replace those of earlier files from this step on."""
+    """Begin a file whose events replace those of earlier files from this step on."""
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
     return _record(step, file_version="brain.Event:2") + _record(step, session_log=SessionLog(status=SessionLog.START))

@@ -70,7 +70,7 @@ class Trace:
 
 
 def summary(operations: Any, wall: float, waited: float) -> Iterator[str]:
-    """The shares of the elapsed time, and the operations that took most of it."""
+    """Yield the parts of the elapsed time, and the operations that took most of it."""
     on_gpu = any(device_ms(one) for one in operations)
     device = min(1.0, sum(map(device_ms, operations)) / 1e3 / wall)
     data = min(1.0, waited / wall)
@@ -80,7 +80,7 @@ def summary(operations: Any, wall: float, waited: float) -> Iterator[str]:
     ranked = sorted(operations, key=spent, reverse=True)[:MOST]
     total = sum(map(spent, operations)) or 1.0
     kind = "device" if on_gpu else "host"
-    yield f"profile: {'share':>6} {'ms a step':>10} {'calls a step':>13}  operation ({kind} time of its own)"
+    yield f"profile: {'time':>6} {'ms a step':>10} {'calls a step':>13}  operation ({kind} time of its own)"
     for one in ranked:
         yield f"profile: {spent(one) / total:>6.1%} {spent(one) / TRACED:>10.2f} {one.count / TRACED:>13.1f}  {one.key}"
 
@@ -90,7 +90,7 @@ def host_ms(operation: Any) -> float:
 
 
 def device_ms(operation: Any) -> float:
-    """The time of kernels alone: the rows of operators and annotations repeat the time of the kernels that they started."""
+    """Return the time of kernels alone: rows of operators and annotations repeat that of the kernels that they started."""
     if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
         return 0.0
     return operation.self_device_time_total / 1e3

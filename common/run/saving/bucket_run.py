@@ -46,7 +46,7 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
 
 
 def _bring(place, items, start, samples, folder):
-    """In the folder it has the name without the number of the start."""
+    """Fetch a checkpoint; in the folder it has its name without the number of the start."""
     theirs, ours = _files_of(starts.stem(samples, start)), _files_of(f"{samples:012d}")
     if f"checkpoints/{theirs[0]}" not in items:
         raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
@@ -60,7 +60,7 @@ def _bring(place, items, start, samples, folder):
 
 
 def _files_of(name):
-    """Of a checkpoint; the second is there alone where an upload of its number, which was there already, has been cut off."""
+    """Return the files of a checkpoint; the second is alone where an upload of a number that was there was cut off."""
     return [f"{name}.pt", f"{name}.json{TEMPORARY}", f"{name}.json"]
 
 
@@ -83,7 +83,7 @@ def _run_id(manifest):
 
 
 def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
-    """The path itself; a checkpoint or an output folder in a bucket is fetched to `inputs`, and its local path returned."""
+    """Return the path; a checkpoint or an output folder in a bucket is fetched to `inputs` first."""
     if not bucket.is_address(path):
         return path
     if not path.endswith(".pt"):
@@ -101,7 +101,7 @@ def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
-    """The path itself; weights in a bucket are fetched to `inputs`, with their digest, once per node."""
+    """Return the path itself; weights in a bucket are fetched to `inputs`, with their digest, once per node."""
     if not bucket.is_address(path):
         return path
     url, name = os.path.split(path)

@@ -36,12 +36,12 @@ OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict without the prefixes of wrappers (DataParallel, DDP, compile), so that each job loads the others' files."""
+    """Return a state_dict without the prefixes of wrappers (DataParallel, DDP, compile): each job loads the others' files."""
     return {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
 
 
 def unwrapped(model: Any) -> torch.nn.Module:
-    """The network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
+    """Return the network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
     for name in ("module", "_orig_mod"):
         while hasattr(model, name):
             model = getattr(model, name)
@@ -102,7 +102,7 @@ def _read_weights(path):
 
 
 def write_weights(path: str, weights: dict) -> None:
-    """The file of an epoch's weights, and beside it its digest, which the program sha256sum checks too."""
+    """Write the file of an epoch's weights, and beside it its digest, which the program sha256sum checks too."""
     content = encode(weights)
     remove(path + DIGEST)  # that of the weights that are replaced
     write_atomically(path, content)
@@ -110,7 +110,7 @@ def write_weights(path: str, weights: dict) -> None:
 
 
 def evaluated_weights(state: dict) -> dict[str, torch.Tensor]:
-    """The weights that are evaluated: the averaged ones where there are any."""
+    """Return the weights that are evaluated: the averaged ones where there are any."""
     weights = plain_keys(state["ema"] if "ema" in state else state["model"])
     return {name: tensor for name, tensor in weights.items() if name != "n_averaged"}
 
@@ -131,7 +131,7 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
 
 
 def snapshot(value: Any) -> Any:
-    """A copy on the CPU of every tensor in nested dicts and lists, which the next step does not change."""
+    """Return a copy on the CPU of every tensor in nested dicts and lists, which the next step does not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -142,7 +142,7 @@ def snapshot(value: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested dicts and lists."""
+    """Yield the tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
@@ -155,12 +155,12 @@ def finite(value: Any) -> bool:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the tensors in nested dicts and lists."""
+    """Return bytes of the tensors in nested dicts and lists."""
     return sum(tensor.nbytes for tensor in tensors(value))
 
 
 def largest(state: dict) -> int:
-    """Bytes of a checkpoint, and of the weights beside it, when the optimizer has as much as the weights."""
+    """Return bytes of a checkpoint, and of the weights beside it, when the optimizer has as much as the weights."""
     return 2 * size_of(state["model"]) + size_of(state)
 
 
@@ -198,30 +198,30 @@ def write(folder: str, state: dict, about: dict) -> None:
 
 
 def _manifests(folder):
-    """[(number of the start, number, name)] of the manifests, oldest first; in a copy of a bucket the first may be above 1."""
+    """Return [(number of the start, number, name)] of the manifests, oldest first; a copy of a bucket has starts above 1."""
     there = map(NAME.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ())
     return sorted((int(match[2] or 1), int(match[1]), match[0]) for match in there if match)
 
 
 def numbers(folder: str) -> list[int]:
-    """The numbers of the checkpoints that have a manifest, oldest first."""
+    """Return the numbers of the checkpoints that have a manifest, oldest first."""
     return sorted({number for _, number, _ in _manifests(folder)})
 
 
 def path_of(folder: str, number: int) -> str:
-    """The file of this checkpoint."""
+    """Return the file of this checkpoint."""
     names = [name for _, its, name in _manifests(folder) if its == number] or [f"{number:012d}.json"]
     return os.path.join(folder, re.sub(r"json$", "pt", names[-1]))
 
 
 def read(path: str) -> tuple[dict, dict]:
-    """(state, about) of `path`, a .pt file with its .json next to it."""
+    """Return (state, about) of `path`, a .pt file with its .json next to it."""
     manifest, content = read_verified(path)
     return parse(content, manifest, path)
 
 
 def read_verified(path: str) -> tuple[dict, bytes]:
-    """(manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
+    """Return (manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
     manifest_path = re.sub(r"\.pt$", "", path) + ".json"
     try:
         content = Path(path).read_bytes()
@@ -240,7 +240,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def _read_manifest(path, content):
-    """The manifest in `path`, if it is one of these bytes."""
+    """Return the manifest in `path`, if it is one of these bytes."""
     encoded = Path(path).read_bytes()
     manifest = json.loads(encoded)
     if encoded != _encode_manifest(manifest):
@@ -256,7 +256,7 @@ def _read_manifest(path, content):
 
 
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
-    """(state, about) in verified bytes. They hold a copy of the manifest, so a changed manifest is noticed."""
+    """Return (state, about) in verified bytes. They hold a copy of the manifest, so a changed manifest is noticed."""
     try:
         state = read_tensors(content, verified=True)
     except Refused as error:
@@ -280,7 +280,7 @@ def _are_alike(about, manifest):
 
 
 def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str]]:
-    """(state, about, path) of the newest valid checkpoint, or None without any; warns of every newer one that is damaged."""
+    """Return (state, about, path) of the newest valid checkpoint, or None; warn of every newer one that is damaged."""
     existing = _manifests(folder)
     for _, _, manifest in reversed(existing):
         path = os.path.join(folder, re.sub(r"json$", "pt", manifest))

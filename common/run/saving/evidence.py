@@ -29,7 +29,7 @@ class Evidence:
         self._ledger: Any = None
 
     def keep(self, rank: int, attempt: bool, ledger: bool) -> None:
-        """From here on, in addition to what is kept already."""
+        """Keep these from here on, in addition to what is kept already."""
         if attempt and not self.attempt:
             self.attempt = Attempt(self._args.checkpoint_dir, self._say)
         if ledger and self._args.ledger and not self._ledger:
@@ -43,7 +43,7 @@ class Evidence:
                 drop_half_a_line(self._ledger)
 
     def begin(self, epoch: int, consumed: int) -> None:
-        """A start, at this step."""
+        """Note a start, at this step."""
         if self._ledger:
             self._write({"start": [epoch, consumed]})
 

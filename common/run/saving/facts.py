@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Of the rank that writes; no name and no address."""
+    """Describe the rank that writes; with no name and no address."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -71,7 +71,7 @@ def manifest(run: Any) -> dict[str, Any]:
 
 
 def rate(parts: dict) -> float:
-    """The learning rate of the last step."""
+    """Return the learning rate of the last step."""
     return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
 
 

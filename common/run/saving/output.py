@@ -35,7 +35,7 @@ def make_folders(args: argparse.Namespace) -> None:
 
 
 def require_room(args: argparse.Namespace, size: int) -> None:
-    """An error where the run's checkpoints will not fit on the disk. `size`: the bytes of one, and of the weights beside it."""
+    """Raise an error if the run's checkpoints will not fit on the disk. `size`: the bytes of one, and of its weights."""
     with os.scandir(args.checkpoint_dir) as entries:
         there = sum(entry.stat().st_size for entry in entries)  # of an earlier start, which make room for those to come
     number = min(args.keep, 2) + 2  # the last ones, the best, and the next
@@ -85,7 +85,7 @@ def _let_go(held):
 
 
 def names(folder: str) -> list[str]:
-    """Those of the files in it, sorted; none where there is no such folder."""
+    """Return the names of the files in it, sorted; none where there is no such folder."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
@@ -109,7 +109,7 @@ def claim_folders(args: argparse.Namespace) -> list[str]:
 
 
 def what_is_there(args: argparse.Namespace) -> str:
-    """The files for a person, and where they are."""
+    """Return the files for a person, and where they are."""
     folder, url = args.output_dir, args.output_url
     shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
     there = [name for name in shown if os.path.exists(os.path.join(folder, name))]

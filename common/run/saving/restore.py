@@ -84,7 +84,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
-    """The checkpoint to go on from, or None for a first start; refuses one that belongs to another run. Deletes nothing."""
+    """Return the checkpoint to go on from, or None for a first start; refuse that of another run. Delete nothing."""
     folder, here = args.checkpoint_dir, args.world
     afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
@@ -123,7 +123,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
 
 
 def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpoint") -> Optional[Checkpoint]:
-    """The result of choose() on rank 0, whose disk has the checkpoints, on every rank; so is its UserError."""
+    """Return the result of choose() on rank 0, whose disk has the checkpoints, on every rank; so is its UserError."""
     if rank_and_size()[1] == 1:
         return choose()
 
@@ -143,7 +143,7 @@ def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpo
 
 
 def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]:
-    """The checkpoint of --resume PATH, else the newest in the output folder; or None."""
+    """Return the checkpoint of --resume PATH, else the newest in the output folder; or None."""
     if args.resume not in ("auto", "never"):
         return _named(args, say)
     if args.output_url:
@@ -152,7 +152,7 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
 
 
 def settings_before(args: argparse.Namespace, say: Callable) -> dict:
-    """The arguments of the run that this start will go on with, on every rank; none where it is new, or no start of one."""
+    """Return the arguments of the run that this start will go on with, on every rank; none for a new run or a trial."""
     if args.trial or (args.resume == "never" and not args.world.restart_count):
         return {}
 
@@ -165,7 +165,7 @@ def settings_before(args: argparse.Namespace, say: Callable) -> dict:
 
 
 def _from_path(args, say):
-    """The checkpoint of --resume PATH, to go on from; the later ones of its folder are to be deleted with --overwrite true."""
+    """Return the checkpoint of --resume PATH; the later ones of its folder may have to be deleted (--overwrite true)."""
     state, about, path = _named(args, say)
     later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
     newer = later if _inside(path, args.checkpoint_dir) else []
@@ -178,7 +178,7 @@ def _from_path(args, say):
 
 
 def _named(args, say):
-    """The checkpoint of --resume PATH: a file, or the newest in a folder."""
+    """Return the checkpoint of --resume PATH: a file, or the newest in a folder."""
     path = bucket_run.local_checkpoint(args.resume, args.input_dir, say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
@@ -208,7 +208,7 @@ def refuse_another_run(theirs, ours, path):
 
 
 def changes(then: dict, now: dict) -> list[str]:
-    """["lr 0.1 -> 0.2", ...] for the options that changed since the checkpoint."""
+    """Return ["lr 0.1 -> 0.2", ...] for the options that changed since the checkpoint."""
     return [
         f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
     ]

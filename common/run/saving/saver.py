@@ -38,7 +38,7 @@ class Saving:
     # --- Whose folder it is ---
 
     def find(self, peers: Any) -> Optional[restore.Checkpoint]:
-        """The checkpoint to go on from, on every rank that has to restore it."""
+        """Return the checkpoint to go on from, on every rank that has to restore it."""
         if found := peers.find(self._look, self.identity):
             self.goes_on, self.saved_at = True, Position.of(found[1])
         return found
@@ -67,7 +67,7 @@ class Saving:
         return found
 
     def _there(self):
-        """{(number, 0, digest)} of the checkpoints in the folder, {(number, start, "")} of those in the bucket."""
+        """Return {(number, 0, digest)} of the checkpoints in the folder, {(number, start, "")} of those in the bucket."""
         folder, there = self._args.checkpoint_dir, set()
         for number in checkpoint.numbers(folder):
             with contextlib.suppress(OSError):  # another start has just removed it
@@ -83,7 +83,7 @@ class Saving:
             self._starts.take(afresh)
 
     def _delete_what_is_not_wanted(self, found, afresh):
-        """As --resume and --overwrite say; and what was noted of nodes that were lost (common/elastic)."""
+        """Delete what --resume and --overwrite say; and what was noted of nodes that were lost (common/elastic)."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
         if afresh:
             output.delete_run(self._args)
@@ -123,7 +123,7 @@ class Saving:
         self._pending = self._executor.submit(self._write, checkpoint.snapshot(state()), about, weights_of_epoch)
 
     def wait(self) -> None:
-        """Until the last one is written; an error of it is raised here."""
+        """Wait until the last one is written; an error of it is raised here."""
         pending, self._pending = self._pending, None
         try:
             if pending:
@@ -153,7 +153,7 @@ class Saving:
             self._tell_surplus(about)
 
     def require_ours(self) -> None:
-        """An error where another start has taken over."""
+        """Raise an error where another start has taken over."""
         if files.taken_over() or (self._publisher and self._publisher.taken_over):
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
@@ -191,5 +191,5 @@ class Saving:
 
 
 def _beyond(found, there):
-    """Of these checkpoints, those after the one that a start goes on from."""
+    """Delete those of these checkpoints after the one that a start goes on from."""
     return {one for one in there if not found or one[0] > found[1]["samples_seen"]}

@@ -27,7 +27,7 @@ ITS_OWN = re.compile(r"checkpoints/.*|tensorboard/.*")  # names that no other st
 
 
 def stem(samples: int, number: int) -> str:
-    """The name of a checkpoint in a bucket, without its ending."""
+    """Return the name of a checkpoint in a bucket, without its ending."""
     return f"{samples:012d}" + (f"-{number}" if number > 1 else "")
 
 
@@ -37,7 +37,7 @@ def first_that_counts(names: Iterable[str]) -> int:
 
 
 def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
-    """[(number of the start, samples seen)] of those in a bucket that have a manifest and count, oldest first."""
+    """Return [(number of the start, samples seen)] of those in a bucket that have a manifest and count, oldest first."""
     names = list(names)
     first = first_that_counts(names)
     found = [(int(match[2] or 1), int(match[1])) for match in map(NUMBERED.fullmatch, names) if match and match[3] == "json"]
@@ -46,7 +46,7 @@ def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
 
 
 def copies(names: Iterable[str]) -> dict[str, str]:
-    """{name: the copy of the latest start that has one}"""
+    """Return {name: the copy of the latest start that has one}"""
     names = list(names)
     first = first_that_counts(names)
     found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, names) if match)
@@ -100,7 +100,7 @@ class Starts:
         return None if self.number == 1 or ITS_OWN.fullmatch(name) else f"{FOLDER}{self.number}/{name}"
 
     def outdated(self, name: str) -> list[str]:
-        """The copies of earlier starts, which are no longer needed."""
+        """Return the copies of earlier starts, which are no longer needed."""
         return self._older.pop(name, [])
 
     def later(self, patience: Patience) -> bool:
@@ -111,7 +111,7 @@ class Starts:
         return copies(self._names(patience=patience))
 
     def surplus(self, names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
-        """Of these names in the bucket those that are not kept; `choose` says so of the names in the folder."""
+        """Return the names in the bucket that are not kept; `choose` says so of the names in the folder."""
         known: dict[str, str] = {}  # {name in the folder: in the bucket}
         of_samples: dict[str, dict[int, dict[str, str]]] = {}
         for name in names:
