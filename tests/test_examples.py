@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -114,6 +115,11 @@ def test_the_page_quotes_the_example_line_for_line_or_says_where_it_goes(path):
     if path.name == "own_platform.py":  # the page puts it where `node` is
         text = text.replace("from common.world.rules import node\n\n\n", "")
     assert PYTHON.count(text) == 1
+
+
+def test_the_loop_that_the_page_shows_is_that_of_the_example():
+    (loop,) = [code for code in PYTHON if code.startswith("run = Run(")]
+    assert textwrap.indent(loop, "    ") in (EXAMPLES / "own_script.py").read_text()
 
 
 def test_a_network_of_your_own(house, tmp_path):
