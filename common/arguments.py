@@ -1,4 +1,4 @@
-"""The options of a job: their groups and defaults. How they may be typed is in typed.py.
+"""The command-line options of a job: their groups and defaults. typed.py defines how they may be typed.
 
 parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
 args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read;
@@ -73,7 +73,7 @@ class Input:
 
 
 class Arguments(argparse.Namespace):
-    """The options of a job. Once they are parsed nobody changes them, so that all parts of a job see the same ones."""
+    """The options of a job, read-only after parsing. All parts of a job therefore see the same values."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -83,10 +83,10 @@ class Arguments(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """`reads(args)` says what the job will read: the data set sets it, and another loader may replace it.
+    """The parser of a job's options. `reads(args)` returns the Input: the data set sets it, and another loader may replace it.
 
-    `recipes`: {value of --recipe: {option: its default then}}. `respell(parser, words)`: the words of another program in
-    those of this one, and remarks about those that have no meaning here.
+    `recipes`: {value of --recipe: {option: default}}. `respell(parser, words)` translates the options of another program. It
+    returns the words for this parser, and remarks about options without a meaning here.
     """
 
     reads: Callable[..., Input] = staticmethod(lambda args: Input())

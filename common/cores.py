@@ -1,4 +1,4 @@
-"""How many cores this process may use. A container may see many and be limited to the time of few."""
+"""The number of cores that this process may use. A container may see many cores but be limited to the time of a few."""
 
 import contextlib
 import math

@@ -1,6 +1,6 @@
-"""What the drivers of this machine's devices say of it. Nothing here imports torch.
+"""The devices and driver versions of this machine, as the drivers report them. This module does not import torch.
 
-NVIDIA's is asked through its own library: gVisor and WSL have no /dev/nvidia0 to look for. Ascend's devices are files.
+NVIDIA's own library reports NVIDIA's devices, because gVisor and WSL have no /dev/nvidia0. Ascend's devices are files.
 """
 
 import ctypes

@@ -69,7 +69,7 @@ def require_folder(name: str, folder: str, advice: str) -> None:
 
 
 class SampleError(Exception):
-    """A data set could not give a sample. It is no RuntimeError: words of a lost connection in it are not of another rank."""
+    """A data set could not give a sample. No RuntimeError, so that its text is never taken for that of a lost connection."""
 
     @property
     def line(self) -> str:

@@ -1,8 +1,8 @@
-"""Files that exist under their name whole or not at all, and reading or writing none that somebody else has planted there.
+"""Atomic files: each is whole under its name or not there. Safe access where somebody else may have planted a file.
 
-A machine may stand still for hours and then go on where it stood, between any check and what it was for. So a start that
-claims a folder makes its files in a folder of its own in there, gives them their names from there, and takes into it what it
-deletes. The next start takes that folder away: what the one before it still tries finds no such folder, and changes nothing.
+A frozen machine may continue hours later, between a check and the write after it. A start that claims a folder therefore makes
+a subfolder of its own. It writes each file there and then renames it to its place; it also moves a file there to delete it. The
+next start takes this subfolder away, so all later writes of the earlier start fail and change nothing.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: its own
 
 
 class TakenOver(UserError):
-    """Another start has claimed the folder since. It is the user's to decide, as a start after this one would end that one."""
+    """Another start has claimed the folder. A UserError: the user decides, because a restart would end that other start."""
 
     def __init__(self, place: str):
         super().__init__(f"{place}: another start of this run writes there by now, so this one ends")

@@ -1,7 +1,7 @@
-"""What a worker tells the parent of its node: the phase it is in, how many steps it has done, why it failed.
+"""The status that a worker reports to the parent process of its node: its phase, its number of steps, why it failed.
 
-The parent names the files in one variable. The pulse is a few bytes of shared memory, written with every change and read
-twice a second; the fault is a line of JSON, written once. Without a parent nobody reads either.
+One environment variable names the files. The pulse is a few bytes of shared memory, written with every change and read at least
+twice a second. The fault is a line of JSON, written once. Without a parent or a watcher, neither is read.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _single_rank: Optional[str] = None
 
 
 class Pulse:
-    """The phase and the number of steps in shared memory; without a prefix, that of this process and those that it forks."""
+    """The phase and the number of steps in shared memory. Without a prefix, only this process and its forks share it."""
 
     def __init__(self, prefix: Optional[str]):
         with open(f"{prefix}.pulse", "r+b") if prefix else contextlib.nullcontext() as file:
@@ -79,7 +79,7 @@ class Pulse:
 
 
 class Wait:
-    """What is waited for that may come back, since when, and until when that is no hang; any process of the rank says so."""
+    """A reported wait: for what, since when, and until when it is no hang. Any process of the rank may report it."""
 
     def __init__(self, memory: mmap.mmap, at: int):
         self._memory, self._at = memory, at

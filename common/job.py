@@ -1,7 +1,7 @@
-"""How a job runs and ends: its `main` is called, and its result is an exit code (see errors.py) and at most one line.
+"""Run a job: call its `main`, and turn the result into an exit code (see errors.py) and at most one line.
 
-With --doctor true the doctor listens to the moments of the job, from when its arguments are parsed. A small process watches
-a job on one device; several ranks are watched by watching/.
+With --doctor true the doctor listens to the moments of the job as soon as its arguments are parsed. A small process watches a
+job with one rank (watching/single_rank.py); the rest of watching/ watches several ranks.
 """
 
 import argparse

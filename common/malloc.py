@@ -1,8 +1,8 @@
-"""Settings that keep the memory of large tensors for the next step, instead of returning it to the kernel at every step.
+"""glibc settings that keep the memory of large tensors for the next step, instead of returning it to the kernel at every step.
 
-glibc reads them once, when a process starts. So they are set by what starts the processes that train (`make run`, launch
-local, the parent of a node), never by a job itself, and a user's own setting is kept. What loads samples asks for a part of
-them while it runs: keep(). By hand, where no GPU computes:
+glibc reads the settings once, when a process starts. The program that starts the training processes sets them (`make run`,
+launch local, the parent of a node), never the job itself. A user's own setting is kept. Code that loads samples calls keep() to
+apply a part of the settings to the running process. To set them by hand, where no GPU computes:
 
     GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
 """

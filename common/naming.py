@@ -1,4 +1,4 @@
-"""How nodes, ranks and differences between them are named in the log, in few letters however many there are."""
+"""Short texts for the log: the names of any number of nodes and ranks, and the first difference between two texts."""
 
 LONGEST_LIST = 200
 

@@ -1,4 +1,4 @@
-"""Packages that a run does without: what is left out where one is missing or broken."""
+"""Optional packages, and which files a run leaves out if one is missing or broken."""
 
 import functools
 import importlib

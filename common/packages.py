@@ -1,6 +1,6 @@
-"""What a job needs of Python and of other packages: what is too old or missing is one line, before anything needs it.
+"""Check Python and the required packages: if one is missing or too old, the job ends with one line before importing torch.
 
-An old Python reads this file, too, so it has nothing in it that came later. What a run can do without is in optional.py.
+An old Python must be able to read this file, so it uses no newer syntax. Packages that a run can do without are in optional.py.
 """
 
 import importlib.util

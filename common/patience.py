@@ -1,7 +1,7 @@
-"""How long a job waits for what may come back, such as a store that does not answer (--patience).
+"""The time limit for waits that may end by themselves, such as for a store that does not answer (--patience).
 
-Who waits says so in the pulse of its rank (heartbeat.py): whoever watches that knows then that the rank does not hang, and the
-log has one line of it, however many processes wait.
+A process that waits notes this in the pulse of its rank (heartbeat.py). The parent or watcher then knows that the rank does not
+hang, and the log has one line for a wait, however many processes wait.
 """
 
 import os
@@ -30,7 +30,7 @@ def limit() -> float:
 
 
 class Patience:
-    """Limits the time of many attempts, of any thread: the seconds since the first of those that have failed in a row."""
+    """The time limit for repeated attempts, of any thread. It counts from the first of the attempts that failed in a row."""
 
     def __init__(self, seconds: Optional[float] = None) -> None:
         """`seconds`: unset, limit()."""

@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, a line every ten seconds in a log, a word to those who wait."""
+"""The progress of long work: a bar on a terminal, a line every ten seconds in a log, a message to processes that wait."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""The settings of train_imagenet.py that nobody has given: those of ImageNet, of NVIDIA's script, or of a small folder.
+"""The defaults of train_imagenet.py for options that are not given: of ImageNet, of NVIDIA's script, or of a small folder.
 
-A folder of a few hundred pictures is learnt with other ones than a million: smaller batches, or an epoch has one step; Adam's
-steps, as there are few of them; crops and an evaluation that leave on the picture what it shows.
+A folder of a few hundred pictures needs other settings than a million pictures: smaller batches, because an epoch would have
+one step; Adam, because there are few steps; larger crops and an uncropped evaluation, so that the subject stays visible.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What must not be shown: passwords and query strings of addresses, and the values of names such as HF_TOKEN.
+"""Mask what must not be shown: passwords and query strings of addresses, and the values of names such as HF_TOKEN.
 
 What is printed, saved or published goes through `mask`; errors.one_line calls it.
 """

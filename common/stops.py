@@ -1,6 +1,6 @@
-"""The signal that asks this process to stop: noted when it comes, obeyed between two batches, or while one is waited for.
+"""Stop signals: noted when they come, and obeyed between two batches or while the process waits for a batch.
 
-The handler can come in the midst of anything, so it saves nothing. A wait may last for ever, so there it raises Interrupted.
+The handler may interrupt any code, so it saves nothing. A wait may never end, so during a wait the handler raises Interrupted.
 """
 
 import signal
@@ -11,7 +11,7 @@ from common.errors import STOP_SIGNALS
 
 
 class Interrupted(BaseException):
-    """The wait is given up. No Exception, as those of a sample that cannot be read are caught."""
+    """A stop signal has ended a wait. A BaseException, because code that reads samples catches every Exception."""
 
 
 class Stops:

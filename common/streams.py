@@ -1,4 +1,4 @@
-"""The output of a job never fails: it trains on when its reader has gone, or when the disk of its log is full."""
+"""Output that never fails: the job trains on when the reader of its output is gone or the disk of its log is full."""
 
 import contextlib
 import io

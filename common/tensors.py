@@ -1,8 +1,8 @@
-"""The tensors and plain values in a file of torch.save, read without torch.load: nothing in it is run, on any torch.
+"""Read tensors and plain values from a file of torch.save without torch.load: no code in the file is run, on any torch.
 
-torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a made-up file could damage the
-memory of its process (CVE-2026-24747). Here a pickle may only make plain values and what NAMES has, each number that describes
-a tensor is compared with the bytes that are there, and these are copied.
+torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a crafted file could damage the
+memory of the process (CVE-2026-24747). Here a pickle may make only plain values and what NAMES lists. Each number that
+describes a tensor is checked against the bytes of the file, and the bytes are copied.
 """
 
 import collections
@@ -24,11 +24,11 @@ Storage = Callable[[str, int], torch.Tensor]  # (key, bytes) -> those bytes
 
 
 class Refused(ValueError):
-    """It is no file of tensors and plain values."""
+    """The content is no file of tensors and plain values."""
 
 
 class OldForm(Refused):
-    """It is in the form before torch 1.6, in which nothing can be verified."""
+    """The file has the form before torch 1.6, in which nothing can be verified."""
 
 
 def read(content: bytes, verified: bool) -> Any:
@@ -149,7 +149,7 @@ def _copy(record):
 
 
 class _Storage:
-    """No tensor of a tensor is made: only what persistent_load returns is a storage."""
+    """A storage, made only by persistent_load. A type of its own, so that no tensor is made from another tensor."""
 
     def __init__(self, flat: torch.Tensor):
         self.flat = flat
@@ -201,9 +201,9 @@ NAMES = {**FUNCTIONS, **{("torch", name): kind for name, kind in TYPES.items()}}
 
 
 class Unpickler(pickle._Unpickler):
-    """Knows the opcodes with which torch.save writes, on the types for which they are meant.
+    """Accepts only the opcodes that torch.save writes, and only on the types for which they are meant.
 
-    It is Python's own in Python: the memo of the one in C takes memory up to any index that a file states.
+    It extends Python's unpickler in Python: the memo of the C version takes memory up to any index that a file states.
     """
 
     stack: list
@@ -296,7 +296,7 @@ class Unpickler(pickle._Unpickler):
 
 
 class _Entries(Unpickler):
-    """The list with which a stream begins: of each record a "key" and its "length", as attributes of an object."""
+    """Reads the list at the start of a stream: for each record an object with a "key" and a "length"."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("torch.distributed._serialization", "_Entry"):

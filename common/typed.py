@@ -1,8 +1,8 @@
-"""From the words of a command line to those that argparse reads, and what becomes of words that no option declares.
+"""Convert a command line to the form that argparse reads, and ignore or refuse words that no option declares.
 
-Consoles pass every value as a string, as `--x v` or `--x=v`, and append options that no job declared. So booleans can be
-spelled out (`--custom_data true`) or stand alone, and options that platforms are known to append are ignored, as is what
---ignore names. Every other word that no option has is refused, with the option that it may stand for.
+Consoles pass every value as a string, as `--x v` or `--x=v`, and append options that no job declares. So booleans can be
+spelled out (`--custom_data true`) or stand alone. Options that platforms are known to append, or that --ignore names, are
+ignored. Every other word that no option has is refused, with the option that was probably meant.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """AutoAugment with torchvision's policies for ImageNet, as a pure function of (seed, epoch, sample id) and the picture.
 
-torchvision draws from torch's generator, which is seeded for each picture and then put back: a picture looks the same on every
-rank, in every loader and after any restart. Pillow does it four times as fast as torch.
+torchvision draws from torch's generator, which is seeded for each picture and restored afterwards. A picture therefore looks
+the same on every rank, in every loader and after any restart. Pillow is used because it is four times as fast as torch.
 """
 
 import functools

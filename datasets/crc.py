@@ -1,4 +1,4 @@
-"""The CRC-32 by which a damaged photograph of a pack or cache is known; isal's takes an eighth of the time of zlib's."""
+"""CRC-32, to detect damaged photographs in a pack or cache. isal computes it in an eighth of the time of zlib."""
 
 try:
     from isal.isal_zlib import crc32

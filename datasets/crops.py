@@ -1,11 +1,11 @@
-"""Where each training picture is cropped and whether it is flipped: a pure function of (seed, epoch, sample id) and its size.
+"""The random crop and flip of each training picture: a pure function of (seed, epoch, sample id) and the picture's size.
 
-No random generator is used, so a picture looks the same on every rank, in every batch split, with any number of workers and
-after any restart, and every loader, whatever it decodes with, gets the same numbers.
+No random generator is used. A picture looks the same on every rank, in every batch split, with any number of workers and after
+any restart. Every loader gets the same numbers, whatever its decoder.
 
 Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4
-to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. Where 100 % are
-asked for, it is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
+to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. For an area of 100 %
+it is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
 """
 
 from typing import Any

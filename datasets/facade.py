@@ -1,4 +1,4 @@
-"""Two loaders over a folder of photographs for a script of your own, under the names of the DALI article that they come from.
+"""Loaders of a folder of photographs for a script of your own, with the names of the DALI article.
 
     data = Dataset("/data/imagenet", batch_size, val_batch_size, workers, use_dali, dali_cpu, fp16)
     for epoch in range(90):
@@ -7,9 +7,9 @@
         for images, labels in data.get_val_loader(): ...
         data.reset()
 
-With and without DALI the same pictures come in the same order, all of them in each epoch: the last batch may be smaller. A
-pipeline of DALI lives for one epoch: the one for validation takes no GPU memory during training, and none can grow from epoch
-to epoch.
+With and without DALI, the same pictures come in the same order. Each epoch has all pictures, so the last batch may be smaller.
+A DALI pipeline exists for one epoch. The pipeline for validation therefore takes no GPU memory during training, and none grows
+from epoch to epoch.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Photographs by the class: ROOT/{train,val}/CLASS/*.JPEG, or synthetic ones, as batches for the image jobs."""
+"""Batches for the image jobs: photographs from ROOT/{train,val}/CLASS/*.JPEG, or synthetic images."""
 
 import argparse
 import os
@@ -192,7 +192,7 @@ def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
 
 
 class Resident:
-    """A loader that costs nothing: one batch of noise, made on the device, in place of each of the sampler's."""
+    """A loader without cost: it gives one batch of noise, made on the device, in place of each batch of the sampler."""
 
     beside = False
     pixels = file_of = None  # nobody needs to see the noise

@@ -33,7 +33,7 @@ ORIGINAL = COLLATED[torch.Tensor]
 
 
 class DeviceLoader:
-    """`batches` gives (uint8 images, labels, ids) in the sampler's order; `ids` are those of the batch that was last given."""
+    """Moves batches to the device. `batches` gives (uint8 images, labels, ids) in the order of the sampler."""
 
     def __init__(
         self,
@@ -210,10 +210,10 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
 
 
 class Batches(torch.utils.data.DataLoader):
-    """Which says what has happened where a process was killed while it handed over a batch: the connection breaks first.
+    """A DataLoader with a clear error if a process is killed while it sends a batch; torch would report a broken connection.
 
-    Its processes ignore SIGTERM, which torch and Python send to those that do not end by themselves, and then wait for ever:
-    so that they send SIGKILL.
+    Its processes ignore SIGTERM. torch and Python send SIGTERM to processes that do not end by themselves, and then wait for
+    ever. SIGKILL is sent instead.
     """
 
     def __iter__(self) -> Any:
@@ -253,8 +253,8 @@ def _join(process, seconds, timeout=None):
 class HandsOnErrors(torch.utils.data.Dataset):
     """A data set whose errors name the sample.
 
-    Those of one line come out of a worker process as they are, in place of a batch, and DeviceLoader raises them: torch would
-    make a text with a traceback of each. That of another error shows the code of whoever wrote the data set.
+    A UserError, TrainingFailed or system error is returned in place of a batch, and DeviceLoader raises it; torch would make a
+    text with a traceback of it. Any other error becomes a SampleError, with the traceback of the data set's code.
     """
 
     def __init__(self, data_set: Any):
@@ -285,7 +285,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
 
 
 class WithEpoch:
-    """The sampler's batches, each with its epoch: a worker process lives for several epochs."""
+    """Gives (epoch, batch) for each batch of the sampler, because a worker process lives for several epochs."""
 
     def __init__(self, sampler: Any):
         self._sampler = sampler

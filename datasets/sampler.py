@@ -76,8 +76,8 @@ class EpochSampler:
 
 
 class EverySample(EpochSampler):
-    """The same, and a last batch with the samples that are left. Where they do not divide among the ranks, the first samples
-    of the epoch fill it up, as with torch's DistributedSampler: a rank with fewer would let the others wait."""
+    """Like EpochSampler, with a last batch of the remaining samples. If they do not divide among the ranks, the first samples
+    of the epoch fill it up, as in torch's DistributedSampler: the other ranks would wait for a rank with fewer samples."""
 
     def set_global_batch(self, global_batch: int) -> None:
         self.global_batch = global_batch

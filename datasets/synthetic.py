@@ -1,4 +1,4 @@
-"""Images without a data set, for trying a job out where there is no data and no network (--custom_data true).
+"""Synthetic images, to try a job where there is no data set and no internet connection (--custom_data true).
 
 A network learns them in seconds. The accuracy on them means nothing.
 """

@@ -1,6 +1,6 @@
 """Reading untrusted archives and pickles: nothing in them is executed, and nothing is written outside the folder.
 
-An archive is read to its end, also after the last file: its checksum is there.
+An archive is read to its end, because its checksum comes after the last file.
 
 tarfile's own filters have been bypassed more than once and a pickle can execute any code, so neither is trusted here: the
 archive may only hold plain files with the expected names, and the pickle only the opcodes of a dictionary of lists, byte

@@ -1,4 +1,4 @@
-"""What happens before a job starts: python -m launch VERB ..., each verb a small program with a --help of its own."""
+"""Programs to use before a job starts: python -m launch VERB ... Each verb is a small program with a --help of its own."""
 
 import difflib
 import importlib

@@ -1,12 +1,12 @@
-"""Look for what ruins runs before a job starts: on every node, in seconds, in one table, the worst first.
+"""Look for problems before a job starts: on every node, in seconds, in one table, the worst first.
 
     python -m launch doctor jobs/train_ddp.py -- --data_url /data/cifar10 --output_dir /runs/7
 
-The job's own options come after --. On several nodes start it on each, as the job itself; node 0 prints the table for all of
-them, and waits for the others --doctor_seconds, an option of the job. The job takes a few steps, whose result is thrown away;
-nothing of a run is written. The exit code is 0 when nothing is bad, else 1.
+The job's own options come after --. On several nodes, start this program on each, like the job itself. Node 0 waits for the
+others for --doctor_seconds, an option of the job, and prints the table for all. The job takes a few steps, whose result is
+discarded; nothing of a run is written. The exit code is 0 when nothing is bad, else 1.
 
-Where a console takes only a job, --doctor true among the job's options does the same.
+If a console takes only a job, --doctor true among the job's options does the same.
 """
 
 import os

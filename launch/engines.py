@@ -1,4 +1,4 @@
-"""What the name of a platform's engine says of its torch and Python, and whether a job can use it."""
+"""Read the versions of torch and Python from the name of a platform's engine, and check that a job can use them."""
 
 import re
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Play a training platform on this machine: every node is one process that gets what the platform would give it.
+"""Imitate a training platform on this machine: each node is one process with the arguments and variables of the platform.
 
     python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --platform pai-dlc jobs/train_ddp.py -- --custom_data true
@@ -6,9 +6,9 @@
     python -m launch local --nodes 2 --kill 1@8 --restarts 1 jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- --custom_data true --min_nodes 1
 
-The fourth kills node 1 after 8 seconds and then starts the whole job again, as the platform would; in the last one the other
-node goes on, and node 1 is started again by itself. Ctrl-C and SIGTERM reach every node, as the platform's stop does. Every
-line of output begins with its node.
+The fourth command kills node 1 after 8 seconds and then starts the whole job again, as a platform would. In the last one the
+other node goes on, and only node 1 is started again. Ctrl-C and SIGTERM reach every node, as a platform's stop does. Every line
+of output begins with its node.
 """
 
 import argparse

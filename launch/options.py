@@ -1,4 +1,4 @@
-"""What the verbs share: how they read a command line, what they say of a job that is not there, and how they end."""
+"""Code that all verbs share: the parser of a command line, the error for a missing job, and the exit code."""
 
 import argparse
 import os

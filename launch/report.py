@@ -1,4 +1,4 @@
-"""A page of what a run has left: what came out, where the time went, what it got wrong, how to go on.
+"""Make report.html, a page of a run's files: the results, where the time went, the mistakes, and how to go on.
 
     python -m launch report output_dir/train                        report.html there, also of a run that was killed
     python -m launch report s3://bucket/run                         report.html here

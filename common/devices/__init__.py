@@ -1,6 +1,6 @@
-"""The device that this process computes on: a GPU, an NPU, another accelerator that torch knows, or the CPU.
+"""The device on which this process computes: a GPU, an NPU, another accelerator that torch supports, or the CPU.
 
-What torch calls differently for each kind is called in this room, and nowhere else.
+Only this package makes the calls of torch that differ between the kinds of device.
 """
 
 from common.devices.choice import choose, describe, fewer_than_promised, identity, require_one_each

@@ -1,4 +1,4 @@
-"""Which device this process takes, and what to do where it is not there."""
+"""Choose the device of this process. If the requested device is missing, the error says what to do."""
 
 import argparse
 import os

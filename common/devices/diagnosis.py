@@ -1,4 +1,4 @@
-"""Why there is no device, or no memory of it, and what to change."""
+"""Error messages for a missing device and for full memory: the reason, and what to change."""
 
 import importlib.metadata
 import os

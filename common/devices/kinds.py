@@ -1,7 +1,7 @@
-"""The kinds of device, in one table, and how many of them this process sees.
+"""A table of the kinds of device, and the number of accelerators that this process sees.
 
-What differs by kind stands here; nobody compares names of devices elsewhere. That of NPUs follows their vendor's pages and was
-tried on a stand-in alone; XPUs and MPS follow torch's, and were not tried.
+The table defines all differences between kinds; no other module compares names of devices. The entry for NPUs follows the
+vendor's pages and was tested on a stand-in only. The entries for XPUs and MPS follow torch's pages and are untested.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a program asks of its device, in the words of each kind: queues and events, memory, precision, layout, kernels."""
+"""Device operations, with the calls of each kind of device: streams and events, memory, precision, layout, kernels."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Checks of the machine and the job, a function for each: it says what is the case, how bad that is and what to do."""
+"""The doctor's checks of the machine and the job. Each function says what it has found, how bad this is and what to do."""
 
 import argparse
 import contextlib

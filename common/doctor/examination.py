@@ -1,9 +1,9 @@
-"""The examination of a job before it starts: problems of every node and of the job, in one table, the worst first.
+"""The doctor: it examines every node and the job before the training, and shows all problems in a table, the worst first.
 
     python -m launch doctor jobs/train_ddp.py -- --data_url ...      or --doctor true after the job's own arguments
 
-It listens to the moments of the job (common/moments.py). Each node checks itself (checks.py). Then the nodes meet as they would
-for the training, but wait less long; the ranks begin the job, load its data, take a few steps as a trial, and end.
+It is called at the moments of the job (common/moments.py). Each node checks itself (checks.py). The nodes then meet as for the
+training, with a shorter time limit. The ranks begin the job, load its data, take a few trial steps, and end.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The ranks of a job that the platform started one by one: which have come, and their clocks, before they form a group."""
+"""Find missing ranks and compare clocks before the process group is formed, if the platform started each rank by itself."""
 
 import json
 import time

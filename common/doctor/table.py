@@ -1,4 +1,4 @@
-"""What the doctor finds: how bad it is, what it is and what to do about it; and the table of it all, the worst first."""
+"""A Finding of the doctor (how bad it is, what was found, what to do), and the table of all findings, the worst first."""
 
 import functools
 from collections.abc import Sequence

@@ -1,3 +1,3 @@
-"""Elastic jobs: nodes may be lost and join, and the others go on while there are enough. Imported with --min_nodes alone."""
+"""Elastic jobs: nodes may be lost or join, and the others continue while enough remain. Imported only with --min_nodes."""
 
 __all__ = ["job"]

@@ -1,7 +1,7 @@
-"""What an elastic job is given, at the moments that it announces (common/moments.py).
+"""The listener that makes a job elastic, called at the moments of the job (common/moments.py).
 
-The parent of a node is another one (supervisor.py), its workers meet anew whenever they change (members.py), and the run asks
-other peers (peers.py).
+It replaces the parent process of a node (supervisor.py), the group of the workers (members.py) and the peers of a run
+(peers.py).
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The node that leads an elastic job (supervisor.py): who is a member, and from when.
+"""The leader of an elastic job: the parent process (supervisor.py) that decides which ranks are members, and from when.
 
-It numbers each change: a generation has its ranks, and a lighthouse at which torchft lets them meet (members.py). torchft knows
-a rank by its heartbeats alone. What is decided here it cannot know: whether a node has certainly ended or is only silent,
-whether more than half of the nodes are on this side of a broken network, and where all meet when the leader is lost.
+Each change begins a numbered generation: a list of ranks, and a lighthouse of torchft at which they meet (members.py). torchft
+knows a rank only by its heartbeats. The leader decides what torchft cannot know: whether a node has ended or is only silent,
+whether more than half of the nodes are on this side of a broken network, and where the nodes meet when the leader is lost.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
 
 
 class Leader:
-    """What a parent (supervisor.py) does while its node leads: from the start, or `after` a node that was lost."""
+    """The part of a parent (supervisor.py) that leads the job: from the start, or `after` the node that led before was lost."""
 
     def __init__(self, parent: Any, after: Optional[int] = None, silent: bool = False):
         self._parent = parent

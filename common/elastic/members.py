@@ -1,9 +1,9 @@
-"""Who takes part in the steps of an elastic job (--min_nodes): the side of a worker, on torchft.
+"""The worker's side of an elastic job (--min_nodes): its process group and collectives, on torchft.
 
-The parents (supervisor.py) decide who is a member, and number each change. In such a generation torchft lets its members meet,
-forms their process group, and hands the state of the one that is furthest to those that are behind or new. Added here: whoever
-waits looks at the number of the generation. A collective with a frozen machine, or a group that a dead member never joins,
-would wait for minutes.
+The parents (supervisor.py) decide which ranks are members, and number each change. In each such generation torchft lets the
+members meet, forms their process group, and sends the state of the most advanced member to members that are behind or new. In
+addition, a waiting worker watches the number of the generation. Otherwise a collective with a frozen machine, or a group that a
+dead member never joins, would wait for minutes.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ FOREVER = datetime.timedelta(hours=24)  # who waits longer than it should leaves
 
 
 class Members:
-    """The present group of this rank, and its collectives, which raise Changed."""
+    """The present group of this rank. Its collectives raise Changed if a member was lost or has joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size = rank, size  # of the present generation, once there is one
@@ -170,7 +170,7 @@ class Members:
 
 
 class Work:
-    """A collective that has begun. One that could not begin, because a member was lost, fails when it is waited for."""
+    """A collective under way. If it could not begin, because a member was lost, wait() raises Changed."""
 
     def __init__(self, members: Members, begin: Callable[[Any], Any]):
         self._members = members

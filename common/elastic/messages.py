@@ -1,4 +1,4 @@
-"""The messages that the nodes of an elastic job send each other in addition: the form that each must have."""
+"""The additional messages between the nodes of an elastic job, and the form that each must have."""
 
 from common.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
 

@@ -1,8 +1,8 @@
-"""Those that train with this rank in an elastic job.
+"""The ranks that train together in an elastic job. If a rank is lost or joins, they repeat the step or evaluation.
 
-All that the ranks exchange in a step or an evaluation, they exchange before it counts. If one is lost or joins meanwhile, those
-that are there form the next group (members.py) and do it anew. A rank that had already all it needed is ahead of the
-others by that step or evaluation: they take its state, which theirs would have become.
+A step or an evaluation counts only after all its communication. If a rank is lost or joins before, the ranks form the next
+group (members.py) and repeat it. A rank that had already received everything is ahead. After a step the others load its state;
+they would have reached the same state. After an evaluation each of them evaluates alone.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Who may be a member of the next generation, and whether those that remain may go on: plain rules (see leader.py).
+"""The rules of the leader (leader.py): who is a member of the next generation, and whether the remaining nodes may continue.
 
-A node whose end is certain, because its connection was closed or its worker was seen to end, no longer counts. One that is
-only silent still counts: perhaps it is cut off, and thinks the same of the others. Then those go on that are more than half.
+A node has certainly ended if its connection was closed or its worker was seen to end. It no longer counts. A silent node still
+counts: it may be cut off, and may see the others as silent. The remaining nodes then continue only if they are more than half.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""The parent process of a node in an elastic job (--min_nodes): it goes on without a worker, a node or a leader that is lost.
+"""The parent process of a node in an elastic job (--min_nodes). It continues when a worker, a node or the leader is lost.
 
-Node 0 leads, and after it a node that remains (leader.py). Every node tells the leader which of its workers live and which
-wait. The leader tells all nodes who the members of the next generation are; the workers among them form its group (members.py).
+Node 0 leads; if it is lost, a remaining node leads (leader.py). Every node tells the leader which of its workers live and which
+wait. The leader tells all nodes the members of the next generation; these workers form its process group (members.py).
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Exact training: the global batch is cut into shares, and the result does not depend on how many ranks compute them.
+"""Exact training: the global batch is divided into shares, and the result does not depend on the number of ranks.
 
     shares = Shares(args, model, train_sampler, test_sampler)
     run.register(shares=shares)
@@ -10,8 +10,8 @@
         optimizer.step()
         run.step(loss)
 
-A share has its own statistics of the batch norms and its own random numbers. Its gradients, what its forward pass has changed
-in the network's buffers and its loss are averaged along a tree over the shares' numbers (common/exact/sums.py).
+Each share has its own batch norm statistics and its own random numbers. Its gradients, its loss and the changes that its
+forward pass makes to the network's buffers are averaged along a tree over the numbers of the shares (common/exact/sums.py).
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""A mean over shares whose bits do not depend on which rank has computed which share, nor on how many ranks there are.
+"""The mean over shares, with the same bits for any number of ranks and wherever each share is computed.
 
-The shares are the leaves of a binary tree over their numbers; siblings are added, and a node without a sibling moves up as it
-is. A rank adds what it can of its own shares. The roots that it is left with travel in chunks: every rank gets one chunk of
-the roots of all ranks, finishes the tree for it, and then all ranks gather the chunks. No order of additions is left to the
-communication library, whose own sums depend on the number of ranks.
+The shares are the leaves of a binary tree, in the order of their numbers. Siblings are added; a value without a sibling moves
+up unchanged. A rank adds its own shares as far as the tree allows. The remaining roots are sent in chunks: every rank receives
+one chunk of the roots of all ranks and finishes the tree for this chunk, then all ranks gather the chunks. The communication
+library adds nothing, because its sums depend on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def places(own: range, shares: int) -> list[tuple[int, int]]:
 
 
 class Part:
-    """Some of the tensors that are averaged: one flat vector for each share, exchanged as soon as the last share has come."""
+    """A group of tensors that are averaged together: one flat vector for each share, exchanged after the last share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
         """`group`: collectives.All, or elastic's Members."""
@@ -124,7 +124,7 @@ class Part:
 
 
 class AnyOrder(Part):
-    """The same mean, with the sum as the communication library makes it: faster, with other bits for other ranks."""
+    """The same mean, but all_reduce makes the sum: faster, and the bits depend on the ranks."""
 
     def _put(self, share, flat):
         self._roots = [(0, 0, self._sum(self._roots[0][2], flat) if self._roots else flat)]

@@ -1,4 +1,4 @@
-"""The networks, their average over time, and how good their pictures are. Nothing here knows of ranks or files."""
+"""Networks, their moving average, and measures of image quality. This package does not depend on ranks or files."""
 
 from common.models.average import Average
 from common.models.resnet import resnet18

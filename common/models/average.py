@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Average(nn.Module):
-    """Averages weights and statistics. Its state is that of torch's AveragedModel, which waits for the GPU twice a step."""
+    """Averages weights and statistics. Its state is that of torch's AveragedModel; unlike there, no step waits for the GPU."""
 
     n_averaged: torch.Tensor
 

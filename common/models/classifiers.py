@@ -1,4 +1,4 @@
-"""The networks that classify photographs, by their names: torchvision's, and one that NVIDIA's ResNet-50 script has."""
+"""The networks that classify photographs, by name: those of torchvision, and resnext101_32x4d of NVIDIA's ResNet-50 script."""
 
 import difflib
 

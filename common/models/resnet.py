@@ -9,7 +9,7 @@ FEW = 8  # channels
 
 
 class Across(nn.Conv2d):
-    """A 1x1 convolution. torch's gradient of few channels with a stride overwrites memory on CPUs with AVX2 alone (2.15)."""
+    """A 1x1 convolution. On CPUs with AVX2 only, torch 2.15 overwrites memory in its gradient of few channels with a stride."""
 
     def forward(self, x):
         rows, columns = self.stride

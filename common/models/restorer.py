@@ -1,4 +1,4 @@
-"""A small network that takes the blur out of pictures, and how alike two pictures are."""
+"""A small network that removes blur from pictures, and two measures of how similar two pictures are (PSNR, SSIM)."""
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,9 @@ class ResidualBlock(nn.Module):
 
 
 class Restorer(nn.Module):
-    """Pictures in [-1, 1] of any size to the same, sharper; untrained, it changes nothing.
+    """Maps pictures in [-1, 1], of any size, to sharper ones of the same size. Untrained, it changes nothing.
 
-    It works at half the resolution and adds what it finds to its input.
+    It computes at half the resolution and adds the result to its input.
     """
 
     def __init__(self, width: int = 48):

@@ -1,7 +1,7 @@
-"""What every rank must have done before any may go on: for work of unknown length, such as fetching data.
+"""A barrier for work of unknown length, such as fetching data: no rank continues before all ranks have finished.
 
-There is no collective here: a waiting rank reads the keys of the job's store, so it can name the rank that it waits for, and
-when one rank fails or dies, all fail at once.
+It uses no collective. A waiting rank reads the keys of the job's store, so it can name the rank that it waits for. If one rank
+fails or dies, all ranks fail at once.
 """
 
 import json

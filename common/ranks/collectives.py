@@ -1,6 +1,6 @@
-"""What all ranks do together on the CPU, apart from the gradients: add, compare and send bytes.
+"""Collectives of all ranks on the CPU, other than those for gradients: add, compare and send bytes.
 
-Everything goes through a Gloo group: the main one where that is Gloo, else a second one.
+They use a Gloo group: the default group if its backend is Gloo, else a second group.
 """
 
 import datetime
@@ -25,15 +25,15 @@ POLL_SECONDS = 0.001
 
 
 class Changed(Exception):
-    """The group is of the past: a member was lost, or one has joined (common/elastic)."""
+    """The process group is no longer valid: a member was lost or has joined (common/elastic)."""
 
 
 class Stopped(Exception):
-    """The run is saved and ends: the platform says so, too few remain, or the others may still be there (common/elastic)."""
+    """The run must save and end: the platform stops it, too few nodes remain, or silent ones may still run (common/elastic)."""
 
 
 class Group:
-    """What the ranks of the process group share in addition to it."""
+    """What this rank has besides the process group: the store, the watcher, the elastic members, a Gloo group."""
 
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
@@ -68,7 +68,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 class All:
-    """The ranks of the process group, and what elastic's Members has too: collectives that begin and are waited for."""
+    """The ranks of the process group, with asynchronous collectives. Elastic's Members has the same interface."""
 
     def __init__(self) -> None:
         self.rank, self.size = rank_and_size()
@@ -111,7 +111,7 @@ def _wait_for(work):
 
 
 class AtOnce:
-    """The process ends without waiting for threads of a group whose other members may never come."""
+    """Ends the process without waiting for the threads of a process group whose other members may never come."""
 
     def leaving(self, code: object) -> NoReturn:
         """The process ends (common/moments.py)."""

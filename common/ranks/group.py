@@ -1,4 +1,4 @@
-"""From one process per node, or one per rank, to a process group: used by every job that runs on several GPUs or nodes.
+"""Start the workers of a node if the platform has not, and form the process group of a job on several GPUs or nodes.
 
 group.add_options(parser)
 group.start_workers(args)       # below this line there are world_size equal processes

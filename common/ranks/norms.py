@@ -1,7 +1,7 @@
 """Batch norms over the samples of all ranks, on GPUs and CPUs.
 
-torch.nn.SyncBatchNorm looks for ranks without samples, and so makes the host wait for the GPU three times a layer. Here every
-rank has as many samples as the others, and nothing waits.
+torch.nn.SyncBatchNorm looks for ranks without samples, which makes the host wait for the GPU three times per layer. Here all
+ranks have the same number of samples, so the host never waits.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def synchronised(model: nn.Module) -> nn.Module:
 
 
 class SynchronisedNorm(nn.BatchNorm2d):
-    """Whose evaluation is that of BatchNorm2d."""
+    """A BatchNorm2d over all ranks in training; its evaluation is that of BatchNorm2d."""
 
     @classmethod
     def like(cls, norm: nn.BatchNorm2d) -> "SynchronisedNorm":

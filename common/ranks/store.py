@@ -1,7 +1,7 @@
-"""The keys and values that all ranks of a job share, by which they meet and form a process group.
+"""The key-value store of a job, through which all ranks meet and form the process group.
 
-Rank 0 keeps them, or torchrun's agent. torch's store lets anybody who reaches it set a key (docs/security.md), so ours listens
-only where the other ranks connect to.
+Rank 0 or torchrun's agent hosts it. torch's store accepts keys from anybody who reaches it (docs/security.md), so the store of
+rank 0 listens only on the address to which the other ranks connect.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""What a run left, as a page: report.html."""
+"""report.html, a page made from the files of a run."""
 
 from common.report.left import FILES, Left
 from common.report.page import of_one

@@ -1,4 +1,4 @@
-"""The figures of a report as SVG that takes the colour of the text around it; what they show is also in a table beside them."""
+"""The figures of a report as SVG in the colour of the surrounding text. A table beside each figure shows the same."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read with patience: a file may be missing, cut off, of an older version or of anybody."""
+"""Read the files in the folder of a run. A file may be missing, cut off, of an older version, or untrusted."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""report.html: the page of one run, from what it has left."""
+"""Make report.html, the page of one run, from the run's files."""
 
 import base64
 import collections

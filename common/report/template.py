@@ -1,6 +1,6 @@
-"""report.html before it is filled in: one file that asks for nothing else, in English and Chinese, for phones and in the dark.
+"""The template of report.html: one self-contained file, in English and Chinese, for phones too, with a dark mode.
 
-`t(en, zh)` is a text in both languages, of which the browser shows one. jinja2 escapes what is filled in.
+`t(en, zh)` is a text in both languages; the browser shows one of them. jinja2 escapes all values.
 """
 
 SCRIPT = """

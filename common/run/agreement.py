@@ -1,7 +1,7 @@
-"""What is due, alike on every rank: a stop that a platform asked for, the end of --max_hours, a checkpoint.
+"""The ranks agree on what is due: a stop requested by the platform, the end of --max_hours, or a checkpoint.
 
-Each rank has its own clock and its own signals, so the ranks take the maximum of their values: not in every step, but twice a
-second by the step time of the slowest rank, which they exchange as well.
+Each rank has its own clock and its own signals, so the ranks take the maximum of their values. They do so about twice a second
+and not in every step. The interval follows the step time of the slowest rank, which they exchange as well.
 """
 
 import time

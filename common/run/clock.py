@@ -1,8 +1,8 @@
-"""The clock of a run: the seconds that this start has spent in each phase, how fast it is, how long the rest takes.
+"""The clock of a run: the seconds that this start has spent in each phase, its speed, and the time left.
 
-The host's clock measures all but the transfer to a GPU, which overlaps the computing and is measured by the GPU's clock: there
-the phases of the training may add up to more than 100 %. What is shown and written is saving, and no part of the speed; nor is
-what a store or a disk lets wait that does not answer (common/patience.py).
+The host's clock measures all phases but the transfer to a GPU. The transfer overlaps the computation and is measured by the
+GPU's clock, so the phases of the training may add up to more than 100 %. Showing and writing count as saving. Neither saving
+nor a wait for a store or disk that does not answer (common/patience.py) is part of the speed.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Those that train with this rank: who they are, and what is agreed with them."""
+"""The peers of a rank: the ranks that train together, and what they agree on."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from common.run.saving import restore
 class Fixed:
     """The ranks of the process group, or this process alone: the same from the first step to the last.
 
-    common/elastic has those that may change, of which a run asks the same.
+    common/elastic has peers that may change, with the same interface.
     """
 
     each_has_a_ledger = True

@@ -1,4 +1,4 @@
-"""What is left to do of a run, and what ends it: questions about a Position, whose answers are the same on every rank."""
+"""How much of a run is left, and which option ends it, computed from a Position. The answers are the same on every rank."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the epochs of a run came to, a row for each, and which of them is the best."""
+"""The results of a run's epochs, one row per epoch, and which epoch is the best."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The run of a job: goes on where the last start stopped, shows progress, saves when due, and stops when told to.
+"""The run of a job: it goes on where the last start stopped, shows progress, saves when due, and stops when told to.
 
     run = Run(args, train_sampler, model, optimizer=optimizer)      # and anything else that has a state_dict
     run.resume()                                                    # restores what was named, from the newest checkpoint

@@ -1,4 +1,4 @@
-"""Gradients of float16, scaled so that small ones do not vanish; a step whose gradients overflow is left out, and counted."""
+"""Loss scaling for float16, so that small gradients do not vanish. Steps whose gradients overflow are skipped and counted."""
 
 from typing import Any, Optional, Union
 
@@ -8,7 +8,7 @@ from common import devices
 
 
 class Scaler(devices.grad_scaler()):
-    """torch's, which also knows how many steps it has left out. Counted on the device: only a question waits for it."""
+    """torch's GradScaler, which also counts skipped steps. The count is on the device; only reading it waits for the device."""
 
     def __init__(self, device: str, enabled: bool = True, **options: Any):
         super().__init__(device, enabled=enabled, **options)

@@ -1,4 +1,4 @@
-"""What a network got right: the job's `evaluate` adds logits, labels and sample ids; questions are asked afterwards.
+"""The scores of a network: the job's `evaluate` adds logits, labels and sample ids; the scores are read afterwards.
 
 scores = Scores(classes, device, loader.pixels)             # which makes pictures of mistakes, and may be left out
                                                             # a fourth argument, loader.file_of, names their files

@@ -1,6 +1,6 @@
-"""What a run says, and the files that it can do without, of the rank that shows them and the one that writes them.
+"""The log lines and the optional files of a run, on the ranks that show or write them.
 
-Where a file cannot be written, a warning says so, it is tried again, and the run goes on.
+If a file cannot be written, there is a warning, the file is tried again, and the run goes on.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a program prints of its own speed: the seconds of its parts, and the images a second of some steps."""
+"""Timers for programs that print their speed: the seconds of each part, and the images per second of some steps."""
 
 import time
 from collections.abc import Mapping

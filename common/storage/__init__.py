@@ -1,4 +1,4 @@
-"""How data come in and results go out, whether the place is a folder, a bucket or a web server."""
+"""Fetch data and publish results, whether the place is a folder, a bucket or a web server."""
 
 from common.storage.transfer import fetch, publish
 

@@ -1,11 +1,11 @@
-"""One bucket of an object store: how it is reached, how long a request is tried, and what an error message advises.
+"""Access to one bucket of an object store: the connection, the time limit of a request, and errors with advice.
 
     s3://bucket/prefix     Amazon S3, or any store that AWS_ENDPOINT_URL_S3 names
     obs://bucket/prefix    Huawei OBS
     oss://bucket/prefix    Alibaba OSS
 
 Credentials, region and endpoint come from where boto3 looks for them (AWS_ACCESS_KEY_ID, AWS_PROFILE, a role ...), never from
-an argument. Each request is made once by boto3 and repeated here, so that there is one time limit and one reason.
+an argument. boto3 makes each request once, and this module repeats it, so that there is one time limit and one reason.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Settings:
 
 
 class Changed(Exception):
-    """The object is not the one that was listed."""
+    """The object has changed since it was listed."""
 
 
 def is_address(text: object) -> bool:

@@ -1,7 +1,7 @@
-"""A bucket's objects as files of a folder: in parallel, in parts, from where it stopped, each verified before it has its name.
+"""Fetch the objects of a bucket as files: in parallel, in parts, resumable, and each verified before it gets its name.
 
-The folder remembers in .fetching/index.jsonl which object each file is, so a second start fetches only what is missing or
-changed. A large object grows in .fetching, where a note says which parts of it are there. At the end each file is looked at.
+.fetching/index.jsonl states which object each file is, so a second start fetches only what is missing or changed. A large
+object grows in .fetching, with a list of its parts that are there. At the end, size and time of each file are checked.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""What a store says of an object's bytes: a checksum, or an ETag that is an MD5 of them or of the MD5s of parts, or nothing."""
+"""The digest that a store states for an object: a checksum, an ETag that is an MD5 or an MD5 of the MD5s of parts, or none."""
 
 import base64
 import functools
@@ -20,7 +20,7 @@ def is_encrypted(answer: Mapping[str, Any]) -> bool:
 
 
 class Crc:
-    """A checksum, with the methods of hashlib's digests. With `combine` those of two pieces give that of both together."""
+    """A checksum with the methods of hashlib's digests. `combine` joins the checksums of two pieces to that of both."""
 
     def __init__(
         self, compute: Callable[[Any, int], int], length: int, combine: Optional[Callable[[int, int, int], int]] = None
@@ -70,7 +70,7 @@ def checksum(answer: Mapping[str, Any]) -> Optional[tuple[str, Callable[[], Any]
 
 
 class Hasher:
-    """Whether bytes have a digest: of all of them, or of the digests of the parts that they were stored in."""
+    """Checks bytes against a digest: of all bytes, or of the digests of the parts in which they were stored."""
 
     def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
         """`digest`: as hex, with the number of parts behind it."""

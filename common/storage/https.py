@@ -1,4 +1,4 @@
-"""One file from a web server: under its name when it is whole and verified, or not at all."""
+"""Fetch one file from a web server. The file has its name only when it is whole and verified."""
 
 import contextlib
 import gzip

@@ -1,6 +1,6 @@
-"""What a fetch remembers in the folder .fetching of the one that it fills: which object each file is, and parts of large ones.
+"""The records of a fetch in the subfolder .fetching: which object each file is, and which parts of large objects are there.
 
-No object and no address can have a name in there, so data are never taken for notes, and notes never for data.
+No object and no address can have a name in .fetching, so data and records are never confused.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def _read(path: str) -> dict[str, tuple]:
 
 
 class Parts:
-    """PATH.part, and PATH.part.json: which object it is, then a line for each part that is in it."""
+    """An unfinished object in PATH.part. PATH.part.json states which object it is, and then each part that is there."""
 
     def __init__(self, path: str, item: Item, part_bytes: int) -> None:
         self._part_bytes = part_bytes

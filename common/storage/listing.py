@@ -1,4 +1,4 @@
-"""What there is to fetch from a bucket, as names of files of a folder, and whether the disk has room for it."""
+"""List the objects to fetch from a bucket, give each a file name, and check that the disk has room for them."""
 
 import os
 from typing import Optional

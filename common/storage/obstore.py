@@ -1,4 +1,4 @@
-"""Objects and parts of them through obstore where it is installed: it is several times faster than boto3."""
+"""Read objects and parts of objects through obstore if it is installed: it is several times faster than boto3."""
 
 import datetime
 import functools
@@ -10,7 +10,7 @@ PIECE = 1 << 18  # bytes: they are still in the processor's cache when they are 
 
 
 class Reader:
-    """Reads objects of one bucket. Where anything goes wrong, boto3 has to ask again: its error says what was wrong."""
+    """Reads objects of one bucket. After any failure boto3 has to ask again, as its error says what was wrong."""
 
     def __init__(self, get: Callable[..., Any]) -> None:
         self._get = get

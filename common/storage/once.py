@@ -1,7 +1,7 @@
-"""What one process of a node does for all of them, such as fetching the data.
+"""Do work such as fetching data once per node: one process does it, and the other processes of the node wait.
 
-The lease is a lock on a file: the kernel takes it back from an owner that dies, so it is never stale. Nothing here needs a
-process group, so no collective waits while data are copied: the other processes look at the lease.
+The lease is a lock on a file. The kernel releases it when its owner dies, so it is never stale. This needs no process group,
+and no collective waits while data are copied: the other processes look at the lease.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1
 
 
 class Lease:
-    """What the owner tells those who wait: a line of JSON in the lock file."""
+    """What the owner of the lease tells the processes that wait: a line of JSON in the lock file."""
 
     def __init__(self, file: int) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Data in, results out: the same for a mounted folder, a bucket and a web server.
+"""Fetch data and publish results: the same for a mounted folder, a bucket and a web server.
 
 folder = fetch(url, folder)     what to read: the path itself, or a folder that now holds what the address names
 publish(path, url)              a file or folder, to a path or a bucket

@@ -1,7 +1,7 @@
-"""A run's output folder as objects of a bucket, kept up to date in the background while the training goes on.
+"""Publish a run's output folder to a bucket, in the background while the training goes on.
 
-Each object is whole under its name and verified by the store. A checkpoint's manifest comes after the file that it describes,
-so a reader of the bucket never sees half a checkpoint; what the run no longer keeps is removed there too.
+Each object is whole under its name and verified by the store. The manifest of a checkpoint is sent after its file, so a reader
+of the bucket never sees half a checkpoint. Files that the run no longer keeps are also removed from the bucket.
 """
 
 import base64
@@ -32,10 +32,10 @@ Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no 
 
 
 class Publisher:
-    """Keeps the objects of a bucket as the files of a folder, or as one file, are.
+    """Copies the changes of a folder, or of one file, to a bucket.
 
-    start() does so in the background, finish() until all is there. `ours`: unfinished uploads to such names, which an earlier
-    start has left in the bucket, are removed. `starts`: of a run, this one among others (common/run/saving/starts.py).
+    start() copies in the background; finish() waits until all is there. `ours`: the names whose unfinished uploads by an
+    earlier start are removed from the bucket. `starts`: the numbered starts of a run (common/run/saving/starts.py).
     """
 
     def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING, starts: Any = None) -> None:

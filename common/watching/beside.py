@@ -1,7 +1,7 @@
-"""A small process beside one that a platform or a person has started, where that has no parent of ours: it tells how it ended.
+"""A watcher: a small process that tells how a rank ended, if the rank has no parent process of this project.
 
-It is forked before anything has been computed, and knows nothing of the device. What it watches for is its own affair
-(watcher.py: one of several ranks; single_rank.py: the only one); here is how the two speak with each other.
+It is forked before anything is computed, and does not use the device. This module has the communication between the two;
+watcher.py watches one of several ranks, single_rank.py the only rank.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ CRASHES = {
 
 
 class Rank:
-    """The process that the watcher was forked from, with what a Worker needs of a Popen."""
+    """The process from which the watcher was forked, with the methods of Popen that a Worker needs."""
 
     def __init__(self, pid: int, files: str, orders: socket.socket):
         self.pid, self._files, self._orders = pid, files, orders

@@ -1,4 +1,4 @@
-"""Whether the kernel holds a rank until a disk or a mount answers, such as a hard NFS mount whose server is away."""
+"""Detect that the kernel blocks a rank until a disk or a mount answers, such as a hard NFS mount whose server is down."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ FUSE = "request_wait_answer"  # where the kernel waits for the program behind a 
 
 
 class Held:
-    """What is known of the threads of a rank and of the processes that load for it."""
+    """The threads of a rank and of its loader processes that the kernel blocks, and since when."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, str], float] = {}  # {a wait of a thread: when it was found}

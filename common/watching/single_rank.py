@@ -1,4 +1,4 @@
-"""The watcher of a job with a single rank: if it is killed, crashes or hangs, its last line says so, and where it was.
+"""The watcher of a job with one rank: if the rank is killed, crashes or hangs, the last line of the log says so, and where.
 
 A process that hangs or is stopped is ended, so that the platform can start it again; in a terminal there is only a warning.
 """

@@ -1,7 +1,7 @@
-"""One parent per node: starts the node's workers, watches them and the other nodes, and ends them all when one has died.
+"""The parent process of a node: it starts the workers, watches them and the other nodes, and ends all when one has died.
 
-torch's elastic launcher starts the processes. Its agent is not used: it lets survivors hang for its grace of 30 s and its exit
-barrier of 300 s, reports the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
+torch's elastic launcher starts the processes. Its agent is not used: it lets the remaining workers hang for 30 s (grace) and
+300 s (exit barrier), reports the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
 parents of all nodes are connected to node 0 (channel.py), which decides what happened (watch.py).
 """
 

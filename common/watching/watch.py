@@ -1,9 +1,8 @@
-"""What the parent of a node (supervisor.py) and the watcher beside a rank (watcher.py) have in common: how it is decided what
-happened.
+"""Decide what happened to a job: the base of the parent of a node (supervisor.py) and the watcher of a rank (watcher.py).
 
-Each reports the state of its workers to node 0, which decides: a worker that was killed, stopped or failed by itself is the
-cause; one whose collective broke is a victim, and is reported only if no cause has appeared by the time that a lost node would
-have been noticed.
+Each of them reports the state of its workers to node 0, which decides. A worker that was killed, stopped or failed by itself is
+the cause. A worker whose collective broke is a victim. It is reported only if no cause appears within the time that it takes to
+notice a lost node.
 """
 
 import time
@@ -18,7 +17,7 @@ CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear a
 
 
 class Watch:
-    """`nodes`: how many processes like this one watch; `home`: where its workers are, for the log."""
+    """`nodes`: how many processes like this one there are; `home`: the node or host of its workers, for the log."""
 
     def __init__(self, nodes: int, home: str):
         self.nodes, self.home = nodes, home

@@ -1,7 +1,7 @@
-"""A small process beside each rank that a platform starts by itself (torchrun, srun, mpirun), where none has a parent of ours.
+"""The watcher of a rank, for jobs whose ranks the platform starts itself (torchrun, srun, mpirun), without a parent of ours.
 
-It reads the rank's pulse, meets the watchers of the other ranks once these have formed a group, and keeps the promises of a
-node's parent: a rank that is killed, stopped, stuck or lost is named on every node within seconds, and the others end.
+It reads the rank's pulse, and meets the watchers of the other ranks once these have formed a group. It gives the guarantee of a
+parent: a rank that is killed, stopped, stuck or lost is named on every node within seconds, and the other ranks end.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The workers of a node as their parent sees them: the progress of each, why one died, which one the others wait for."""
+"""A worker as the parent of its node sees it: its progress, why it died, and which worker the others wait for."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""How the nodes of a job talk to each other: connections, messages, the secret that they share, the interface that they use."""
+"""Communication between the nodes of a job: connections, messages, the shared secret, the network interface."""
 
 # Modules.
 __all__ = ["channel", "hub", "messages", "network", "secret"]

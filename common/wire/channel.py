@@ -1,8 +1,8 @@
-"""The connections between the parents of a job's nodes: how a node joins, and how each notices that another is lost.
+"""The connections between the parents of a job's nodes: how a node joins, and how a lost node is noticed.
 
-Node 0 listens on the platform's port (hub.py), the others connect to it. Both prove that they have the secret of the job
-(secret.py) before they say anything else. Messages are lines of JSON whose form is checked, and nothing is ever unpickled. A
-node that is lost is noticed by its closed connection at once; a node with a cut link or a frozen machine, by its silence.
+Node 0 listens on the platform's port (hub.py), and the other nodes connect to it. Both sides prove that they have the job's
+secret (secret.py) before any other message. Messages are lines of JSON whose form is checked; nothing is unpickled. A node that
+is lost is noticed at once by its closed connection. A cut link or a frozen machine is noticed by its silence.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ def beat_seconds(nodes: int) -> float:
 
 
 class ConnectionLost(Exception):
-    """The other end is closed, silent, or sends something else than our messages."""
+    """The other side is closed or silent, or does not send messages of this program."""
 
 
 class Closed(ConnectionLost):
-    """It has closed the connection."""
+    """The other side has closed the connection."""
 
 
 class Elsewhere(Exception):
-    """The run is led by another node than node 0, at this address and port (common/elastic)."""
+    """Another node than node 0 leads the run, at this address and port (common/elastic)."""
 
 
 def checked(message: dict) -> dict:
@@ -53,7 +53,7 @@ def checked(message: dict) -> dict:
 
 
 class Connection:
-    """Carries whole messages over a connection. It never blocks: who does not read what it is sent, is lost."""
+    """Carries whole messages over a socket. Sending never blocks: a node that does not read its messages is lost."""
 
     def __init__(self, own: socket.socket):
         self.socket = own

@@ -1,7 +1,7 @@
-"""Node 0's side of the connections (channel.py): it meets the other nodes of its job, and keeps strangers from doing harm.
+"""Node 0's side of the connections (channel.py): it accepts the other nodes of its job, and limits what strangers can do.
 
-A stranger is a connection that has not yet proved that it belongs. Few of them may wait, each for a short time, and they are
-counted in one line. Whatever they send, the job goes on.
+A stranger is a connection that has not yet proved that it has the job's secret. Few strangers may wait, each for a short time,
+and one line counts them. Whatever they send, the job goes on.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""The messages that the nodes of a job send each other: a line of JSON each, and the form that each must have."""
+"""The messages between the nodes of a job: each is a line of JSON and must have the form that is defined here."""
 
 import contextlib
 import ipaddress

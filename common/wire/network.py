@@ -1,4 +1,4 @@
-"""Which network interface the ranks should use, a port that is free, and how many connections a process may have."""
+"""Find the network interface for the ranks and a free port, and set how many connections a process may have."""
 
 import contextlib
 import fcntl

@@ -1,7 +1,7 @@
-"""The secret of a job, which all of its nodes have and nobody else, and how two of them prove to each other that they have it.
+"""The secret that the nodes of a job share, and how two nodes prove to each other that they have it.
 
-Each side sends a random number, and then the HMAC of both numbers under the secret. The secret itself is never sent. Without
-one the same words are exchanged under a key that everybody knows.
+Each side sends a random number, and then the HMAC of both numbers under the secret. The secret itself is never sent. Without a
+secret, the same messages are exchanged under a key that is publicly known.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The place of this process: which node and rank of how many, on which platform, and the folders for its data and output."""
+"""The place of this process: its node and rank, how many there are, the platform, the folders for data and output."""
 
 from common.world import folders
 from common.world.place import World

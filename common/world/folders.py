@@ -1,7 +1,7 @@
-"""Where a job reads and writes: from its arguments, else from what the platform set, else a folder of the current one.
+"""The folders of a job: from its arguments, else from the platform's variables, else below the current folder.
 
-Four places, because platforms keep them apart: the data, the output (what is worth keeping at the end), the checkpoints
-(must survive a restart) and the TensorBoard events. Where a platform names only the output, the other two lie inside it.
+There are four, because platforms keep them apart: the data, the output (worth keeping at the end), the checkpoints (must
+survive a restart) and the TensorBoard events. If a platform names only the output, checkpoints and events are inside it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a rule may look at, and the two kinds of place that it may give: of a process, or of a node that starts its workers."""
+"""The input of a rule (rules.py), and its two kinds of result: the place of a process, or of a node that starts its workers."""
 
 import argparse
 import json

@@ -1,11 +1,11 @@
-"""The place of a process: which node and which rank of how many, on which platform, and the address of the master."""
+"""The place of a process: its node and rank, the number of nodes and ranks, the platform, and the address of the master."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """At level "node" the process stands for the first of the local_world_size workers of its node."""
+    """The place of a process. At level "node" its rank is that of the first of the local_world_size workers of its node."""
 
     platform: str
     rule: str  # what the platform was recognised by, for the log

@@ -1,4 +1,4 @@
-"""From arguments and environment to the place of this process; the first rule that recognises its platform decides."""
+"""Find the place of this process from arguments and environment, by the first rule that recognises its platform."""
 
 import argparse
 import contextlib

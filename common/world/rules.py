@@ -1,8 +1,8 @@
-"""How each platform and launcher says where a process is: one rule for each, and the order in which they are asked.
+"""The rules that find the place of a process, one for each platform and launcher, and the order in which they are tried.
 
-The difficult question is the *level*: RANK and WORLD_SIZE count nodes on some platforms and processes on others. So the
-launchers that certainly start one process per worker come first, then the platforms that start a job once per node, each
-recognised by a variable that no other sets.
+RANK and WORLD_SIZE count nodes on some platforms and processes on others: the *level* differs. Launchers that certainly start
+one process per worker therefore come first. Platforms that start a job once per node follow, each recognised by a variable that
+no other platform sets.
 """
 
 import dataclasses

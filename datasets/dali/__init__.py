@@ -1,4 +1,4 @@
-"""Which batches NVIDIA DALI makes: of photographs, pairs and CIFAR-10, the same samples in the same order as other loaders."""
+"""Batches of photographs, pairs and CIFAR-10 through NVIDIA DALI: the same samples in the same order as other loaders."""
 
 from datasets.dali.arrays import add_options, cifar_loader
 from datasets.dali.batches import DaliBatches, PairBatches

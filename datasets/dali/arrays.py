@@ -1,4 +1,4 @@
-"""Images that are in memory already: DALI pads, crops and flips them, with the numbers of datasets.crops."""
+"""Batches of images that are in memory: DALI pads, crops and flips them, with the numbers of datasets.crops."""
 
 import functools
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""The batches of the jobs through NVIDIA DALI, on the CPU or on the GPU: the same samples in the same order, cropped alike.
+"""Batches of photographs and pairs through NVIDIA DALI, on CPU or GPU: the same samples, order and crops as other loaders.
 
-The sampler's order is handed to DALI, and so is every crop and flip. So a pipeline is made for each epoch, and a resume begins
-in its middle; between two epochs it holds no memory. Making one takes time and memory where there are many files: 3.6 s and
-1 GB for 1.28 million. A batch of photographs that DALI cannot make, or with a picture that other decoders read differently,
-comes from Pillow and torch instead, and DALI goes on with the next.
+DALI receives the sampler's order and every crop and flip. A pipeline is made for each epoch; a resumed run begins in the middle
+of one, and between two epochs no memory is held. Making a pipeline of 1.28 million files takes 3.6 s and 1 GB. Pillow and torch
+make a batch of photographs if DALI cannot, or if other decoders read a picture in it differently; DALI then goes on with the
+next batch.
 """
 
 import re
@@ -27,7 +27,7 @@ NARROW = 4  # pixels: a crop of fewer may be one pixel wide
 
 
 class Batches:
-    """(uint8 images, labels, ids) of each of the sampler's batches, in its order. What a pipeline makes is a subclass's."""
+    """Gives (uint8 images, labels, ids) of each batch of the sampler, in its order. A subclass defines the pipeline."""
 
     def __init__(
         self, data_set: Union[Photos, Pairs], sampler: Sampler, device: torch.device, workers: int = 0,

@@ -1,4 +1,4 @@
-"""How a pipeline of NVIDIA DALI is made, the operators that several pipelines use, and how its results get to torch."""
+"""Build a pipeline of NVIDIA DALI, with operators that several pipelines use, and convert its outputs to torch tensors."""
 
 import ctypes
 from collections.abc import Sequence

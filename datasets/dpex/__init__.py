@@ -1,4 +1,4 @@
-"""How do other machines help to make batches? As workers on a Ray cluster, through a replacement for torch's DataLoader."""
+"""A replacement for torch's DataLoader whose workers run on the machines of a Ray cluster."""
 
 from typing import TYPE_CHECKING, Any
 

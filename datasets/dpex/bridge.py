@@ -1,8 +1,8 @@
-"""The bridge: a process next to each training process that talks to Ray for it and passes the batches on.
+"""The bridge: a process that uses Ray for one training process and passes the batches on.
 
-Ray (2.60) ends the process that uses it: a minute after the head is lost, and where this machine's node of it is lost, as soon
-as that is needed. Only the bridge uses Ray, so the training process survives. Ray's threads, signal handlers and environment
-variables stay out of it, too. Each iterator of the training process has a connection to the bridge.
+Ray (2.60) ends the process that uses it: a minute after the head is lost or, if the Ray node of this machine is lost, as soon
+as this node is needed. Only the bridge uses Ray, so the training process goes on. Ray's threads, signal handlers and
+environment variables stay out of the training process, too. Each of its iterators has a connection to the bridge.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The training process's side: the bridge process that it starts, and the workers of each iterator, reached through that."""
+"""The training process's side of the bridge: it starts the bridge process, and reaches the workers of each iterator."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""The Ray cluster of a loader: join the user's, or start one here; place workers on its nodes."""
+"""The Ray cluster of a loader: join the user's cluster or start one on this machine, and place workers on its nodes."""
 
 import contextlib
 import functools
@@ -156,7 +156,7 @@ class Cluster:
 
 
 class Actor:
-    """The worker as a Ray actor. Imports torch only where it runs: the process that starts it does not need it."""
+    """The worker as a Ray actor. It imports torch only where it runs: the process that starts it does not need torch."""
 
     def __init__(self, again: bool):
         from datasets.dpex.worker import Worker

@@ -2,13 +2,13 @@
 
     loader = DpexDataLoader(data_set, distribute_mode=True, num_workers=10, batch_size=100, shuffle=True)
 
-Arguments without a name mean what they mean to torch's DataLoader; ours are given by their names.
-distribute_mode=False is torch's own loader, num_workers=0 makes the batches in this process. Batch i of N workers is made by
-worker i % N, which is seeded as torch's is, so that nothing depends on where it runs. The data set travels to each node once.
+Positional arguments are those of torch's DataLoader; the arguments of this class are given by name. distribute_mode=False is
+torch's own loader, num_workers=0 makes the batches in this process. Worker i % N of N workers makes batch i. Workers are seeded
+as in torch, so that nothing depends on where they run. The data set is sent to each node once.
 
-head_address: "auto" is RAY_ADDRESS, or the cluster that this machine has joined with `ray start`, or else "local"; "local" is a
-cluster of our own on this machine; or host:port. head_lost: what to do when the cluster is lost, "local" to go on with workers
-of this machine, "stop" to end with an error.
+head_address: "auto" is RAY_ADDRESS, else the cluster that this machine has joined with `ray start`, else "local"; "local" is a
+cluster started on this machine; or host:port. head_lost, when the cluster is lost: "local" to go on with workers of this
+machine, "stop" to end with an error.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ Sample = TypeVar("Sample", covariant=True)
 
 
 class DpexDataLoader(DataLoader[Sample]):
-    """See torch.utils.data.DataLoader, and the text above for the other arguments."""
+    """See torch.utils.data.DataLoader; the docstring of this module describes the other arguments."""
 
     def __init__(
         self, dataset: Dataset[Sample], batch_size: Optional[int] = 1, shuffle: Optional[bool] = None, sampler: Any = None,
@@ -84,7 +84,7 @@ class DpexDataLoader(DataLoader[Sample]):
 
 @dataclasses.dataclass
 class Pass:
-    """What one pass over the data set has requested of its workers, and has got."""
+    """The batches that one pass over the data set has requested of its workers, and has received."""
 
     has_more: list[bool]  # of each worker
     turns: Iterator[int]  # whose turn it is
@@ -96,8 +96,8 @@ class Pass:
 
 
 class RayIterator(_BaseDataLoaderIter):
-    """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster: it requests
-    batches ahead from them, gives them in order, and survives the cluster."""
+    """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster. It requests batches
+    ahead, gives them in order, and handles the loss of the cluster."""
 
     def __init__(self, loader: DataLoader, bridge: Bridge, idle_workers: list[Workers], stop_when_lost: bool):
         generator = torch.default_generator if loader.generator is None else loader.generator

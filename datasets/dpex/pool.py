@@ -1,4 +1,4 @@
-"""The workers of one iterator, as the bridge process sees them: Ray actors, and the batches that were asked of each."""
+"""The workers of one iterator in the bridge process: Ray actors, and the batches that were requested of each."""
 
 import contextlib
 import queue
@@ -15,7 +15,7 @@ LOSSES = 5  # of one worker in a row, without a batch between them
 
 
 class Pool:
-    """Receives what the training process asks for in one thread; one for each worker waits for its batches and sends them."""
+    """One thread receives the requests of the training process. One thread per worker waits for its batches and sends them."""
 
     def __init__(self, connection: socket.socket, cluster: Cluster):
         self._connection, self._cluster, self._sending = connection, cluster, threading.Lock()

@@ -1,6 +1,4 @@
-"""How data sets and batches travel between the processes of datasets.dpex: a short pickle, and after it the bytes of every
-tensor and array. Whoever receives them has them in ordinary memory of its own.
-"""
+"""Serialization in datasets.dpex: a short pickle, then the bytes of every tensor and array, received into ordinary memory."""
 
 import io
 import os

@@ -24,7 +24,7 @@ class End:
 
 
 class Worker:
-    """Makes one batch after the other. Each request says all that it depends on: it may replace (`again`) a lost worker."""
+    """Makes one batch after the other. Each request is complete in itself, as this worker may replace a lost one (`again`)."""
 
     def __init__(self, again: bool):
         self._again, self._epoch, self._is_stream = again, None, False

@@ -1,4 +1,4 @@
-"""What does a script that was written for another program import here, and what does who comes from it type? The same words."""
+"""The names and options of other programs, for scripts and commands that were written for them."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""The pipelines and iterators of the DALI article, with its arguments, for a script that has its own loop over them.
+"""The pipelines and iterators of the DALI article, with its arguments, for a script that has its own training loop.
 
     pipe = HybridTrainPipe(batch_size=256, num_threads=8, device_id=0, data_dir="/data/imagenet/train", crop=224, mean=MEAN,
                            std=STD, dali_cpu=True)
@@ -6,9 +6,9 @@
     loader = DaliIteratorCPU(pipelines=pipe, size=pipe.epoch_size("Reader"), mean=MEAN, std=STD)
     for images, labels in loader: ...
 
-`mean` and `std` are of pixels from 0 to 255. Without a GPU, or with device_id=None, the same operators run on the CPU, labels
-stay there, and nothing is pinned. The last batch of an epoch has the samples that are left, so the size of a data set need not
-be a multiple of the batch; an error in the thread that loads is raised by next().
+`mean` and `std` are of pixels from 0 to 255. Without a GPU, or with device_id=None, the same operators run on the CPU, the
+labels stay on the CPU, and nothing is pinned. The last batch of an epoch has the remaining samples, so the size of a data set
+need not be a multiple of the batch size. next() raises the errors of the thread that loads.
 """
 
 import functools
@@ -141,9 +141,9 @@ def _beside(labels, place):
 
 
 class DaliIterator:
-    """(images, labels) of the pipelines, over and over: the end of each loop is the end of an epoch.
+    """Gives (images, labels) of the pipelines. Each loop over it is one epoch.
 
-    `size`: samples in an epoch, of this shard. Other arguments are those of DaliIteratorCPU, so that either takes the same.
+    `size`: samples of this shard in an epoch. Other arguments are ignored: those of DaliIteratorCPU may be given, too.
     """
 
     def __init__(self, pipelines: Any, size: float, **_others: Any) -> None:

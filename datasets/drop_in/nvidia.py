@@ -1,10 +1,10 @@
-"""The loaders of NVIDIA's ResNet-50 script, and those that Alibaba's KSpeed patch adds to it, with their call forms.
+"""The loaders of NVIDIA's ResNet-50 script, and those of Alibaba's KSpeed patch for it, with the same signatures.
 
     train_loader, steps = get_kspeed_train_loader("/data/imagenet", 224, 256, 1000, one_hot=False)
     for images, targets in train_loader: ...        # on the GPU where there is one, normalised; anew in every epoch
 
-All but the synthetic ones give the same pictures in the same order. A process group that is running divides them among its
-ranks. Seeds are not taken from numpy or torch: `_worker_init_fn` has nothing to seed.
+All but the synthetic loaders give the same pictures in the same order. If there is a process group, the pictures are divided
+among its ranks. Seeds are not taken from numpy or torch, so `_worker_init_fn` is not called.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The options of NVIDIA's ResNet-50 script and of the DALI article's, in the words of jobs/train_imagenet.py.
+"""Translate the options of NVIDIA's ResNet-50 script and of the DALI article to those of jobs/train_imagenet.py.
 
-A folder without an option in front is how both begin; then their defaults hold too (--recipe nvidia).
+Both begin a command with a folder, without an option in front. Such a command also gets their defaults (--recipe nvidia).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How do jobs and nodes read each photograph from storage only once? Through a cache in memcached that they share."""
+"""A memcached cache that jobs and nodes share, so that each photograph is read from storage only once."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""A cache of samples over several memcached servers: many jobs and nodes read a file from storage once, and then from memory.
+"""A cache of samples on several memcached servers: jobs and nodes read a file from storage once, and then from memory.
 
-No job depends on the cache. Whatever a server does (dies, hangs, loses or changes values), an operation ends within its
-deadline, a wrong value is a miss, a server that fails is not asked for a while, and one line says so. Nothing is unpickled.
+No job depends on the cache. If a server dies, hangs, or loses or changes values, an operation still ends within its deadline. A
+wrong value is a miss. A server that fails is not asked for a while, and one line says so. Nothing is unpickled.
 """
 
 import hashlib

@@ -1,3 +1,3 @@
-"""Which photographs there are, in folders, packs and pairs, and how each becomes a part of a batch."""
+"""Photographs in folders, packs and pairs: how they are found, decoded, and put into batches."""
 
 __all__ = ["decode", "files", "labelled", "packed", "pairs", "remarks", "splits", "tiles", "tree"]

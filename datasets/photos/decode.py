@@ -1,9 +1,9 @@
-"""A photograph from its file to the network's size: only the part that is needed is decoded, and it stays uint8.
+"""Decode a photograph and resize it to the network's input size, as uint8. Only the part that is needed is decoded.
 
-nvImageCodec, which comes with DALI, decodes a window of a JPEG on the CPU without the rest; where it is missing Pillow
-decodes the whole. A window of tiles is a whole JPEG, which simplejpeg decodes fastest. The resize is torch's own antialiased
-one, on uint8. What these read differently (CMYK, 16 bits, other formats) goes through Pillow in every loader. EXIF orientation
-is ignored, as torchvision does. A picture that a pack holds as pixels is not decoded at all.
+nvImageCodec, which comes with DALI, decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG. A
+window of tiles is a JPEG of its own, which simplejpeg decodes fastest. The resize is torch's antialiased one, on uint8.
+Pictures that these decoders read differently (CMYK, 16 bits, other formats) go through Pillow in every loader. EXIF orientation
+is ignored, as in torchvision. A picture that a pack holds as pixels is not decoded at all.
 """
 
 import functools
@@ -43,9 +43,8 @@ class Undecodable(Exception):
 
 
 class Substitutes:
-    """Which sample takes the place of one that cannot be decoded: the next that can, the same in every run and on every rank.
-
-    Each sample that cannot be decoded of a data set is named once in each process."""
+    """Replaces a sample that cannot be decoded by the next one that can, the same in every run and on every rank. Each process
+    names such a sample once."""
 
     def __init__(self, what: str, most: int) -> None:
         """`what`: what the samples are called; `most`: how many are tried in a row until the data set is taken for damaged."""
@@ -90,7 +89,7 @@ class Pixels:
 
 
 class Tiled:
-    """A picture in tiles (tiles.py): only those that the box touches are checked and decoded."""
+    """A picture in tiles (tiles.py): only the tiles that the box touches are checked and decoded."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content

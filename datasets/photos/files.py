@@ -1,6 +1,6 @@
-"""Which files are taken for photographs, and how much of one is read: they may come from strangers, and be anything.
+"""Find and read the files of photographs, with limits on their type and size, because the files may come from strangers.
 
-What cannot be listed or opened is an error that names it: a class would be missing, and nobody would notice.
+A file or folder that cannot be listed or opened is an error that names it. Otherwise a class could be missing unnoticed.
 """
 
 import argparse

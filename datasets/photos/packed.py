@@ -1,10 +1,10 @@
-"""Photographs in uncompressed tar shards: each read by its place in a shard, of a folder or of a bucket, and checked.
+"""Photographs in uncompressed tar shards of a folder or bucket: each is read by its place in a shard, and checked.
 
     FOLDER/train-000000.tar ...   KEY.jpg and KEY.cls of each sample, as WebDataset names them, in a shuffled order
     FOLDER/train-index.npz        where each sample is, its label, size and checksum, in the order of the tree
 
-`python -m launch pack` makes them. Numbers, labels and sizes are those of the tree that was packed, so a run may go on with
-the other and see the same batches. Where the pack has smaller pictures or pixels, the run sees the same parts of them.
+`python -m launch pack` makes the shards. Numbers, labels and sizes are those of the packed tree, so a run may change from tree
+to pack or back and see the same batches. If the pack has smaller pictures or pixels, the run sees the same parts of them.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""What Pillow and libtiff say about a picture that they can read all the same: one line in the log, which names its file.
+"""Log the warnings of Pillow and libtiff about pictures that they can still read: one line for a file, with its name.
 
-By themselves they write to stderr, without the name of the file, and thousands of lines for a damaged TIFF in every epoch.
+Without this module they write to stderr, without the file's name, and thousands of lines per epoch for a damaged TIFF.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""The training and the validation pictures of a folder: those of ROOT/train and ROOT/val, or, of ROOT/CLASS, a fifth held out.
+"""Training and validation pictures of a folder: ROOT/train and ROOT/val, or ROOT/CLASS, of which a fifth is held out.
 
-And what spoils either: classes of almost no pictures, and the same picture on both sides.
+Also warnings about a bad split: classes of almost no pictures, and the same picture in both parts.
 """
 
 import contextlib

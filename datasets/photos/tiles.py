@@ -1,9 +1,9 @@
-"""JPEGs that can be decoded in part: between two restart markers lies a tile, and a table in the file says where.
+"""JPEGs that can be decoded in part: each tile lies between two restart markers, and a table in the file states its place.
 
-`python -m launch pack --form tiled` makes them with the program jpegtran. It moves the picture's coefficients into tiles and
-changes none, so the pixels stay what they were, bit for bit. Every reader of JPEG can read such a file; here the tiles that a
-window touches are joined to a small JPEG, with the picture's own header and the window's size. The table is a segment APP9 at
-the beginning. It has a checksum of the header and one of each row of tiles, so that what is not read need not be checked.
+`python -m launch pack --form tiled` makes them with the program jpegtran. It moves the coefficients of the picture into tiles
+without changing them, so the pixels keep their bits. Every reader of JPEG can read such a file. Here the tiles that a window
+touches are joined to a small JPEG, with the picture's header and the window's size. The table is an APP9 segment at the
+beginning. It has a checksum of the header and of each row of tiles, so that only the rows that are read are checked.
 """
 
 import shutil

@@ -1,9 +1,9 @@
-"""A tree of photographs, ROOT/{train,val}/CLASS/*.JPEG, as a list of samples; every file is judged once, by its header and end.
+"""The photographs of ROOT/{train,val}/CLASS/*.JPEG as a list of samples. Each file is judged once, by its header and end.
 
-Classes and files are sorted as torchvision's ImageFolder sorts them, so labels agree. A file that cannot be a picture is left
-out and counted. One that decoders read differently (CMYK, 16 bits, an odd header, anything but JPEG and PNG) is marked, and
-every loader gives it to the same decoder. The verdicts and sizes are kept in an index. It is made again when a class folder
-has changed, or a file that was left out.
+Classes and files are sorted as in torchvision's ImageFolder, so labels agree. A file that cannot be a picture is left out and
+counted. A file that decoders read differently (CMYK, 16 bits, an odd header, anything but JPEG and PNG) is marked, and every
+loader uses the same decoder for it. An index keeps the verdicts and sizes. It is made again when a class folder, or a file that
+was left out, has changed.
 """
 
 import collections

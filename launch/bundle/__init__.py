@@ -1,4 +1,4 @@
-"""How a job becomes one file, or one folder, that needs nothing else of this repository."""
+"""Bundle a job as one file, or one folder, that needs nothing else of this repository."""
 
 from launch.bundle import requirements
 from launch.bundle.command import bundle, main, option_names

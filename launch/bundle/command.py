@@ -1,9 +1,9 @@
-"""A job for a training console: one file that needs no other, or a folder with the job and exactly what it uses.
+"""Bundle a job for a training console: one file that needs no other, or a folder with the job and exactly what it uses.
 
     python -m launch bundle jobs/train_ddp.py                          dist/train_ddp.py, for consoles that take a script
     python -m launch bundle jobs/train_ddp.py --folder dist/train_ddp  for consoles that take a folder and a boot file
 
-The one file has the lines of the job first, then every module that it imports, unchanged, below a line with its name. The same
+The one file begins with the job. Every module that the job imports follows unchanged, below a line with its name. The same
 sources give the same bytes.
 """
 

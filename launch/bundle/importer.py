@@ -1,6 +1,6 @@
-"""The modules of a bundled job, imported out of the file that they are in; a copy of this is the last section of a bundle.
+"""Import the modules of a bundled job from the bundle itself; a copy of this module is the last section of a bundle.
 
-A traceback names them as FILE/common/job.py, with the line that they have in the repository.
+A traceback names them as FILE/common/job.py, with their line numbers in the repository.
 """
 
 import importlib.abc

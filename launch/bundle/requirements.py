@@ -1,7 +1,7 @@
-"""What a platform installs before a job starts: the text of the requirements.txt that is uploaded with it.
+"""The text of the requirements.txt that is uploaded with a job: what the platform installs before the job starts.
 
-An engine has torch, torchvision, torch_npu and numpy, which fit each other and its driver: they are never asked for, nor is
-what would bring another numpy. A job asks for what it cannot train without, and does without the rest (common/optional.py).
+An engine's torch, torchvision, torch_npu and numpy fit each other and its driver, so they are never listed, nor are packages
+that would bring another numpy. A job lists what it cannot train without; the rest is optional (common/optional.py).
 """
 
 import os

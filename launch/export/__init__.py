@@ -1,4 +1,4 @@
-"""How does a trained network get to where there is none of this repository? As a folder with all that it needs."""
+"""Export a trained network as a folder that can be used without this repository."""
 
 from launch.export.command import main
 

@@ -1,11 +1,11 @@
-"""A trained network as a folder for elsewhere: the network, its weights, what is done to a photograph before, the classes.
+"""Export a trained network as a folder: the network, its weights, the preprocessing of a photograph, and the classes.
 
     python -m launch export output_dir/train_imagenet --format onnx         dist/export/network.onnx and so on
     python -m launch export output_dir/train --format torch                 network.pt, for torch.jit.load
     python -m launch export output_dir/train_imagenet --format modelarts    dist/export/model, a model package of ModelArts
 
-RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth. The network takes the
-bytes of pictures (uint8) and normalises them itself; preprocess.py makes those of a photograph as the evaluation made them.
+RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth. The network takes uint8
+pixels and normalises them itself; preprocess.py makes these pixels from a photograph as the evaluation made them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""What ModelArts' model package has beside the network: config.json, and customize_service.py, which its server imports.
+"""The files of a ModelArts model package besides the network: config.json, and customize_service.py for its server.
 
-As its pages "Specifications for Editing a Model Configuration File" and "Specifications for Writing Model Inference Code" say.
+See its pages "Specifications for Editing a Model Configuration File" and "Specifications for Writing Model Inference Code".
 """
 
 from typing import Any, Optional

@@ -1,4 +1,4 @@
-"""A network as a file that needs no code of ours: bytes of pictures in, one number for each class out."""
+"""Export a network as a file that needs no code of ours: uint8 pictures in, one number for each class out."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""How many small photographs become a few large files."""
+"""Pack many small photographs into a few large files."""
 
 from launch.pack.command import main
 

@@ -1,4 +1,4 @@
-"""What a pack holds of a photograph: its file as it is or in tiles, a smaller JPEG of it, or its pixels.
+"""The forms in which a pack holds a photograph: its file as it is or in tiles, a smaller JPEG of it, or its pixels.
 
 Pillow decodes here, once and by the rules of every loader, so that grey, CMYK and 16-bit pictures are RGB from then on.
 """

@@ -1,6 +1,6 @@
-"""Which photograph goes into which shard of a pack, and how a shard is written: after a kill it is there whole, or not at all.
+"""Assign the photographs of a pack to shards, and write the shards. After a kill, a shard is there whole or not at all.
 
-The same photographs and settings give the same bytes, whoever packs and in how many threads.
+The same photographs and settings give the same bytes, whatever the user and the number of threads.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How a job is sent to a platform, followed and stopped."""
+"""Send a job to a platform, follow it, and stop it."""
 
 from launch.submit.command import main
 

@@ -1,4 +1,4 @@
-"""The first program in a SageMaker container: it sets the variables that SageMaker's toolkit would, and becomes the job.
+"""The first program in a SageMaker container: it sets the variables of SageMaker's toolkit and replaces itself by the job.
 
     python boot_sagemaker.py jobs/train_ddp.py
 

@@ -1,4 +1,4 @@
-"""This machine: `launch local` runs the request, from a copy of the code as it would be uploaded."""
+"""Submit a job to this machine: `launch local` runs the request, from a copy of the code as it would be uploaded."""
 
 import os
 import tempfile

@@ -1,7 +1,7 @@
 """Huawei ModelArts: a training job of its version 2 interface, sent through huaweicloudsdkmodelarts.
 
-The body is sent as a dictionary and not as a model of the SDK, whose Output has no field for the download before the start:
-without it a job that is started again would have an empty folder.
+The body is sent as a dictionary, because the SDK's class Output has no field for the download before the start. Without this
+download, a job that is started again would have an empty folder.
 """
 
 import re

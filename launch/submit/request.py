@@ -1,7 +1,7 @@
-"""What all platforms share: the request, the mistakes in it, the code that is uploaded, the job's command.
+"""Code that all platforms share: the request, the mistakes in it, the code that is uploaded, the job's command.
 
-A submission is data. Each platform's module turns a Request into the platform's own (`build`, a pure function) and sends that
-(`send`). The options are defined here once, with the platforms that know them and those that need them.
+A Request is data. Each platform's module turns it into the platform's own request (`build`, a pure function) and sends this
+(`send`). The options are defined here once, with the platforms that know them and the platforms that need them.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """AWS SageMaker: a training job, sent through boto3.
 
-The container starts boot_sagemaker.py and not SageMaker's toolkit: it becomes the job, so that SIGTERM (a stop, a spot machine
-that is taken away) reaches the job, which the toolkit never passes on. Any image with Python and torch will do.
+The container starts boot_sagemaker.py, which replaces itself by the job, so that SIGTERM (a stop, a spot machine that is taken
+away) reaches the job. SageMaker's toolkit never passes SIGTERM on. Any image with Python and torch will do.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What looks like a secret is not submitted: a request is stored in the open, and shown in consoles and logs."""
+"""Refuse requests whose values look like secrets: platforms store a request in the open and show it in consoles and logs."""
 
 import dataclasses
 from collections.abc import Iterator

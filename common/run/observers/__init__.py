@@ -1,18 +1,18 @@
-"""Who looks on at a run: what it says, and the files beside its checkpoints. None of them can change the run, or fail it.
+"""The observers of a run: they write its log and the files beside its checkpoints. None can change the run or make it fail.
 
     resumed      the run has been restored; began: the first lines of the log have been said
-    takes_over   this rank writes from here on, as the one that did was lost; then it is told `began`, too
+    takes_over   this rank writes from here on, because the rank that wrote was lost; `began` follows
     epoch_began, stepped
     line         a line of the log is due
     epoch_ended  before its checkpoint is written; saved: after that
-    nodes        some were lost, or have joined
+    nodes        nodes were lost, or have joined
     ending       the run is over; ended: its last checkpoint is written, and what an observer still has to write is due
     failed       the job is about to end with an error
     left         all is published
     said         a line of the log; picture: one to look at
 
-An observer has a file, and a line in `of_a_rank`; without that line the training is the same. It is told of each of these
-moments for which it has a method: Facts, and by name what only that moment has.
+An observer has a file, and a line in `of_a_rank`; without this line the training is the same. An observer is called at the
+moments for which it has a method, with Facts and the keyword arguments of the moment.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""The progress of a run, and what came of it, for who looks at its log.
+"""Show the progress and the results of a run in its log.
 
-On a terminal a bar; in a platform's log a key=value line every few seconds, which the platform's regular expressions can read.
+A terminal shows a bar. A platform's log has a key=value line every few seconds, for the platform's regular expressions.
 """
 
 import datetime

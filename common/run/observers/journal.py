@@ -1,10 +1,10 @@
-"""What happened when, for who looks at the run afterwards: two files to which every start adds its lines.
+"""The history of a run, with times, in two files to which every start appends lines.
 
 journal.jsonl   a line for each start, warning, change of the nodes, set of example pictures, and end
 speed.jsonl     a line for each line of the log and each epoch: images a second, the most memory so far, and how many seconds
                 each phase has taken since the line before
 
-metrics.jsonl has none of these, so that it is a function of seed and data alone.
+metrics.jsonl contains none of this, so that it is a function of seed and data alone.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
 
 
 class Journal:
-    """Writes nothing before the run has begun, as the folder may still be another run's; what is told until then is kept."""
+    """Writes nothing before the run begins, as the folder may still be another run's. Earlier events are kept until then."""
 
     def __init__(self, _args: Any, device: Any, side_files: SideFiles):
         self._device, self._side_files, self._active = device, side_files, False

@@ -1,4 +1,4 @@
-"""What the newest evaluation says: report.json, examples/mistakes.png and report.txt; and when report.html is made anew."""
+"""Write the newest evaluation to report.json, report.txt and examples/mistakes.png, and decide when to renew report.html."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""The events of TensorBoard.
+"""Write TensorBoard's events without TensorBoard's own writer.
 
-TensorBoard's own writer has a thread, which a full disk ends with a traceback, and opens no folder whose name is not UTF-8.
+The thread of that writer ends with a traceback on a full disk, and it cannot open a folder whose name is not UTF-8.
 """
 
 import io

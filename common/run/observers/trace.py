@@ -1,4 +1,4 @@
-"""--profile true: the time of each operation in a few steps, which are slower than others, as a trace and a short table.
+"""--profile true: the time of each operation in a few steps, as a trace and a short table. Profiled steps are slower.
 
 The trace opens in ui.perfetto.dev, in chrome://tracing and in TensorBoard.
 """

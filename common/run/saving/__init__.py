@@ -1,4 +1,4 @@
-"""What is kept of a run, and how a start goes on from it: checkpoints, the folder and the bucket that hold them, evidence."""
+"""Save and restore a run: checkpoints, the folder and bucket that hold them, and records of the steps that were taken."""
 
 # Modules.
 __all__ = ["bucket_run", "checkpoint", "evidence", "facts", "output", "restore", "saver", "starts"]

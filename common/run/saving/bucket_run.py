@@ -1,4 +1,4 @@
-"""A run whose output folder is in a bucket: bring what the next start needs to this machine's disk, or delete it."""
+"""For a run whose output folder is in a bucket: fetch what the next start needs to this machine's disk, or delete the run."""
 
 import argparse
 import json

@@ -1,11 +1,11 @@
-"""What survives a kill: a file of tensors, and a manifest that is written last and says what the file must be.
+"""A checkpoint: a file of tensors, and a manifest that is written last and states the file's digest and size.
 
     checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and a copy of the manifest
     checkpoints/000000012800.json    SHA-256, size, epoch, position in it, global batch, arguments, versions
 
-No manifest, no checkpoint. Both are written whole under temporary names before the first of them gets its own, so where the
-number is saved again, at every moment one of the two checkpoints is there. The digest is checked before a byte is parsed, and
-nothing but tensors and plain values is ever made of them (common/tensors.py).
+Without a manifest there is no checkpoint. Both files are complete under temporary names before the first is renamed. If the
+same number is saved again, one of the two checkpoints therefore exists at every moment. The digest is verified before parsing,
+and parsing makes only tensors and plain values (common/tensors.py).
 """
 
 import contextlib

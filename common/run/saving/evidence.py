@@ -1,4 +1,4 @@
-"""The evidence of a run's steps: which one was being taken when a start died, and which samples each of them had."""
+"""Records of a run's steps: the step that was under way when a start died, and the samples of each step."""
 
 import argparse
 import contextlib
@@ -16,11 +16,11 @@ from common.files import TakenOver, append, claim, drop_half_a_line, own_copy, r
 
 
 class Evidence:
-    """That of this rank, which may keep an Attempt, a ledger, both or neither.
+    """The records of this rank: an Attempt, a ledger, both or neither.
 
     The ledger (--ledger true) is ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every
     start, and a line {"step": [epoch, consumed], "ids": [...], "t": ...} for every step. A step counts unless a later start
-    begins at it or before it. tests/check_ledger.py adds them up: no restart may lose or repeat a sample.
+    begins at it or before it. tests/check_ledger.py checks that no restart has lost or repeated a sample.
     """
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None], last_good: Callable[[], str]):
@@ -77,9 +77,9 @@ class Evidence:
 
 
 class Attempt:
-    """A file that tells, however a start ended, which step was being taken, and whether the start before died in the same.
+    """A file with the step under way, valid however a start ends. It tells the next start if two starts died in the same step.
 
-    A run can do without it: where it cannot be written, a warning says so, once.
+    The file is optional: if it cannot be written, there is one warning.
     """
 
     # epoch and consumed of the step that is being taken (-1: none), and of the step that the last start died in

@@ -1,4 +1,4 @@
-"""What a start says of itself in the journal: its command, the options that are not at their defaults, machine and versions."""
+"""Facts about a start for journal and manifests: its command, options that are not at their defaults, machine, versions."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The output folder of a run: made, locked against other jobs, cleared."""
+"""The output folder of a run: create it, lock it against other jobs, delete an earlier run in it."""
 
 import argparse
 import fcntl

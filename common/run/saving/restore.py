@@ -1,4 +1,4 @@
-"""Starting again in a folder that has a run in it: which checkpoint to go on from, what may differ, and what may not."""
+"""Restore a run from its folder: which checkpoint to load, and which options may differ from those of the run."""
 
 import argparse
 import datetime

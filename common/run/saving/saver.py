@@ -1,4 +1,4 @@
-"""A run's checkpoints, on the rank that writes: in which folder and bucket, of which run, and up to where.
+"""Find, save and publish the checkpoints of a run, on the rank that writes.
 
 They are written in the background: the training waits for a copy of the state, not for the disk or the bucket.
 """

@@ -1,14 +1,14 @@
-"""The starts of a run whose results are in a bucket.
+"""The numbered starts of a run whose results are in a bucket.
 
-A store has no folder that could be taken away from a start whose machine stands still (common/files.py): when it wakes up, it
-may still send what it was about to send. So each start takes a number, and nothing that it sends can harm a later one:
+On a disk, a new start takes the folder of an earlier one away (common/files.py). A bucket has no such folder, so an earlier
+start whose machine was frozen may still send data later. With its number, no start can damage a later one:
 
     .starts/2-3f9a01bc                  the second start; with -afresh at its end, what others have left is no longer the run
     checkpoints/000000012800-2.pt       a checkpoint of it; those of the first start have no number
     .starts/2/metrics.jsonl             a file that all starts write under one name, as this one has left it
 
-The newest number counts, then the samples seen. A start that finds a later one copies what that has left over the files with
-one name, and ends.
+The newest number counts, then the samples seen. A start that finds a later start restores the later start's version of the
+files with shared names, and ends.
 """
 
 import re
@@ -54,7 +54,7 @@ def copies(names: Iterable[str]) -> dict[str, str]:
 
 
 class Starts:
-    """This start among them."""
+    """This start, with its number, among all starts of the run in the bucket."""
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
