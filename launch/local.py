@@ -110,15 +110,23 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
     threads = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))
+    env["ANYRANK_LAUNCHER"] = command(options)
     if "ANYRANK_SECRET_FILE" not in os.environ:
         env["ANYRANK_SECRET"] = secret
     if options.nodes > 1 and options.devices:
         each = len(options.devices) // options.nodes
         env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * each : (node + 1) * each])
-    command = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
+    words = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        words, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
+
+
+def command(options: argparse.Namespace) -> str:
+    """Return the command that starts such nodes again, before the job: for the job's own line on how to go on."""
+    procs = f" --procs {options.procs}" if options.procs else ""
+    npus = " --accelerator npu" if options.accelerator == "npu" else ""
+    return f"python -m launch local --nodes {options.nodes}{procs} --platform {options.platform}{npus}"
 
 
 def relay(node: int, output: IO[bytes]) -> None:

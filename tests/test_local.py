@@ -1,12 +1,14 @@
 """`launch local`: the programs that play a platform start at once."""
 
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from launch import local
-from tests.jobs import PATIENCE, ROOT, environment
+from tests.jobs import PATIENCE, ROOT, TINY, environment
 
 # Runs the verb as `python -m launch` does, and fails when it has loaded one of the heavy packages.
 SCRIPT = """
@@ -43,6 +45,23 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
     lines = sorted(line for line in printed.splitlines() if "gpus:" in line)
     assert lines == [f"[node {node}] gpus: {gpus}" for node, gpus in enumerate(expected)]
     assert ("1 GPU for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")
+
+
+def test_the_job_says_how_all_nodes_go_on(tmp_path):
+    def launched(words):
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    env = environment(PYTHONPATH=str(ROOT))
+    job = [str(ROOT / "jobs" / "train_ddp.py"), "--", *map(str, TINY), "--output_dir", "out"]
+    first = launched(
+        [sys.executable, "-m", "launch", "local", "--nodes", "2", "--platform", "pai-dlc", *job, "--max_steps", "1"]
+    )
+    (line,) = re.findall(r"^\[node 0\] next: (.*)$", first, re.MULTILINE)
+    assert line == shlex.join(["python", "-m", "launch", "local", "--nodes", "2", "--platform", "pai-dlc", *job])
+    second = launched([sys.executable, *shlex.split(line)[1:]])
+    assert "rank 0 of 2" in second and "going on from out/checkpoints" in second and "exit codes 0 0" in second
 
 
 @pytest.mark.parametrize(
