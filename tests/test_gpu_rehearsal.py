@@ -73,7 +73,7 @@ LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
             1,
             "profile: 10 steps",
         ),
-        (command("train_ddp", *SMALL, "--width", "4", "--nproc_per_node", "2", "--enable_gpu", "false"), 1, "cpu (1 threads)"),
+        (command("train_ddp", *SMALL, "--width", "4", "--nproc_per_node", "2", "--enable_gpu", "false"), 1, "cpu (1 thread)"),
     ],
     ids=lambda value: str(value[-1]) if isinstance(value, list) else None,
 )
@@ -81,7 +81,7 @@ def test_a_job_runs_on_the_gpus_that_there_are(tmp_path, words, gpus, says):
     local = ["--output_dir", tmp_path / "out"]
     printed = rehearse(ROOT, *words, *local, gpus=gpus)
     assert says in printed and ("cuda:0 (Rehearsal GPU)" in printed) == (
-        says not in ("torch sees 2", "cpu (1 threads)", "Training speed was")
+        says not in ("torch sees 2", "cpu (1 thread)", "Training speed was")
     )
 
 

@@ -74,7 +74,7 @@ def test_a_run_leaves_everything_it_promises(finished):
 
 def test_the_log_names_device_and_platform_and_is_key_value(finished):
     lines = finished[1].splitlines()
-    assert lines[0].startswith(f"train: anyrank {VERSION}, cpu (1 threads), rank 0 of 1, platform plain")
+    assert lines[0].startswith(f"train: anyrank {VERSION}, cpu (1 thread), rank 0 of 1, platform plain")
     assert lines[1] == (
         "a new run: 2 epochs of 4 steps, 256 training samples of 10 classes, made up (--custom_data true); results in "
         f"{finished[0]}/out"

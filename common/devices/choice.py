@@ -94,6 +94,6 @@ def identity(device: torch.device) -> str:
 
 def describe(device: torch.device) -> str:
     if not kinds.is_accelerator(device):
-        return f"cpu ({torch.get_num_threads()} threads)"
+        return f"cpu ({errors.count(torch.get_num_threads(), 'thread')})"
     name = getattr(kinds.module(), "get_device_name", None)
     return f"{device} ({name(device)})" if name else str(device)
