@@ -26,7 +26,7 @@ NOT_RUN = {
         "python jobs/my_network.py --custom_data true --max_samples 256 --batch_size 32 --max_steps 20",
         "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64",
         "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --max_steps 15",
-        "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --nproc_per_node 2",
+        "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --nproc_per_node 2 --output_dir output_dir/own_several",
         "python -m launch bundle jobs/own_script.py",
         "SKY_NODES=1 SKY_NODE=0 python jobs/train.py --custom_data true --max_samples 256 --batch_size 32 --width 4 --max_steps 1",
         "SKY_NODES=2 SKY_NODE=0 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
@@ -88,7 +88,7 @@ NOT_RUN = {
         "diff output_dir/one/metrics.jsonl output_dir/three/metrics.jsonl",
     ],
     "starts a job of several nodes, one of which it kills; tests/test_elastic.py": [
-        "python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- --custom_data true --shares 4 --min_nodes 1",
+        "python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- --custom_data true --shares 4 --min_nodes 1 --width 4 --lr 0.02 --output_dir output_dir/elastic",
     ],
     "reads what the command before it wrote": [
         "python tests/check_ledger.py --samples 256 --global_batch 32 out",
