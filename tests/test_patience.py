@@ -5,11 +5,13 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -203,6 +205,15 @@ def started(folder, words, *options):
     finally:
         process.kill()
         process.wait()
+        end_all_in(folder)
+
+
+def end_all_in(folder):
+    """A loader process that has been stopped outlives its rank."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(place / "cwd") == str(folder):
+                os.kill(int(place.name), signal.SIGKILL)
 
 
 def log_of(folder):
