@@ -152,7 +152,7 @@ def test_many_requests_have_one_limit_and_one_line(monkeypatch):
             thread.join()
     assert said == ["warning: no connection; trying again for 0.4 s"]
     waits = heartbeat.of_this_process().store
-    assert waits.seconds() >= 0.4 and waits.text() == "", "who has given up does not wait"
+    assert round(waits.seconds(), 6) >= 0.4 and waits.text() == "", "who has given up does not wait"  # of a clock that is large
     waiting.good("a store", said.append)
     assert not waiting.is_over("a store", time.monotonic())
 
