@@ -97,24 +97,24 @@ class Attempt:
         died_in, before = last[:2], last[2:]
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
         self._died_in = died_in if died_in[0] >= 0 else before
-        with self._side_files():
+        with self._warning_once():
             self._file = own_copy(self._path)
         self.set(-1, -1)
 
     def set(self, epoch: int, consumed: int) -> None:
         if self._file is not None:
-            with self._side_files():
+            with self._warning_once():
                 os.pwrite(self._file.fileno(), self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def done(self) -> None:
         """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
-        with self._side_files(), contextlib.suppress(TakenOver):
+        with self._warning_once(), contextlib.suppress(TakenOver):
             if self._file is not None:
                 self._file.close()
             remove(self._path)
 
     @contextlib.contextmanager
-    def _side_files(self):
+    def _warning_once(self):
         try:
             yield
         except OSError as error:
