@@ -104,6 +104,22 @@ def test_an_upload_that_comes_late_changes_no_result(undisturbed, store, reachab
         assert contents(store, where)[name] == (undisturbed / "out" / name).read_bytes()
 
 
+def test_a_bucket_with_the_last_checkpoint_has_the_report_and_a_later_start_leaves_it_as_it_is(store, reachable, tmp_path):
+    """It has nothing to do, so it evaluates nothing. The first one stands still behind its checkpoint, and sends the rest later."""
+    url, env, options = "s3://data/runs/whole", store_environment(), [*TINY, "--epochs", 1]
+    asleep = frozen(tmp_path / "asleep", "upload */metrics.jsonl 1", "train", options, url, env=env)
+    other = Start(tmp_path / "other", "train", options, url, env=env)
+    assert other.ends() == 0 and "nothing to do: the run has done 1 epochs" in other.log(), other.log()
+    there = contents(store, "runs/whole")
+    for name in ("report.txt", "report.json"):
+        assert there.get(name) == (tmp_path / "asleep/output_dir/s3/data/runs/whole" / name).read_bytes(), name
+    assert b'id="confusion"' in there["report.html"], "of an evaluation that only the first start has seen"
+    wakes(asleep, url)
+    assert {
+        name: content for name, content in contents(store, "runs/whole").items() if not name.startswith("tensorboard/")
+    } == {name: content for name, content in there.items() if not name.startswith("tensorboard/")}
+
+
 def contents(store, where):
     client = store.client()
     names = remote_names(store, f"{where}/")

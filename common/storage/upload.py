@@ -26,7 +26,7 @@ FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to he
 PART = 16 << 20  # larger files go in parts of this size
 NOTHING = re.compile("(?!)")  # matches no name
 CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})(?:-\d+)?\.(pt|json)")
-WEIGHTS = re.compile(r"epoch_\d+\.pth(?:\.sha256)?")
+OF_AN_EPOCH = re.compile(r"epoch_\d+\.pth(?:\.sha256)?|report\.(?:json|txt)|examples/.*")  # what an evaluation leaves
 
 Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
 
@@ -305,9 +305,9 @@ def is_up_to_date(item: Optional[Item], path: str) -> bool:
 def _order(name: str) -> tuple:
     """Return the newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last.
 
-    But before it the weights of its epoch: where the disk is lost, the next start does not write them again.
+    But before it what its epoch has left: a start that goes on from the checkpoint does not make that again.
     """
-    if WEIGHTS.fullmatch(name):
+    if OF_AN_EPOCH.fullmatch(name):
         return -1, 0, name
     match = CHECKPOINT.fullmatch(name)
     return (0, -int(match[1]), match[2] == "json") if match else (1, 0, name)

@@ -16,6 +16,7 @@ from common.world.folders import local_folder
 
 FOLDERS = ("checkpoints/", starts.FOLDER)
 GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
+OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png")  # an evaluation leaves them, and report.html shows them
 
 
 def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = False) -> bool:
@@ -121,11 +122,15 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
 
 def fetch_growing_files(args: argparse.Namespace, say: Callable = print) -> None:
-    """Fetch the files that every start appends to, where the disk lacks them: an upload would replace those in the bucket."""
+    """Fetch the files that every start appends to, and those that its page shows, where the disk lacks them.
+
+    An upload would replace those in the bucket.
+    """
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
     copies = starts.copies(items)  # an earlier start may have overwritten the file late
-    missing = {name for name in items if GROWS.fullmatch(name) and not os.path.exists(os.path.join(args.output_dir, name))}
+    wanted = [name for name in items if GROWS.fullmatch(name) or OF_THE_PAGE.fullmatch(name)]
+    missing = [name for name in wanted if not os.path.exists(os.path.join(args.output_dir, name))]
     if missing:
         download.fetch_items(place, {name: items[copies.get(name, name)] for name in missing}, args.output_dir)
 
