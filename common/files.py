@@ -7,6 +7,7 @@ next start takes this subfolder away, so all later writes of the earlier start f
 
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import io
@@ -14,6 +15,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import BinaryIO, Union
@@ -23,6 +25,7 @@ from common.errors import UserError
 MIB = 1 << 20
 TEMPORARY = ".unfinished"  # the ending of a file that is being written
 CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: its own in there}
+SCRATCH = "anyrank-run-"  # how the names of temporary folders begin that are locked while they are used
 
 
 class TakenOver(UserError):
@@ -232,3 +235,25 @@ def own_copy(path: str, flags: int = 0) -> io.FileIO:
         os.fsync(file.fileno())
         os.replace(place, path)
     return file
+
+
+def scratch_folder() -> str:
+    """Create a temporary folder for this process and its forks, and remove those of processes that have been killed.
+
+    Such a process removes nothing itself. The lock on its folder ends with the last of its forks.
+    """
+    for other in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{SCRATCH}*")):
+        with contextlib.suppress(OSError):
+            file = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file).st_uid == os.getuid():
+                    shutil.rmtree(other, ignore_errors=True)
+            finally:
+                os.close(file)
+    while True:
+        folder = tempfile.mkdtemp(prefix=SCRATCH)
+        with contextlib.suppress(OSError):  # another start has just removed it, or this disk has no locks
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # open, and so locked, until the process ends
+        if os.path.isdir(folder):
+            return folder

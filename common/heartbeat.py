@@ -166,9 +166,10 @@ def write_stacks() -> None:
 
 
 def crash(prefix: str) -> str:
-    """Return the stack of a worker that has crashed, or nothing."""
+    """Return the stack of a worker that has crashed, in whole lines, or nothing."""
     with contextlib.suppress(OSError):
-        return Path(f"{prefix}.crash").read_text()
+        text = Path(f"{prefix}.crash").read_text()
+        return text + "\n" * (text[-1:] not in ("", "\n"))  # a second crash cuts off what is written of the first
     return ""
 
 

@@ -7,8 +7,10 @@ that on a second stream, during the training step.
 import argparse
 import atexit
 import functools
+import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -23,6 +25,7 @@ from torch.utils.data._utils import collate, worker
 
 from common import devices, malloc, progress
 from common.errors import STOP_SIGNALS, SampleError, TrainingFailed, UserError, is_of_the_system, one_line
+from common.files import scratch_folder
 from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
@@ -203,6 +206,7 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
         generator=torch.Generator(),  # so that starting an epoch draws nothing from the global generator
     )
     if workers:
+        _have_a_temporary_folder()
         atexit.register(_end_workers_of, weakref.ref(loader))
     else:
         malloc.keep()
@@ -295,6 +299,16 @@ class WithEpoch:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return ((self._sampler.epoch, ids) for ids in self._sampler)
+
+
+@functools.cache
+def _have_a_temporary_folder():
+    """Let the processes that load put their sockets where the next start removes them if they are killed."""
+    folder = scratch_folder()
+    this: Any = multiprocessing.current_process()
+    if len(folder) < 80:  # the path of a socket has 107 letters
+        this._config["tempdir"] = folder  # which the processes that it starts have, too
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _end_workers_of(reference):

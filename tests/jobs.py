@@ -20,17 +20,24 @@ PATIENCE = 600  # seconds, for what takes some on an idle machine: only what han
 # A whole run in a few seconds: 4 steps an epoch on a network of a few thousand parameters.
 TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "4", "--epochs", "2"]
 
+# Of torchvision's networks one that takes a third of the time of resnet18, mostly for its checkpoints.
+NETWORK = ["--arch", "shufflenet_v2_x0_5"]
+
 
 def slow_ones_marked(jobs):
     """Names of jobs as the parameters of a test: one that starts a Ray cluster takes long, and belongs to make rehearsal."""
     return [pytest.param(job, marks=pytest.mark.rehearsal) if "dpex" in job else job for job in jobs]
 
 
+# In the environment of a run that draws its figures. Others do without matplotlib, which takes as long as a small run itself.
+FIGURES = {"WITHOUT": ""}
+
+
 def environment(**extra):
     """The parent's environment without what a platform would have set; one thread, so that bits and times do not depend on the load."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")}
     own = {"RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}  # no cluster and no GPU that this machine happens to have
-    return {**kept, **own, "OMP_NUM_THREADS": "1", **extra}
+    return {**kept, **own, "OMP_NUM_THREADS": "1", "WITHOUT": "matplotlib", **extra}
 
 
 def module_of(job):
@@ -72,9 +79,22 @@ def starter():
     return subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def end_starter():
+    """End it, after which its seconds of CPU are among those of this process's children."""
+    if starter.cache_info().currsize:
+        starter().stdin.close()
+        starter().wait()
+        starter.cache_clear()
+
+
 def ask(**order):
-    print(json.dumps(order), file=starter().stdin, flush=True)
-    return json.loads(starter().stdout.readline())
+    try:
+        print(json.dumps(order), file=starter().stdin, flush=True)
+        return json.loads(starter().stdout.readline())
+    except BaseException:  # the time of a test is over: the answer to its question is not for the next one
+        starter().kill()
+        end_starter()
+        raise
 
 
 def forked(words, folder, *environments, timeout=PATIENCE):

@@ -16,14 +16,15 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 # What the jobs import of others; nothing of ours, so that every fork reads it anew.
-IMPORTS = ["torch._dynamo", "torch.distributed.elastic.multiprocessing", "torch.utils.tensorboard", "matplotlib.figure",
-           "matplotlib.backends.backend_agg", "sklearn.metrics", "tqdm", "torchvision"]  # fmt: skip
+IMPORTS = ["torch._dynamo", "torch.distributed.elastic.multiprocessing", "torch.utils.tensorboard", "sklearn.metrics", "tqdm",
+           "torchvision"]  # fmt: skip
 
 
 OURS = ("common", "datasets", "launch")
@@ -41,6 +42,8 @@ def become(words, folder, env, descriptors, seconds=0, host=None):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # as another TMPDIR says
+    sys.meta_path.insert(0, Without(env.get("WITHOUT", "").split()))
     for number, descriptor in enumerate(descriptors):
         if descriptor != number:
             os.dup2(descriptor, number)
@@ -85,6 +88,19 @@ def run(words, env):
     else:
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
+
+
+class Without:
+    """Makes it as if these packages were not installed."""
+
+    def __init__(self, packages):
+        self._packages = packages
+        for name in [name for name in sys.modules if name.split(".")[0] in packages]:
+            del sys.modules[name]
+
+    def find_spec(self, name, _path=None, _target=None):
+        if name in self._packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 class Worker(subprocess.Popen):

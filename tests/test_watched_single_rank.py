@@ -7,11 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from common.watching import single_rank
-from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, saved, wait_for
+from common import files
+from common.watching import single_rank, worker
+from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, run_job, saved, wait_for
 from tests.ranks import changed_loader, processes_of
 
 LONG = [*TINY, "--epochs", "200"]
@@ -113,6 +116,58 @@ def test_of_a_job_that_ends_nothing_is_said_and_nothing_left(tmp_path):
         folders = {os.path.dirname(file) for file in files if file.endswith(".stack")}
         assert len(folders) == 1 and process.wait(PATIENCE) == 0
     assert silent(tmp_path) and not any(map(os.path.exists, folders))
+
+
+@pytest.fixture
+def short_folder():
+    """The path of a socket has 107 letters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_what_a_killed_job_and_its_watcher_have_left_goes_with_the_next_start(tmp_path, short_folder):
+    words = [*command("train", *LONG, "--save_steps", 1, "--workers", 1), "--output_dir", tmp_path / "out"]
+    process = Popen(words, cwd=tmp_path, env=environment(TMPDIR=str(short_folder)), stdout=subprocess.DEVNULL)
+    wait_for(saved(tmp_path, 128), process, "a second step, whose batch has come from the process that loads")
+    for pid in processes_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not processes_of(tmp_path), None, "the end of all")
+    assert any(short_folder.glob("*/worker.pulse")) and any(short_folder.glob("*/listener-*"))
+    run_job(
+        "train",
+        tmp_path,
+        *TINY,
+        "--max_steps",
+        1,
+        "--resume",
+        "never",
+        "--overwrite",
+        "true",
+        env={"TMPDIR": str(short_folder)},
+    )
+    wait_for(lambda: not processes_of(tmp_path), None, "the end of the watcher")
+    assert not list(short_folder.iterdir())
+
+
+def test_a_temporary_folder_that_is_used_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = files.scratch_folder()
+    (tmp_path / "anyrank-run-killed").mkdir()
+    assert {mine, files.scratch_folder()} == set(map(str, tmp_path.iterdir()))
+
+
+def test_the_line_after_a_stack_that_was_cut_off_begins_a_line(tmp_path):
+    """Python's fault handler may crash itself while it lists the modules."""
+    rank = worker.Worker(0, str(tmp_path / "worker"))
+    rank.code = -signal.SIGSEGV
+    for written, shown in (
+        ("", ""),
+        ("Extension modules: numpy, torch._", "Extension modules: numpy, torch._\n"),
+        ("whole\n", "whole\n"),
+    ):
+        (tmp_path / "worker.crash").write_text(written)
+        assert rank.stack() == shown
 
 
 def test_of_a_job_that_is_told_to_stop_nothing_is_said(tmp_path):

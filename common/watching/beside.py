@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Callable, NoReturn, Optional
 
 from common import heartbeat
 from common.errors import STOP_SIGNALS, one_line
+from common.files import scratch_folder
 from common.watching.worker import Worker
 
 ANSWER_SECONDS = 10  # of the watcher, to its rank
@@ -115,7 +115,7 @@ class Beside:
 
 def start(rank: int, watch: Callable[[Worker], None]) -> tuple[str, Beside]:
     """Fork a process that calls `watch`; (the files with which this one tells how it is, the socket to that one)."""
-    folder = tempfile.mkdtemp(prefix="anyrank-")
+    folder = scratch_folder()
     worker = Worker(rank, os.path.join(folder, "worker"))
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     pid = os.getpid()

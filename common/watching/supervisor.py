@@ -7,16 +7,17 @@ parents of all nodes are connected to node 0 (channel.py), which decides what ha
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
 from common import cores, heartbeat, malloc, naming, world
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, show
+from common.files import scratch_folder
 from common.watching.watch import Watch
 from common.watching.worker import Worker
 from common.wire import channel, hub, network, secret
@@ -59,12 +60,13 @@ class Supervisor(Watch):
 
         go = self._meet()
         while True:
-            with tempfile.TemporaryDirectory(prefix="anyrank-") as folder:
+            folder = scratch_folder()
+            try:
                 self._start_workers(go, folder)
-                try:
-                    code = self._watch()
-                finally:
-                    self._kill_workers()
+                code = self._watch()
+            finally:
+                self._kill_workers()
+                shutil.rmtree(folder, ignore_errors=True)
             if code is not None:
                 self._part()
                 return code
