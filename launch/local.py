@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -110,7 +111,8 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
     threads = cores.count() // (options.nodes * (options.procs or 1))  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))
-    env["ANYRANK_LAUNCHER"] = command(options)
+    if "ANYRANK_LAUNCHER" not in os.environ:
+        env["ANYRANK_LAUNCHER"] = command(options)
     if "ANYRANK_SECRET_FILE" not in os.environ:
         env["ANYRANK_SECRET"] = secret
     if options.nodes > 1 and options.devices:
@@ -123,10 +125,10 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
 
 
 def command(options: argparse.Namespace) -> str:
-    """Return the command that starts such nodes again, before the job: for the job's own line on how to go on."""
-    procs = f" --procs {options.procs}" if options.procs else ""
-    npus = " --accelerator npu" if options.accelerator == "npu" else ""
-    return f"python -m launch local --nodes {options.nodes}{procs} --platform {options.platform}{npus}"
+    """Return the command that starts such nodes again: for the job's own line on how to go on."""
+    words = ["--nodes", str(options.nodes), *(["--procs", str(options.procs)] if options.procs else [])]
+    words += ["--platform", options.platform, *(["--accelerator", "npu"] if options.accelerator == "npu" else [])]
+    return shlex.join(["python", "-m", "launch", "local", *words, options.job, "--", *options.arguments])
 
 
 def relay(node: int, output: IO[bytes]) -> None:
@@ -159,12 +161,14 @@ def _play(nodes, kill_at, return_at, start_node):
     processes: dict[int, list[subprocess.Popen[bytes]]] = {}
     relays = []
 
-    def begin(node):
-        kill_node(node)  # the one before
-        processes[node] = start_node(node)
-        for process in processes[node]:
-            relays.append(threading.Thread(target=relay, args=(node, process.stdout)))
-            relays[-1].start()
+    def begin(*numbers):
+        for node in numbers:
+            kill_node(node)  # the one before
+            processes[node] = start_node(node)
+        for node in numbers:
+            for process in processes[node]:
+                relays.append(threading.Thread(target=relay, args=(node, process.stdout)))
+                relays[-1].start()
 
     def kill_node(node):
         for process in processes.get(node, ()):
@@ -177,8 +181,7 @@ def _play(nodes, kill_at, return_at, start_node):
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for node in range(nodes):
-            begin(node)
+        begin(*range(nodes))
         events = [(seconds, node, kill_node) for node, seconds in kill_at]
         events += [(seconds, node, begin) for node, seconds in return_at]
         return _codes(processes, sorted(events, key=lambda event: event[:2]), {node for node, _ in kill_at})

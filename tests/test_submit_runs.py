@@ -41,14 +41,17 @@ def test_this_machine_runs_the_request_that_would_be_sent(tmp_path):
         output_url=str(tmp_path / "out"),
         env=("OMP_NUM_THREADS=1",),
     )
-    request = dataclasses.replace(request, arguments=(*TINY[:-1], "1"))
+    request = dataclasses.replace(request, arguments=(*TINY[:-1], "2", "--max_steps", "2"))
     remote = slurm.build(request)
-    done = submit(*words_of(dataclasses.replace(request, platform="local")), folder=tmp_path)
+    words = words_of(dataclasses.replace(request, platform="local"))
+    done = submit(*words, folder=tmp_path)
     options = " ".join([*request.arguments, "--output_dir", request.output_url])
     assert (
         f"srun --kill-on-bad-exit=1 --cpus-per-task=4 --mem=16G python -u {ROOT}/jobs/train_ddp.py {options}" in remote
     )  # the same job, the same options
-    assert "all nodes have ended, exit codes 0 0" in done.stdout and "epoch=1/1" in done.stdout
+    assert "all nodes have ended, exit codes 0 0" in done.stdout and "epoch=1/2" in done.stdout
+    again = shlex.join(["python", "-m", "launch", "submit", *map(str, words[:-2])])
+    assert f"[node 0] next: {again}\n" in done.stdout, "what was typed, without --max_steps: the copy of the code is gone"
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["epoch"] == 1
     assert not list(tmp_path.glob("anyrank-code-*"))  # the copy is gone
 

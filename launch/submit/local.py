@@ -1,6 +1,8 @@
 """Submit a job to this machine: `launch local` runs the request, from a copy of the code as it would be uploaded."""
 
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +43,7 @@ def send(client: Any, request: Request, body: Any) -> int:
     """Run the job to its end; it has no id, so that its exit code is the answer."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
         requests.stage(request.job, code, request.arguments)
-        os.environ.update(body["environment"])
+        os.environ.update(body["environment"], ANYRANK_LAUNCHER=shlex.join(["python", "-m", "launch", *sys.argv[1:]]))
         job = f"CODE/{request.job}"
         return local.main([os.path.join(code, request.job) if word == job else word for word in body["launch local"]])
 

@@ -16,7 +16,7 @@ from common import arguments, cores, devices, heartbeat
 from common.secrets import HIDDEN, is_secret, mask
 from common.version import VERSION
 
-LAUNCHER = "ANYRANK_LAUNCHER"  # set by `launch local`, which has started all nodes: the command without the job
+LAUNCHER = "ANYRANK_LAUNCHER"  # set by a verb of launch that has started all nodes: its command
 OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that differ between the nodes of one job
 
 
@@ -37,7 +37,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
     """What starts this run again, without what the platform adds for each node, and these options; `words`: as in sys.argv."""
-    kept, taken = [], iter(words)
+    launcher = shlex.split(os.environ.get(LAUNCHER, ""))
+    kept, taken = [], iter(launcher or words)
     for word in taken:
         name, equals, _ = word.partition("=")
         plain = name.lstrip("-").replace("-", "_")
@@ -48,8 +49,8 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
             None if equals else next(taken, None)
         else:
             kept.append(mask(word))
-    if launcher := os.environ.get(LAUNCHER):
-        return f"{launcher} {shlex.join([kept[0], '--', *kept[1:]])}"
+    if launcher:
+        return shlex.join(kept)
     if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():  # a parent of ours sets it for its workers, too
         return f"python {shlex.join(kept)}"
     nodes = f"--nnodes {args.world.num_nodes} " if args.world.num_nodes > 1 else ""
