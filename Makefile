@@ -26,7 +26,7 @@ format: $(VENV)/ready
 # Under a minute on two cores.
 quick: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/python -m pytest --durations 3 $(QUICK:%=tests/test_%.py)
+	$(BIN)/python -m tests $(QUICK:%=tests/test_%.py)
 
 # What CI runs.
 test: lint

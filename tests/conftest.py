@@ -17,7 +17,7 @@ import pytest
 
 from common import files, heartbeat, moments, patience
 from common.stops import STOPS, Stops
-from tests.jobs import ROOT, TINY, run_job
+from tests.jobs import FIGURES, ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
 from tests.packages import only_what_was_asked_for
 from tests.ranks import TWO
@@ -26,10 +26,14 @@ from tests.test_data import write_folder
 
 sys.addaudithook(only_what_was_asked_for)
 
+LONGEST = 1800  # seconds, for a test of make rehearsal
 
-def pytest_xdist_auto_num_workers():
-    """Half as many again as there are cores: many tests wait for processes that they have started."""
-    return int(1.5 * len(os.sched_getaffinity(0)))
+
+def pytest_collection_modifyitems(items):
+    """The others have the limit of pyproject.toml."""
+    for item in items:
+        if item.get_closest_marker("rehearsal"):
+            item.add_marker(pytest.mark.timeout(LONGEST))
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +61,7 @@ def at(monkeypatch):
 @pytest.fixture(scope="session")
 def untouched(tmp_path_factory):
     """untouched(JOB, *OPTIONS): the folder of a finished run, and what it printed. To be read only: other tests have it too."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # that of all processes that pytest-xdist runs tests in
+    shared = Path(os.environ.get("SHARED", tmp_path_factory.getbasetemp()))  # by all processes of python -m tests
 
     def run(job, *options):
         folder = shared / "untouched" / re.sub(r"\W+", "_", " ".join(map(str, (job, *options))))
@@ -69,7 +71,7 @@ def untouched(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not printed.exists():
                 shutil.rmtree(folder / "out", ignore_errors=True)  # of a run that failed
-                printed.write_text(run_job(job, folder, *options).stdout)
+                printed.write_text(run_job(job, folder, *options, env=FIGURES).stdout)
         return folder, printed.read_text()
 
     return run

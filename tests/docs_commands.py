@@ -135,7 +135,7 @@ NOT_RUN = {
         "make lint",
         "make format",
         "make rehearsal ONLY=elastic",
-        "python -m pytest -n 0 tests/test_docs.py",
+        "python -m pytest tests/test_docs.py",
     ],
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "
 NETWORK = ["--arch", "shufflenet_v2_x0_5"]
 
 
+def in_rehearsal(values, which):
+    """The parameters of a test; those for which which() is true belong to make rehearsal."""
+    return [pytest.param(value, marks=pytest.mark.rehearsal) if which(value) else value for value in values]
+
+
 def slow_ones_marked(jobs):
-    """Names of jobs as the parameters of a test: one that starts a Ray cluster takes long, and belongs to make rehearsal."""
-    return [pytest.param(job, marks=pytest.mark.rehearsal) if "dpex" in job else job for job in jobs]
+    """Names of jobs as the parameters of a test: one that starts a Ray cluster takes long."""
+    return in_rehearsal(jobs, lambda job: "dpex" in job)
 
 
 # In the environment of a run that draws its figures. Others do without matplotlib, which takes as long as a small run itself.
@@ -72,19 +78,17 @@ def run_job(job, folder, *options, env=None, check=0, timeout=PATIENCE, launcher
     return done
 
 
+PIPES = os.environ.pop("STARTER", "")  # to the one that python -m tests has forked for this process
+
+
 @functools.cache
 def starter():
     """It ends with this process, which holds the other end of its stdin."""
+    if PIPES:
+        asked, answers = map(int, PIPES.split())
+        return types.SimpleNamespace(stdin=open(asked, "w"), stdout=open(answers), kill=lambda: None)
     words = [sys.executable, str(ROOT / "tests" / "starter.py")]
     return subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def end_starter():
-    """End it, after which its seconds of CPU are among those of this process's children."""
-    if starter.cache_info().currsize:
-        starter().stdin.close()
-        starter().wait()
-        starter.cache_clear()
 
 
 def ask(**order):
@@ -92,8 +96,10 @@ def ask(**order):
         print(json.dumps(order), file=starter().stdin, flush=True)
         return json.loads(starter().stdout.readline())
     except BaseException:  # the time of a test is over: the answer to its question is not for the next one
+        global PIPES
         starter().kill()
-        end_starter()
+        PIPES = ""
+        starter.cache_clear()
         raise
 
 

@@ -19,11 +19,12 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 # What the jobs import of others; nothing of ours, so that every fork reads it anew.
-IMPORTS = ["torch._dynamo", "torch.distributed.elastic.multiprocessing", "torch.utils.tensorboard", "sklearn.metrics", "tqdm",
+IMPORTS = ["boto3", "hypothesis", "torch._dynamo", "torch.distributed.elastic.multiprocessing", "torch.utils.tensorboard", "sklearn.metrics", "tqdm",
            "torchvision"]  # fmt: skip
 
 
@@ -58,9 +59,14 @@ def become(words, folder, env, descriptors, seconds=0, host=None):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)
     subprocess.Popen = subprocess_handler.Popen = Worker  # the second is that of torch's launcher
+    leave(lambda: run(words, env))
+
+
+def leave(work):
+    """Do the work, then end this process as Python would; returns never."""
     code = 0
     try:
-        run(words, env)
+        work()
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -161,16 +167,22 @@ def answer(order):
     return os.waitpid(*order["wait"])
 
 
-def main():
+def load():
     for name in IMPORTS:
         __import__(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not survive a fork"
     gc.freeze()  # so that no fork looks through all of it
-    reader = os.fdopen(os.dup(0), "rb", buffering=0)
+
+
+def serve(asked, answers):
+    """Until nobody can ask any more; returns never."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    reader = os.fdopen(asked, "rb", buffering=0)
     while line := reader.readline():
-        os.write(1, f"{json.dumps(answer(json.loads(line)))}\n".encode())
+        os.write(answers, f"{json.dumps(answer(json.loads(line)))}\n".encode())
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    load()
+    serve(os.dup(0), 1)

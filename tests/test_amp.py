@@ -12,7 +12,7 @@ from tests.jobs import TINY, assert_same_bits, final_state, run_job
 from tests.overflow import overflowing
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.rehearsal), "float16"])
 def test_amp_resumed_in_mid_epoch_equals_the_uninterrupted_run(dtype, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, []), (parts, ["--max_steps", 2]), (parts, [])):

@@ -20,11 +20,11 @@ from tests.jobs import (
     assert_same_bits,
     environment,
     final_state,
+    in_rehearsal,
     run,
     run_forked,
     run_job,
     saved,
-    slow_ones_marked,
     wait_for,
 )
 from tests.test_train import LEAVES, SMALLER
@@ -168,7 +168,7 @@ def test_the_same_sources_give_the_same_bytes_and_others_another_digest(tmp_path
     assert digests[0] != digests[1]
 
 
-@pytest.mark.parametrize("name", slow_ones_marked(JOBS))
+@pytest.mark.parametrize("name", in_rehearsal(JOBS, lambda name: name not in ("train.py", "train_ddp.py", "train_imagenet.py")))
 def test_every_job_runs_alone_in_an_empty_folder(empty, name):
     options = [*TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1, "--output_dir", empty / "out"]
     done = run_forked([write(empty, name), *options], empty)

@@ -26,6 +26,7 @@ def test_two_processes_do_what_one_does_only_faster(two_ranks):
     assert json.loads((folder / "out" / "checkpoints" / "000000000512.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.rehearsal
 def test_the_old_launcher_of_torch_in_its_new_form(two_ranks, tmp_path):
     """With --use_env; without it, and torchrun, are commands of the how-to-start block."""
     words = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", str(free_port()), "--use_env"]
@@ -38,6 +39,7 @@ def test_the_old_launcher_of_torch_in_its_new_form(two_ranks, tmp_path):
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
 
 
+@pytest.mark.rehearsal
 def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
     """One that lets go of its last tensor while Python ends aborts the process, after all its work was done."""
     (tmp_path / "sitecustomize.py").write_text(

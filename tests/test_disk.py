@@ -24,7 +24,7 @@ from jobs import speedrun
 from launch.pack import command as pack
 from tests import observed
 from tests.check_ledger import steps_that_count
-from tests.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
+from tests.jobs import FIGURES, ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -45,7 +45,7 @@ def run_full_once(path, folder, *options, **how):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png", "report.txt", "report.html", "report.json"])
 def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finished, tmp_path, name):
-    done = run_full_once(tmp_path / "out" / name, tmp_path)
+    done = run_full_once(tmp_path / "out" / name, tmp_path, env=FIGURES)
     said = [line for line in done.stdout.splitlines() if name in line and not line.startswith("files: ")]
     path = tmp_path / "out" / name
     warning = f"warning: {path} cannot be written: No space left on device; the run goes on and tries it again"

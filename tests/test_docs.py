@@ -18,7 +18,7 @@ from PIL import Image
 
 from launch import local, pack
 from tests.docs_commands import MADE_UP, NEEDS, NOT_RUN, OTHERS_SAY, REFUSED
-from tests.jobs import ROOT, run_forked
+from tests.jobs import NETWORK, ROOT, run_forked
 from tests.packages import program
 from tests.test_data import write_folder
 
@@ -188,7 +188,7 @@ def test_the_failures_of_the_modelarts_page_are_messages_of_the_code():
 ENDS_SOON = ["--epochs", "1", "--max_steps", "2", "--workers", "0"]
 CIFAR = [*ENDS_SOON, "--max_samples", "128", "--batch_size", "32", "--width", "4", "--enable_gpu", "false"]
 SMALLER = {
-    "train_imagenet": [*ENDS_SOON, "--arch", "resnet18", "--image_size", "32", "--max_samples", "64", "--batch_size", "8"],
+    "train_imagenet": [*ENDS_SOON, *NETWORK, "--image_size", "32", "--max_samples", "64", "--batch_size", "8"],
     "train_restore": [*ENDS_SOON, "--max_samples", "16", "--batch_size", "4", "--width", "8", "--resize", "40", "--crop", "32"],
     "train_dpex": [*CIFAR, "--workers", "1"],
     "speedrun": ["--net", "small", "--max_samples", "512", "--runs", "1"],
@@ -198,7 +198,7 @@ SMALLER = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """The folder that /data stands for: CIFAR-10, photographs by the class and packed, pairs of pictures, weights."""
-    from torchvision.models import resnet18
+    from torchvision.models import shufflenet_v2_x0_5
 
     folder = tmp_path_factory.mktemp("data")
     write_folder(folder / "cifar10" / "cifar-10-batches-py", 64)
@@ -210,7 +210,7 @@ def data(tmp_path_factory):
     for split in ("train", "val"):
         shutil.copytree(folder / "imagenet" / split, folder / "flowers", dirs_exist_ok=True)
     pack.main([str(folder / "imagenet"), str(folder / "imagenet-packed")])
-    torch.save(resnet18(num_classes=2).state_dict(), folder / "resnet50.pth")  # jobs are made small: see SMALLER
+    torch.save(shufflenet_v2_x0_5(num_classes=2).state_dict(), folder / "resnet50.pth")  # jobs are made small: see SMALLER
     for split, count in (("train", 8), ("test", 2)):
         for number in range(count):
             for side in ("blurry", "sharp"):
@@ -230,7 +230,7 @@ def repository(tmp_path, data, monkeypatch):
     """A copy of what runs, to stand in and to write to; /data and /runs are folders beside it."""
     copy = tmp_path / "repository"
     for name in ("jobs", "common", "datasets", "launch"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name)
     shutil.copy(ROOT / "requirements.txt", copy)
     shutil.copytree(data, tmp_path / "data", copy_function=os.link)
     os.link(data / "resnet50.pth", copy / "resnet50.pth")
@@ -286,9 +286,8 @@ def test_every_long_test_belongs_to_something_that_is_touched():
     """In CONTRIBUTING.md, whose words are those of make rehearsal."""
     words = re.findall(r"^\| `.*\| ([\w ]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     patterns = {f"test_{word}*.py" for row in words for word in row.split()}
-    long = {path for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.rehearsal" in path.read_text()} - {
-        Path(__file__)
-    }
+    marks = re.compile(r"pytest\.mark\.rehearsal|\bin_rehearsal\(")
+    long = {path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text())} - {Path(__file__)}
     found = {pattern: {*(ROOT / "tests").glob(pattern)} & long for pattern in patterns}
     assert all(found.values()) and set.union(*found.values()) == long, [path.name for path in long - set.union(*found.values())]
 

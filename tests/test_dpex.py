@@ -487,7 +487,7 @@ def listening(process):
                 yield socket.inet_ntop(family, packed).replace("::ffff:", "") + f":{int(number, 16)}"
 
 
-@pytest.mark.parametrize("consumed", [0, 12])
+@pytest.mark.parametrize("consumed", [pytest.param(0, marks=pytest.mark.rehearsal), 12])
 def test_the_flagships_photographs_come_in_the_same_order_to_the_same_bits_also_from_the_middle(
     tmp_path, monkeypatch, consumed
 ):

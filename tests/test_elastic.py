@@ -152,6 +152,7 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
     assert any(re.match(r"node 0 \(rank 0\) is lost; node 0 \(rank 0\) has joined \([\d.]+ s\)", text) for text in told), told
 
 
+@pytest.mark.rehearsal
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
 def test_nodes_find_each_other_by_ipv6_too(nodes):
     run = nodes(2, "--min_nodes", 2, "--epochs", 40, host="[::1]")

@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import types
@@ -18,7 +17,7 @@ from common.errors import UserError
 from common.wire import channel, hub, messages
 from tests import test_strangers as strangers
 from tests.check_ledger import complaints, steps_that_count
-from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state
+from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run
 from tests.ranks import TWO
 
 
@@ -214,12 +213,12 @@ def test_a_job_imports_nothing_of_it():
     look = (
         "import sys, common.job, common.run, common.ranks.group; assert not [n for n in sys.modules if 'common.elastic' in n]"
     )
-    subprocess.run([sys.executable, "-c", look], cwd=ROOT, env=environment(), check=True)
+    assert run([sys.executable, "-c", look], cwd=ROOT, env=environment()).returncode == 0
 
 
 def test_without_its_folder_ranks_train_as_before_and_the_option_is_refused(two_ranks, tmp_path):
     for name in ("common", "datasets", "jobs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("elastic", "__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("elastic"))
     (tmp_path / "common" / "elastic" / "__pycache__").mkdir(parents=True)  # what git leaves of it
     script = [
         sys.executable,
@@ -230,10 +229,10 @@ def test_without_its_folder_ranks_train_as_before_and_the_option_is_refused(two_
         "--output_dir",
         tmp_path / "out",
     ]
-    subprocess.run(list(map(str, script)), cwd=tmp_path, env=environment(), check=True)
+    assert run(script, cwd=tmp_path, env=environment()).returncode == 0
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
     script = [sys.executable, tmp_path / "jobs" / "train_ddp_exact.py", *TWO, "--nproc_per_node", "2", "--min_nodes", "1"]
-    done = subprocess.run(list(map(str, script)), cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = run(script, cwd=tmp_path, env=environment())
     assert done.returncode == 2
     assert done.stderr == "error: --min_nodes needs the folder common/elastic, which is not there: leave the option out\n"
 

@@ -25,7 +25,7 @@ from datasets.photos.labelled import Photos
 from datasets.sampler import InOrder
 from launch import export
 from launch.export import command, network
-from tests.jobs import ROOT, environment, run_job
+from tests.jobs import NETWORK, ROOT, environment, run_job
 from tests.modelpackage import CONFIG, check, complaints
 from tests.test_imagenet import photographs, trained  # noqa: F401 (fixtures)
 
@@ -105,7 +105,7 @@ def own_answers(run, pictures):
 
     weights = command.find(str(run)).weights
     if "fc.weight" in weights:
-        model, mean, std = torchvision.models.resnet18(num_classes=3), imagenet.MEAN, imagenet.STD
+        model, mean, std = torchvision.models.get_model(NETWORK[1], num_classes=3), imagenet.MEAN, imagenet.STD
     else:
         model, mean, std = resnet18(width=8), cifar10.MEAN, cifar10.STD
     model.load_state_dict(weights)
@@ -241,7 +241,7 @@ def test_weights_alone_are_exported_when_the_rest_is_given(folders, tmp_path, ca
     (tmp_path / "names").write_text("a\nb\nc\n")
     words = [weights, "--format", "torch", "--output", tmp_path / "out"]
     assert "give --arch NAME" in refused(capsys, *words)
-    words += ["--arch", "resnet18"]
+    words += NETWORK
     assert "give --image_size" in refused(capsys, *words)
     words += ["--image_size", 32]
     assert "give --classes" in refused(capsys, *words)

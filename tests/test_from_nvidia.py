@@ -19,12 +19,12 @@ from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler
 from launch import kspeed
 from tests.from_page import assert_each_is_checked, cells
-from tests.jobs import ROOT, environment, module_of, run_job
+from tests.jobs import NETWORK, ROOT, environment, module_of, run_job
 from tests.memcached import Memcached
 from tests.test_imagenet import SMALL, photographs  # noqa: F401
 
 TITLE = "KSpeed and NVIDIA's ResNet-50"
-TRAINED = ["-a", "resnet18", "-b", 8, "--image-size", 32, "-j", 0, "--epochs", 2, "--lr", 0.1]
+TRAINED = ["-a", NETWORK[1], "-b", 8, "--image-size", 32, "-j", 0, "--epochs", 2, "--lr", 0.1]
 
 
 @pytest.fixture(scope="module")

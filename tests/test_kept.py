@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import resource
-import subprocess
 import sys
 import threading
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from datasets.dpex import DpexDataLoader
 from datasets.loader import torch_batches
 from datasets.sampler import InOrder
-from tests.jobs import PATIENCE, ROOT, environment
+from tests.jobs import PATIENCE, ROOT, environment, run
 
 SIZE, WORKERS = 1000, 2
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # that may be open: torch's loader needs one for each tensor that is kept
@@ -128,15 +127,8 @@ def pages():
 
 def measured(name, count):
     script = f"from tests.test_kept import main; main({name!r}, {count})"
-    words = [sys.executable, "-c", script]
-    done = subprocess.run(
-        words,
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT), RAY_ADDRESS="local"),
-        capture_output=True,
-        text=True,
-        timeout=10 * PATIENCE,
-    )
+    env = environment(PYTHONPATH=str(ROOT), RAY_ADDRESS="local")
+    done = run([sys.executable, "-c", script], cwd=ROOT, env=env, timeout=10 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])["mib"]
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch import local
-from tests.jobs import PATIENCE, ROOT, TINY, environment
+from tests.jobs import ROOT, TINY, environment, run
 
 # Runs the verb as `python -m launch` does, and fails when it has loaded one of the heavy packages.
 SCRIPT = """
@@ -27,7 +27,7 @@ def test_it_never_waits_for_torch(tmp_path, nodes):
     (tmp_path / "nothing.py").write_text("import sys\nprint(sys.argv[1:3])\n")
     words = ["--nodes", str(nodes), str(tmp_path / "nothing.py"), "--", "--a", "b"] if nodes else ["--help"]
     script = [sys.executable, "-c", SCRIPT, "local", *words]
-    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("['--a', 'b']") == (nodes or 0) and ("exit codes 0 0" in done.stdout) == bool(nodes)
 
@@ -41,7 +41,7 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
     (tmp_path / "job.py").write_text("import os\nprint('gpus:', os.environ['CUDA_VISIBLE_DEVICES'])\n")
     script = [sys.executable, "-m", "launch", "local", "--nodes", str(nodes), str(tmp_path / "job.py")]
     env = environment(CUDA_VISIBLE_DEVICES=shown)
-    printed = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    printed = run(script, cwd=ROOT, env=env).stdout
     lines = sorted(line for line in printed.splitlines() if "gpus:" in line)
     assert lines == [f"[node {node}] gpus: {gpus}" for node, gpus in enumerate(expected)]
     assert ("1 GPU for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")
@@ -49,7 +49,7 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
 
 def test_the_job_says_how_all_nodes_go_on(tmp_path):
     def launched(words):
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
+        done = run(words, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -27,6 +27,7 @@ from launch import bundle
 from launch.submit import command as submit
 from launch.submit import modelarts, request
 from tests.jobs import (
+    FIGURES,
     PATIENCE,
     ROOT,
     TINY,
@@ -83,7 +84,6 @@ def test_an_old_python_can_read_what_it_reads_first(path):
 
 @pytest.mark.parametrize("form", ["repository", "file"])
 def test_a_job_without_a_package_ends_with_one_line(tmp_path, form):
-    """None in sys.modules is how Python is told that there is no such module."""
     job = ROOT / "jobs" / "train.py"
     if form == "file":
         job = tmp_path / "train.py"
@@ -95,9 +95,7 @@ util.find_spec = lambda name, package=None: None if name in ("numpy", "torchvisi
 sys.argv = [{str(job)!r}, "--custom_data", "true"]
 runpy.run_path({str(job)!r}, run_name="__main__")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", start], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = run([sys.executable, "-c", start], env=environment(), cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith(
         "error: not installed: numpy, torchvision; choose an engine or image"
     )
@@ -127,10 +125,13 @@ def test_an_older_torch_beside_numpy_2_is_one_line_before_torch_is_imported(tmp_
     ],
 )  # fmt: skip
 def test_a_run_does_without_what_only_looks_on(finished, tmp_path, package, text, why, missing):
-    broken = tmp_path / "broken" / package
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text(text or f"raise ModuleNotFoundError({package!r}, name={package!r})")
-    done = run_job("train", tmp_path, *TINY, env={"PYTHONPATH": str(broken.parent)}, launcher=[sys.executable])
+    env, launcher = {"WITHOUT": package}, []
+    if text:
+        broken = tmp_path / "broken" / package
+        broken.mkdir(parents=True)
+        (broken / "__init__.py").write_text(text)
+        env, launcher = {"PYTHONPATH": str(broken.parent)}, [sys.executable]
+    done = run_job("train", tmp_path, *TINY, env=env, launcher=launcher)
     (said,) = re.findall(r"^left out: (.*)$", done.stdout, re.MULTILINE)
     assert why in said and said.count("(") == 1 and not done.stderr
     files = {"curves.png", "tensorboard/events*", "report.html", "report.txt"}
@@ -413,7 +414,7 @@ def without_rights(words, folder):
     """Run a job in a working folder that cannot be written to, without a home; root as anybody else."""
     mode = folder.stat().st_mode
     folder.chmod(0o555)
-    env = environment(HOME="/nonexistent", PYTHONDONTWRITEBYTECODE="1")
+    env = environment(HOME="/nonexistent", PYTHONDONTWRITEBYTECODE="1", **FIGURES)
     try:
         return run([words[0], "-c", AS_ANYBODY, *words[1:]], cwd=folder, env=env)
     finally:

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from tests import jobs
-from tests.jobs import TINY, command, environment
+from tests.jobs import NETWORK, TINY, command, environment
 
 ODD = os.fsdecode(b"odd\xff\nerror: forged")
 
@@ -32,7 +32,7 @@ def test_photographs_in_folders_with_odd_names_are_trained_on_and_evaluated(tmp_
             for number in range(4):
                 Image.new("RGB", (40, 40), (number * 20, 0, 0)).save(folder / f"{number}.jpg")
             (folder / f"{ODD}.jpg").write_bytes(b"")
-    small = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 4, "--workers", 0, "--epochs", 1]
+    small = [*NETWORK, "--image_size", 32, "--batch_size", 4, "--workers", 0, "--epochs", 1]
     options = [*small, "--data_url", tmp_path / ODD, "--output_dir", tmp_path / "out" / ODD]
     assert "done: " in run(tmp_path, "train_imagenet", *options)
     weights = tmp_path / "out" / ODD / "epoch_1.pth"

@@ -12,7 +12,7 @@ from common.errors import UserError
 from datasets import imagenet
 from datasets.photos import splits, tree
 from tests import pictures
-from tests.jobs import module_of, run_job
+from tests.jobs import NETWORK, module_of, run_job
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_run_keeps_its_recipe_also_where_it_was_begun_before_there_were_severa
 
 
 def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
-    words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0, "--epochs", 2]
+    words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 2]
     run_job("train_imagenet", shapes.parent, *words, "--max_steps", 5)
     about = json.loads(sorted(shapes.parent.glob("out/checkpoints/*.json"))[-1].read_text())
     manifest, given = about["arguments"], {"data_url", "arch", "image_size", "workers", "epochs", "max_steps", "output_dir"}
@@ -181,6 +181,7 @@ def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
 # --- What comes of it -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rehearsal
 def test_shapes_are_learnt_in_less_than_a_minute(tmp_path):
     """Of one core; the accuracy after two minutes is in tests/benchmarks/RESULTS.md."""
     pictures.make("shapes", str(tmp_path / "own"), 480)
@@ -201,7 +202,7 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
     labels = np.random.default_rng(0).permutation(np.repeat(pictures.SHAPES, 60))
     for number, (path, label) in enumerate(zip(sorted(shapes.glob("*/*")), labels)):
         path.rename(shapes / label / f"again{number}.jpg")
-    words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0, "--epochs", 5, "--run_epochs", 1]
+    words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 5, "--run_epochs", 1]
     log = run_job("train_imagenet", shapes.parent, *words).stdout
     (line,) = [line for line in log.splitlines() if "nothing is learnt" in line]
     assert line.startswith("warning: after 1 of 5 epochs nothing is learnt: an accuracy of 0.") and "--weights FILE" in line
@@ -212,7 +213,7 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
 
 def test_an_evaluation_of_a_run_holds_out_what_the_run_did(shapes):
     """Not what another seed would, most of which it was trained on."""
-    words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0, "--epochs", 1]
+    words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 1]
     run_job("train_imagenet", shapes.parent, *words, "--seed", 1)
     run_job("train_imagenet", shapes.parent, *words, "--evaluate", "true")
     found = json.loads((shapes.parent / "out" / "evaluation.json").read_text())
@@ -221,7 +222,7 @@ def test_an_evaluation_of_a_run_holds_out_what_the_run_did(shapes):
 
 def test_an_evaluation_cuts_the_pictures_as_the_run_did(shapes):
     """Not as so few pictures are cut where nobody says otherwise; also where `val` alone is there."""
-    words = ["--data_url", shapes, "--arch", "resnet18", "--image_size", 32, "--workers", 0]
+    words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0]
     run_job("train_imagenet", shapes.parent, *words, "--epochs", 1, "--recipe", "imagenet", "--batch_size", 8)
     words[1] = shapes.parent / "later"
     _, held = loaded(shapes)

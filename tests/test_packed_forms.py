@@ -18,7 +18,7 @@ from datasets.photos import decode, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms
-from tests.jobs import assert_same_bits, final_state, run_job, wait_for
+from tests.jobs import NETWORK, assert_same_bits, final_state, run_job, wait_for
 from tests.test_packed import ENDLESS, contents, flip, reached, run, settings, start  # noqa: F401 (some: fixtures)
 from tests.test_packed_damage import first, with_changes
 from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
@@ -26,7 +26,7 @@ from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
 FORMS = ["320", "256", "raw"]
 SIZE = 96  # of the network's pictures
 SHARD_MB = 0.5  # so that every form has several shards
-SMALL = ["--arch", "resnet18", "--image_size", 32, "--batch_size", 8, "--workers", 0, "--warmup", 0, "--recipe", "imagenet"]
+SMALL = [*NETWORK, "--image_size", 32, "--batch_size", 8, "--workers", 0, "--warmup", 0, "--recipe", "imagenet"]
 SMALL += ["--data_backend", "packed"]
 
 # Mean absolute difference, of 255, from torchvision's transforms of the original: of the pictures below, and of real photographs.
@@ -358,6 +358,7 @@ def test_the_flagship_goes_on_in_mid_epoch_to_the_same_bits(packs, tmp_path):
     assert_same_bits(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
 
 
+@pytest.mark.rehearsal
 @pytest.mark.parametrize("form", FORMS)
 def test_the_pixels_of_real_photographs(real, tmp_path, form):
     pack.pack(str(real), str(tmp_path / "pack"), settings(form=form, shard_mb=256.0))

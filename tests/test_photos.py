@@ -22,7 +22,7 @@ from datasets import crops, imagenet, synthetic
 from datasets.photos import decode, files, labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
-from tests.jobs import ROOT, environment, module_of
+from tests.jobs import ROOT, environment, module_of, run
 from tests.packages import program
 
 
@@ -516,7 +516,7 @@ def test_what_pillow_and_libtiff_say_is_one_line_for_each_file(tmp_path, most):
     assert first == "<string>:13: UserWarning: of another" and others and all(line[:4] == "Fax4" for line in others)
     shutil.copytree(some.parent, tmp_path / "pictures" / "val")
     words = [sys.executable, "-m", "launch", "pack", str(tmp_path / "pictures"), str(tmp_path / "packed"), "--form", "256"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    done = run(words, cwd=ROOT, env=environment())
     assert done.stdout.count("train/some/fax0.tif: its decoder says: Fax4Decode") == 1 and "Fax4Decode" not in done.stderr
 
 

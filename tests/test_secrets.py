@@ -14,7 +14,7 @@ import pytest
 from common import secrets
 from common.errors import one_line
 from launch import submit
-from tests.jobs import PATIENCE, ROOT, TINY, environment, forked
+from tests.jobs import PATIENCE, ROOT, TINY, environment, forked, run
 from tests.test_data import write_folder
 
 
@@ -239,9 +239,7 @@ def test_no_verb_shows_a_secret_or_leaves_one(words, site, tmp_path):
     words = [word.replace("{site}", site).replace("{folder}", str(tmp_path)) for word in words]
     path = [str(ROOT / word) if word == "jobs/train.py" and words[0] != "submit" else word for word in words]
     env = environment(PYTHONPATH=str(ROOT), HOME=str(tmp_path), HF_TOKEN=CANARY, MY_URL=f"https://{USER}host")
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *path], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = run([sys.executable, "-m", "launch", *path], cwd=tmp_path, env=env)
     nowhere(tmp_path, done)
     assert "Traceback" not in done.stderr, done.stderr
 

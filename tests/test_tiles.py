@@ -290,6 +290,7 @@ def test_a_machine_without_jpegtran_hears_what_to_install(root, tmp_path, monkey
     assert not (tmp_path / "pack").exists()
 
 
+@pytest.mark.rehearsal
 def test_the_pixels_of_real_photographs(real, tmp_path):
     """Those of a pack of the files, to the bit."""
     folders = {form: tmp_path / form for form in ("original", "tiled")}

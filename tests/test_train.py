@@ -1,11 +1,13 @@
 """The base job from the outside: what it writes, how it goes on after every kind of end, and what it refuses."""
 
+import contextlib
 import gzip
 import json
+import os
+import pty
 import re
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -19,6 +21,7 @@ from common.version import VERSION
 from datasets import cifar10
 from datasets.sampler import EpochSampler
 from tests.jobs import (
+    NETWORK,
     PATIENCE,
     ROOT,
     TINY,
@@ -95,16 +98,17 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):
     """Under a pseudo-terminal, as a person has it."""
-    script = f"import pty, sys; sys.exit(pty.spawn({command('train', *TINY, '--epochs', 1, '--output_dir', tmp_path / 'out')!r}) >> 8)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment(TERM="xterm"),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0 and "epoch 1/1:" in done.stdout and "100%" in done.stdout and "images_per_s=" not in done.stdout
+    own, terminal = pty.openpty()
+    words = command("train", *TINY, "--epochs", 1, "--output_dir", tmp_path / "out")
+    process = Popen(words, cwd=tmp_path, env=environment(TERM="xterm"), stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # at the end, as nobody has the other side open
+        while content := os.read(own, 1 << 16):
+            shown += content
+    os.close(own)
+    assert process.wait() == 0
+    assert shown.count(b"epoch 1/1:") and b"100%" in shown and b"images_per_s=" not in shown
 
 
 def test_tensorboard_has_the_curves(finished):
@@ -266,6 +270,7 @@ def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp
     assert not (tmp_path / "plain" / "out" / "trace.json.gz").exists()
 
 
+@pytest.mark.rehearsal
 def test_a_profile_of_a_run_that_is_too_short_says_so(tmp_path):
     """And the process ends well: a recorder that is still at work would take it down."""
     done = run_job(
@@ -444,7 +449,7 @@ def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tm
 
 
 SMALLER = {
-    "train_imagenet": ["--arch", "resnet18", "--image_size", 32, "--workers", 0, "--ignore", "width"],
+    "train_imagenet": [*NETWORK, "--image_size", 32, "--workers", 0, "--ignore", "width"],
     "train_restore": ["--max_samples", 32, "--batch_size", 8, "--workers", 0],
     "speedrun": ["--net", "small", "--ignore", "batch_size,width,epochs,max_steps"],
 }
