@@ -35,7 +35,7 @@ def slow_ones_marked(jobs):
     return in_rehearsal(jobs, lambda job: "dpex" in job)
 
 
-# In the environment of a run that draws its figures. Others do without matplotlib, which takes as long as a small run itself.
+# In the environment of a run that makes its figures and its page. Others do without, as these take as long as a small run itself.
 FIGURES = {"WITHOUT": ""}
 
 
@@ -43,7 +43,7 @@ def environment(**extra):
     """The parent's environment without what a platform would have set; one thread, so that bits and times do not depend on the load."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")}
     own = {"RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}  # no cluster and no GPU that this machine happens to have
-    return {**kept, **own, "OMP_NUM_THREADS": "1", "WITHOUT": "matplotlib", **extra}
+    return {**kept, **own, "OMP_NUM_THREADS": "1", "WITHOUT": "matplotlib jinja2", **extra}
 
 
 def module_of(job):

@@ -177,6 +177,7 @@ def load():
 def serve(asked, answers):
     """Until nobody can ask any more; returns never."""
     sys.modules["__main__"] = types.ModuleType("__main__")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever asks ends, too
     reader = os.fdopen(asked, "rb", buffering=0)
     while line := reader.readline():
         os.write(answers, f"{json.dumps(answer(json.loads(line)))}\n".encode())

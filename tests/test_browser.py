@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common import report
-from tests.jobs import TINY, run_job
+from tests.jobs import FIGURES, TINY, run_job
 from tests.packages import program
 from tests.runs import ended, made_up
 from tests.test_report import HOSTILE
@@ -64,8 +64,8 @@ def written(folder, page=None):
 def run(tmp_path_factory):
     """Of a real job, with a restart in it."""
     folder = tmp_path_factory.mktemp("run")
-    run_job("train", folder, *TINY, "--max_steps", 5)
-    run_job("train", folder, *TINY)
+    run_job("train", folder, *TINY, "--max_steps", 5, env=FIGURES)
+    run_job("train", folder, *TINY, env=FIGURES)
     return folder / "out"
 
 
@@ -124,7 +124,7 @@ def test_hostile_names_are_shown_and_not_run(browser, tmp_path):
 
 
 def test_the_slider_uncovers_the_picture_before(browser, tmp_path):
-    run_job("train_restore", tmp_path, "--custom_data", "true", "--epochs", 1, "--max_samples", 16, "--width", 4)
+    run_job("train_restore", tmp_path, "--custom_data", "true", "--epochs", 1, "--max_samples", 16, "--width", 4, env=FIGURES)
     driver = browser(tmp_path / "out" / "report.html")
     pair = driver.find_element("css selector", "#restored .pair")
     words = [image.get_attribute("alt") for image in pair.find_elements("css selector", "img")]

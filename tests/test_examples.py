@@ -16,7 +16,7 @@ from PIL import Image
 from launch import blocks
 from tests.examples import own_template
 from tests.examples.own_platform import skyline
-from tests.jobs import ROOT, assert_same_bits, final_state, run_forked
+from tests.jobs import FIGURES, ROOT, assert_same_bits, final_state, run_forked
 from tests.ranks import fork_ranks
 from tests.test_world import resolve
 
@@ -154,7 +154,7 @@ def pictures(tmp_path_factory):
 @pytest.mark.parametrize("job", ["my_folder", "my_csv", "my_torchvision", "my_loss"])
 def test_other_data_networks_and_losses_end_in_the_same_report(house, tmp_path, pictures, job):
     ((_, words),) = commands(job)
-    done = run(house, tmp_path, [pictures if word == "pictures" else word for word in words])
+    done = run(house, tmp_path, [pictures if word == "pictures" else word for word in words], FIGURES)
     assert "done: " in done.stdout and ("of 2 classes" in done.stdout) is (job in ("my_folder", "my_csv"))
     said = json.loads((tmp_path / "out" / "report.json").read_text())
     page = (tmp_path / "out" / "report.html").read_text()

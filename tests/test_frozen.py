@@ -11,7 +11,7 @@ from common.run import checkpoint
 from common.run.saving import starts
 from common.storage import bucket, upload
 from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
-from tests.jobs import TINY, assert_same_bits, command, final_state, in_rehearsal, run_forked
+from tests.jobs import FIGURES, TINY, assert_same_bits, command, final_state, in_rehearsal, run_forked
 from tests.ranks import TWO
 from tests.stores import remote_names, store_environment
 
@@ -116,7 +116,7 @@ def test_an_upload_that_comes_late_changes_no_result(undisturbed, store, reachab
 
 def test_a_bucket_with_the_last_checkpoint_has_the_report_and_a_later_start_leaves_it_as_it_is(store, reachable, tmp_path):
     """It has nothing to do, so it evaluates nothing. The first one stands still behind its checkpoint, and sends the rest later."""
-    url, env, options = "s3://data/runs/whole", store_environment(), [*TINY, "--epochs", 1]
+    url, env, options = "s3://data/runs/whole", {**store_environment(), **FIGURES}, [*TINY, "--epochs", 1]
     asleep = frozen(tmp_path / "asleep", "upload */metrics.jsonl 1", "train", options, url, env=env)
     other = Start(tmp_path / "other", "train", options, url, env=env)
     assert other.ends() == 0 and "nothing to do: the run has done 1 epochs" in other.log(), other.log()

@@ -15,7 +15,7 @@ from common.run.position import Position
 from common.run.results import Results
 from common.run.saving import checkpoint, facts, output
 from common.run.saving.saver import Saving
-from tests.jobs import ROOT, TINY, module_of, run_forked, run_job
+from tests.jobs import FIGURES, ROOT, TINY, module_of, run_forked, run_job
 
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
 STEPS = "for images, labels in run.steps(train_loader):"
@@ -34,7 +34,7 @@ def trained(tmp_path):
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         (tmp_path / "mine.py").write_text(text)
-        return run_forked([tmp_path / "mine.py", *TINY, "--output_dir", tmp_path / "out"], tmp_path, check=check)
+        return run_forked([tmp_path / "mine.py", *TINY, "--output_dir", tmp_path / "out"], tmp_path, FIGURES, check=check)
 
     return train
 

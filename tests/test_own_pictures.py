@@ -12,7 +12,7 @@ from common.errors import UserError
 from datasets import imagenet
 from datasets.photos import splits, tree
 from tests import pictures
-from tests.jobs import NETWORK, module_of, run_job
+from tests.jobs import FIGURES, NETWORK, module_of, run_job
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
     for number, (path, label) in enumerate(zip(sorted(shapes.glob("*/*")), labels)):
         path.rename(shapes / label / f"again{number}.jpg")
     words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 5, "--run_epochs", 1]
-    log = run_job("train_imagenet", shapes.parent, *words).stdout
+    log = run_job("train_imagenet", shapes.parent, *words, env=FIGURES).stdout
     (line,) = [line for line in log.splitlines() if "nothing is learnt" in line]
     assert line.startswith("warning: after 1 of 5 epochs nothing is learnt: an accuracy of 0.") and "--weights FILE" in line
     mistakes = json.loads((shapes.parent / "out" / "report.json").read_text())["mistakes"]["worst"]

@@ -20,7 +20,7 @@ from common.run import clock
 from common.run.clock import Clock
 from common.watching import held, worker
 from tests.faultproxy import faults
-from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, wait_for
+from tests.jobs import FIGURES, PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, wait_for
 from tests.ranks import TWO
 from tests.stores import store_environment
 from tests.test_imagenet import SMALL
@@ -198,7 +198,7 @@ def test_what_is_sent_in_the_background_holds_nobody_up(monkeypatch):
 def started(folder, words, *options):
     folder.mkdir(exist_ok=True)
     with open(folder / "log", "w") as log:
-        process = Popen([*words, *map(str, options), "--output_dir", folder / "out"], cwd=folder, env=environment(**store_environment()),
+        process = Popen([*words, *map(str, options), "--output_dir", folder / "out"], cwd=folder, env=environment(**store_environment(), **FIGURES),
                         stdout=log, stderr=log)  # fmt: skip
     try:
         yield process

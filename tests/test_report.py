@@ -19,7 +19,7 @@ from datasets.loader import torch_batches
 from datasets.sampler import InOrder
 from launch.report import main
 from tests import observed
-from tests.jobs import ROOT, TINY, Popen, command, environment, run_forked, run_job, wait_for
+from tests.jobs import FIGURES, ROOT, TINY, Popen, command, environment, run_forked, run_job, wait_for
 from tests.runs import TIME, ended, lines, made_up
 from tests.stores import MIB, remote_names, store_environment
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp
 
 
 def test_a_failure_is_on_the_page(tmp_path):
-    done = run_job("train", tmp_path, *TINY, "--lr", "1e30", "--schedule", "constant", check=1)
+    done = run_job("train", tmp_path, *TINY, "--lr", "1e30", "--schedule", "constant", check=1, env=FIGURES)
     text = Parsed((tmp_path / "out" / "report.html").read_text()).text()
     assert "Failed after 0/2 epochs: TrainingFailed: " in text and "no end was recorded" not in text, done.stderr
 
@@ -356,7 +356,7 @@ def test_classes_that_no_image_has_are_left_out(tmp_path):
 
 
 def test_of_a_bucket_it_fetches_what_the_page_needs(store, reachable, tmp_path):
-    run_forked(command("train", *TINY, "--train_url", "s3://data/runs/page")[1:], tmp_path, store_environment())
+    run_forked(command("train", *TINY, "--train_url", "s3://data/runs/page")[1:], tmp_path, {**store_environment(), **FIGURES})
     there = remote_names(store, "runs/page/")
     assert {"report.html", "report.json", "speed.jsonl", "journal.jsonl", "examples/mistakes.png"} <= set(there)
     assert main(["s3://data/runs/page"]) == 0

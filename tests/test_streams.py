@@ -46,6 +46,7 @@ def assert_silent(code, errors):
     assert code == 0 and "Traceback" not in errors and "Exception ignored" not in errors, errors
 
 
+@pytest.mark.rehearsal
 def test_a_run_without_an_output_ends_with_the_same_bits(finished, tmp_path):
     assert_silent(*run_into(">&- 2>&- <&-", tmp_path, "train"))
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
