@@ -14,6 +14,7 @@ import io
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 import threading
@@ -25,7 +26,6 @@ from common.errors import UserError
 MIB = 1 << 20
 TEMPORARY = ".unfinished"  # the ending of a file that is being written
 CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: its own in there}
-SCRATCH = "anyrank-run-"  # how the names of temporary folders begin that are locked while they are used
 
 
 class TakenOver(UserError):
@@ -240,9 +240,11 @@ def own_copy(path: str, flags: int = 0) -> io.FileIO:
 def scratch_folder() -> str:
     """Create a temporary folder for this process and its forks, and remove those of processes that have been killed.
 
-    Such a process removes nothing itself. The lock on its folder ends with the last of its forks.
+    Such a process removes nothing itself. The lock on its folder ends with the last of its forks. The folder's name tells the
+    host, as not every disk that several hosts share tells one of the locks of another.
     """
-    for other in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{SCRATCH}*")):
+    prefix = f"anyrank-run-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
+    for other in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{prefix}*")):
         with contextlib.suppress(OSError):
             file = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -252,7 +254,7 @@ def scratch_folder() -> str:
             finally:
                 os.close(file)
     while True:
-        folder = tempfile.mkdtemp(prefix=SCRATCH)
+        folder = tempfile.mkdtemp(prefix=prefix)
         with contextlib.suppress(OSError):  # another start has just removed it, or this disk has no locks
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # open, and so locked, until the process ends
         if os.path.isdir(folder):

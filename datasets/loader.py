@@ -6,6 +6,7 @@ that on a second stream, during the training step.
 
 import argparse
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -304,11 +305,12 @@ class WithEpoch:
 @functools.cache
 def _have_a_temporary_folder():
     """Let the processes that load put their sockets where the next start removes them if they are killed."""
-    folder = scratch_folder()
     this: Any = multiprocessing.current_process()
-    if len(folder) < 80:  # the path of a socket has 107 letters
-        this._config["tempdir"] = folder  # which the processes that it starts have, too
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # no room there, perhaps
+        folder = scratch_folder()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        if len(folder) < 80:  # the path of a socket has 107 letters
+            this._config["tempdir"] = folder  # which the processes that it starts have, too
 
 
 def _end_workers_of(reference):

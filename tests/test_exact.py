@@ -70,7 +70,7 @@ def run_on(ranks, folder, *options):
     return run_job("train_ddp_exact", folder, *options, "--nproc_per_node", ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, SHARES])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.rehearsal), 2, SHARES])
 def test_a_run_ends_with_the_same_bits_on_any_number_of_ranks(one_process, tmp_path, ranks):
     printed = run_on(ranks, tmp_path, *EXACT, "--workers", ranks % 2).stdout
     assert_same_bits(final_state(tmp_path), one_process)

@@ -165,7 +165,7 @@ def test_an_evaluation_needs_no_training_images(trained, photographs, tmp_path):
     assert re.search(r"warning: its run had --image_size \d+, and this is evaluated with 48", done.stdout)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.rehearsal)])
 def test_the_last_layer_learns_alone_for_as_many_epochs_as_are_asked_for(trained, photographs, tmp_path, exact):
     weights = trained[0] / "out" / "epoch_1.pth"
     options = ["--data_url", photographs, *SMALL, "--weights", weights, "--freeze_epochs", 1, "--keep", 9, "--lr", 0.1]

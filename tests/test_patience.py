@@ -241,7 +241,7 @@ def silent_from(number, times):
     return plan, silenced
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rehearsal)])
 def test_a_store_that_is_silent_for_longer_than_a_step_may_take_costs_only_time(
     url, whole, store, monkeypatch, tmp_path, ranks
 ):

@@ -153,8 +153,9 @@ def test_what_a_killed_job_and_its_watcher_have_left_goes_with_the_next_start(tm
 def test_a_temporary_folder_that_is_used_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = files.scratch_folder()
-    (tmp_path / "anyrank-run-killed").mkdir()
-    assert {mine, files.scratch_folder()} == set(map(str, tmp_path.iterdir()))
+    (tmp_path / re.sub("-[^-]*$", "-killed", mine)).mkdir()
+    (tmp_path / "anyrank-run-another-host").mkdir()
+    assert {mine, files.scratch_folder(), str(tmp_path / "anyrank-run-another-host")} == set(map(str, tmp_path.iterdir()))
 
 
 def test_the_line_after_a_stack_that_was_cut_off_begins_a_line(tmp_path):
