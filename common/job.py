@@ -70,6 +70,7 @@ def run_job(main: Callable[[], None]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as it was during the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that is closed
     moments.listen(_CallTheDoctor())
     moments.listen(_MakesJobsElastic())
     moments.listen(_WatchASingleProcess())

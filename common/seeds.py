@@ -1,18 +1,43 @@
-"""The random numbers of a step: a function of (seed, samples seen, rank or share), so there is no generator to save."""
+"""The random numbers of a step are a function of (seed, samples seen, rank or share), so there is no generator to save; those
+outside the steps are one of (seed, epoch, place), and those of a batch that is loaded of (seed, epoch, its first sample)."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from common import devices
 
+HEAD, EVALUATION, TAIL, BATCH = -1, -2, -3, -4  # before the steps of an epoch, after them, after run.end_epoch(); in a loader
+
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:
-    """Seed every generator for the coming step of a rank or share. Takes 10 microseconds; torch.manual_seed would take 80."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + samples_seen * 0xBF58476D1CE4E5B9 + part * 0x94D049BB133111EB) % 2**64
+    """Seed every generator for the coming step of a rank or share; or, at such a place, for the epoch `samples_seen`.
+
+    It takes 10 microseconds; torch.manual_seed would take 80.
+    """
+    devices.seed_in_use(_seed(seed, samples_seen, part))
+
+
+@contextlib.contextmanager
+def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
+    """Seed the generators of the CPU for a batch that is loaded inside, which changes nothing for the code around it."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    _seed(seed, (epoch << 32) + sample, BATCH)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _seed(seed, number, part):
+    mixed = (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + part * 0x94D049BB133111EB) % 2**64
     mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64 >> 1
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.default_generator.manual_seed(mixed)
-    devices.seed_in_use(mixed)
+    return mixed

@@ -55,7 +55,7 @@ def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
             raise Refused(f"it holds a tensor of {value.dtype}, {value.layout}, which is not stored here")
         if value.dtype is torch.bool and bool((value.detach().view(torch.uint8) > 1).any()):
             raise Refused("it holds a truth that is neither true nor false")
-    elif isinstance(value, (dict, list, tuple)):
+    elif type(value) in (dict, collections.OrderedDict, list, tuple):
         seen.add(id(value))
         if depth == DEEPEST:
             raise Refused(f"it holds lists in lists, more than {DEEPEST} deep")

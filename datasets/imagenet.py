@@ -17,7 +17,7 @@ from common.stops import STOPS
 from common.world.folders import is_address
 from datasets import crops, dpex, kspeed
 from datasets.dali import DaliBatches
-from datasets.loader import DeviceLoader, more_workers, torch_batches
+from datasets.loader import DeviceLoader, Loader, more_workers, torch_batches
 from datasets.photos import decode, packed, splits, tree
 from datasets.photos import files as photo_files
 from datasets.photos.labelled import Photos
@@ -191,19 +191,15 @@ def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
     return files.pick(np.arange(limit) * len(files) // limit)
 
 
-class Resident:
+class Resident(Loader):
     """A loader without cost: it gives one batch of noise, made on the device, in place of each batch of the sampler."""
 
-    beside = False
-    pixels = file_of = None  # nobody needs to see the noise
+    file_of = None
 
     def __init__(self, data_set: DataSet, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
-        self.sampler, self.device, self._layout = sampler, device, layout
-        self.ids: Optional[torch.Tensor] = None
+        super().__init__(None, sampler, device)
+        self.beside, self._layout = False, layout
         self._size, self._classes = data_set.size, len(data_set.classes)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         images = None
@@ -215,9 +211,6 @@ class Resident:
                 labels = torch.randint(0, self._classes, (len(ids),), device=self.device, generator=generator)
             self.ids = torch.from_numpy(ids)
             yield images[: len(ids)], labels[: len(ids)]
-
-    def transfer_seconds(self) -> float:
-        return 0.0
 
 
 def loader(

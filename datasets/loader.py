@@ -1,7 +1,8 @@
-"""Batches of (images, labels) on the device, ready for the network, from any data set that returns whole batches.
+"""Batches on the device, in the order of the sampler.
 
-The images stay uint8 until they are on the device; there the whole batch is augmented and normalised. On a GPU a thread does
-that on a second stream, during the training step.
+SampleLoader gives the samples of any data set. DeviceLoader gives (images, labels), ready for the network, of a data set that
+returns whole batches; the images stay uint8 until they are on the device, where the whole batch is augmented and normalised.
+On a GPU a thread does that on a second stream, during the training step.
 """
 
 import argparse
@@ -22,22 +23,100 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Callable, Optional
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate, worker
 
 from common import devices, malloc, progress
 from common.errors import STOP_SIGNALS, SampleError, TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import scratch_folder
+from common.seeds import seeded_batch
 from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
+BESIDE = "batches ahead"  # the thread that makes them
 STOP_SECONDS = 1  # for the batch that is being made when the job is told to stop: it may never be there
 LITTLE = 1 << 30  # bytes of /dev/shm for each rank: torch's loader processes put batches there; a container often has 64 MiB
 COLLATED = collate.default_collate_fn_map  # its documentation names it for functions of one's own
 ORIGINAL = COLLATED[torch.Tensor]
 
 
-class DeviceLoader:
-    """Moves batches to the device. `batches` gives (uint8 images, labels, ids) in the order of the sampler."""
+class Loader:
+    """Moves the tensors of batches to the device. `batches` gives tuples that end with the ids of the samples."""
+
+    pixels: Optional[Callable] = None
+
+    def __init__(self, batches: Any, sampler: Any, device: torch.device, pin_memory: bool = True):
+        self.sampler, self.device, self._batches = sampler, device, batches
+        self._move = functools.partial(devices.to_device, device=device, pin=pin_memory)
+        self.ids: Any = None
+        self.beside = devices.has_queues(device)  # whether the transfer happens during the training step
+        self._clock = Clock(device)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, ids, ready in STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved()):
+            if ready:
+                stream = devices.current_stream(self.device)
+                stream.wait_event(ready)
+                for tensor in pytree.tree_leaves(batch):
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.record_stream(stream)
+            self.ids = ids
+            yield batch
+
+    def transfer_seconds(self) -> float:
+        """Return the seconds of moving and normalising since the last call."""
+        return self._clock.read()
+
+    def _moved(self):
+        devices.use(self.device)
+        epoch, batches = self.sampler.epoch, iter(self._batches)
+        while True:
+            with self._clock.stream():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, Exception):
+                raise batch
+            ids = _of_its_own(batch[-1])
+            with self._clock as clock:
+                prepared = self._prepared(batch[:-1], ids, epoch)
+            yield prepared, ids, clock.end
+
+    def _prepared(self, batch, _ids, _epoch):
+        return pytree.tree_map(lambda leaf: self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch[0])
+
+
+class SampleLoader(Loader):
+    """Batches of any data set that has a length and gives sample number i as data_set[i].
+
+    A batch is what `collate_fn` makes of its samples, with the tensors on the device. Random numbers that the data set draws
+    are the same after a restart.
+    """
+
+    def __init__(
+        self, data_set: Any, sampler: Any, device: torch.device, workers: int = 0,
+        collate_fn: Callable[[list], Any] = collate.default_collate,
+    ):  # fmt: skip
+        super().__init__(torch_batches(_Samples(data_set, collate_fn), sampler, workers), sampler, device)
+        self.beside = self.beside and workers > 0  # what is drawn in this process must not be drawn during a step
+
+
+class _Samples:
+    def __init__(self, data_set: Any, collate_fn: Callable[[list], Any]):
+        self._data_set, self._collate = data_set, collate_fn
+
+    def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> tuple[Any, torch.Tensor]:
+        numbers = epoch_and_ids[1].tolist()
+        all_at_once = getattr(self._data_set, "__getitems__", None)
+        samples = all_at_once(numbers) if all_at_once else [self._data_set[number] for number in numbers]
+        return self._collate(samples), torch.tensor(numbers)
+
+
+class DeviceLoader(Loader):
+    """`batches` gives (uint8 images, labels, ids)."""
 
     def __init__(
         self,
@@ -52,58 +131,26 @@ class DeviceLoader:
         layout: Optional[torch.memory_format] = None,
     ):
         """`layout`: of the images in memory; None: the one in which convolutions are fastest there."""
-        self.sampler, self.device, self.dtype = sampler, device, dtype
-        self._batches, self._augment = batches, augment
-        self._move = functools.partial(devices.to_device, device=device, pin=pin_memory)
-        self.ids: Any = None
+        super().__init__(batches, sampler, device, pin_memory)
+        self.dtype, self._augment = dtype, augment
         self.file_of: Optional[Callable[[int], str]] = None  # the file of a sample, where it is one
         self._layout = layout or devices.layout(device)
-        self.beside = devices.has_queues(device)  # whether the transfer happens during the training step
-        self._clock = Clock(device)
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
         with self._clock.stream():  # on which they are used
             self._scale, self._shift = (value.to(device) for value in (1 / (255 * std), -mean / std))
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, ids, ready in STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved()):
-            if ready:
-                stream = devices.current_stream(self.device)
-                stream.wait_event(ready)
-                for tensor in (images, labels):
-                    tensor.record_stream(stream)
-            self.ids = ids
-            yield images, labels
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 images again, of those that came out of this loader."""
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
-    def transfer_seconds(self) -> float:
-        """Return the seconds of moving and normalising since the last call."""
-        return self._clock.read()
-
-    def _moved(self):
-        devices.use(self.device)
-        epoch, batches, augment = self.sampler.epoch, iter(self._batches), self._augment
-        while True:
-            with self._clock.stream():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            if isinstance(batch, Exception):
-                raise batch
-            images, labels, ids = batch[0], *map(_of_its_own, batch[1:])
-            with self._clock as clock:
-                images = self._move(images)
-                if augment:
-                    images = augment(images, ids, epoch=epoch)
-                images = images.to(torch.float32, memory_format=self._layout)
-                images = images.mul_(self._scale).add_(self._shift).to(self.dtype)
-                labels = self._move(labels)
-            yield images, labels, ids, clock.end
+    def _prepared(self, batch, ids, epoch):
+        images, labels = batch
+        images = self._move(images)
+        if self._augment:
+            images = self._augment(images, ids, epoch=epoch)
+        images = images.to(torch.float32, memory_format=self._layout)
+        images = images.mul_(self._scale).add_(self._shift).to(self.dtype)
+        return images, self._move(_of_its_own(labels))
 
 
 def _of_its_own(kept):
@@ -166,7 +213,7 @@ def ahead(items: Generator, depth: int) -> Iterator:
         except BaseException as error:  # among them StopIteration, the end of the items
             made.put((None, error))
 
-    thread = threading.Thread(target=work, name="batches ahead", daemon=True)
+    thread = threading.Thread(target=work, name=BESIDE, daemon=True)
     thread.start()
     try:
         while True:
@@ -197,7 +244,7 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
     if workers and has_little_shared_memory():
         _advise_more()
     loader = Batches(
-        HandsOnErrors(data_set),
+        HandsOnErrors(data_set, sampler),
         sampler=WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
         num_workers=workers,
@@ -262,21 +309,24 @@ class HandsOnErrors(torch.utils.data.Dataset):
     text with a traceback of it. Any other error becomes a SampleError, with the traceback of the data set's code.
     """
 
-    def __init__(self, data_set: Any):
-        self._data_set = data_set
+    def __init__(self, data_set: Any, sampler: Any):
+        self._data_set, self._seed = data_set, getattr(sampler, "seed", 0)
 
     def __len__(self) -> int:
         return len(self._data_set)
 
     def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> Any:
+        epoch, ids = epoch_and_ids
+        beside = threading.current_thread().name == BESIDE or not len(ids)  # while a step draws
         try:
-            return self._data_set[epoch_and_ids]
+            with contextlib.nullcontext() if beside else seeded_batch(self._seed, epoch, int(ids[0])):
+                return self._data_set[epoch_and_ids]
         except (UserError, TrainingFailed) as error:  # they say what they are about
             return error
         except Exception as error:
             if is_of_the_system(error):
                 return error
-            text = f"{self._culprit(*epoch_and_ids)}: {type(error).__name__}: {one_line(error)[:300]}"
+            text = f"{self._culprit(epoch, ids)}: {type(error).__name__}: {one_line(error)[:300]}"
             raise SampleError(text) from error
 
     def _culprit(self, epoch, ids):

@@ -324,9 +324,19 @@ def test_a_checkpoint_taken_for_its_weights_is_verified(network, tmp_path, capsy
         checkpoint.load_weights(network, str(path))
 
 
-@pytest.mark.parametrize("key", ["module.conv.weight", "_orig_mod.conv.weight", "module._orig_mod.conv.weight", "conv.weight"])
-def test_keys_never_carry_a_wrapper(key):
-    assert list(checkpoint.plain_keys({key: 1})) == ["conv.weight"]
+@pytest.mark.parametrize("wrappers", ["module.", "_orig_mod.", "module._orig_mod.", ""])
+@pytest.mark.parametrize("own", ["", "module."])  # what the network itself calls one of its modules
+def test_the_prefixes_of_wrappers_are_taken_off_and_no_names_of_the_network(wrappers, own):
+    network = torch.nn.Module()
+    network.module = torch.nn.Linear(2, 1)
+    if not own:
+        network = network.module
+    state = {f"{wrappers}{name}": tensor + 1 for name, tensor in network.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    assert checkpoint.fit(network, state, "its file", new_head=False) == []
+    assert all(torch.equal(tensor, before[name] + 1) for name, tensor in network.state_dict().items())
+    averaged = {"model": before, "ema": {**{f"module.{name}": tensor for name, tensor in before.items()}, "n_averaged": 3}}
+    assert checkpoint.evaluated_weights(averaged).keys() == before.keys()
 
 
 def test_a_snapshot_is_safe_from_the_next_step():

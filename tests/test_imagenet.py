@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.run import restore
+from common.run.saving import parts
 from datasets.kspeed.cache import SampleCache
 from launch.pack import command as pack
 from tests.check_ledger import complaints, steps_that_count
@@ -326,7 +326,7 @@ def test_rmsprop_goes_on_with_a_momentum_that_it_had_not():
         optimizer = torch.optim.RMSprop([weight], lr=0.1, momentum=momentum)
         if before:
             optimizer.load_state_dict({"state": before["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-            restore.complete(optimizer)
+            parts.complete(optimizer)
         weight.grad = torch.ones(2)
         optimizer.step()
         return optimizer.state_dict()

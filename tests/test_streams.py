@@ -1,9 +1,12 @@
 """A job whose output nobody takes trains on: its reader has gone, the disk of its log is full, or there is no output at all."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -11,6 +14,7 @@ from common import streams
 from common.job import run_job
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, command, environment, final_state, wait_for
 
+TWO_RANKS = ("--nproc_per_node", 2, "--batch_size", 32)
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
 
@@ -50,6 +54,28 @@ def assert_silent(code, errors):
 def test_a_run_without_an_output_ends_with_the_same_bits(finished, tmp_path):
     assert_silent(*run_into(">&- 2>&- <&-", tmp_path, "train"))
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def in_a_terminal_that_is_closed(folder, job, *options):
+    """The job as the leader of a session, whose terminal goes before the first step: the kernel sends it SIGHUP."""
+    mine, its = pty.openpty()
+    words = [*command(job, *TINY, *options), "--output_dir", folder / "out"]
+    process = subprocess.Popen(
+        words, cwd=folder, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(its)
+    with open(mine, buffering=1, errors="replace") as terminal:
+        assert any("a new run: " in line for line in terminal)
+    return process.wait(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("job, options", [("train", ()), pytest.param("train_ddp", TWO_RANKS, marks=pytest.mark.rehearsal)])
+def test_a_run_whose_terminal_is_closed_ends_with_the_same_bits(finished, tmp_path, job, options):
+    assert in_a_terminal_that_is_closed(tmp_path, job, *options) == 0
+    if job == "train":
+        assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+    assert final_state(tmp_path)["position"]["total_steps"] == final_state(finished[0])["position"]["total_steps"]
 
 
 @pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"], []])

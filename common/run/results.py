@@ -35,9 +35,8 @@ class Results:
         row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self.best_by
         is_best = at.best["epoch"] == at.epoch
         words = ["the best so far" if is_best else f"best {at.best[by]:.4f} in epoch {at.best['epoch']}"]
-        words += [
-            f"{name} {row[name] - before[name]:+.4f}" for name in (by, "loss", "train_loss") if name in row and name in before
-        ]
+        names = dict.fromkeys((by, "loss", "train_loss"))
+        words += [f"{name} {row[name] - before[name]:+.4f}" for name in names if name in row and name in before]
         return f" ({', '.join(words)})"
 
     def summary(self, at: Position) -> str:

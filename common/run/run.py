@@ -8,14 +8,17 @@
             run.step(loss)
         run.end_epoch(accuracy=...)
 
-Samples count as consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen,
-rank), so there is no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
+A checkpoint is made when the loop comes for its next batch or epoch, and so has what the lines below run.step() and
+run.end_epoch() have changed; where gradients are accumulated over several steps, it is made after the update. Samples count as
+consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so there is
+no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
 """
 
 import argparse
 import dataclasses
 import signal
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional
 
@@ -31,16 +34,17 @@ from common.run.peers import Fixed
 from common.run.plan import Plan
 from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import checkpoint, facts, output, restore
+from common.run.saving import checkpoint, facts, output, parts, restore
 from common.run.saving.evidence import Evidence
 from common.run.saving.saver import Saving
 from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
-from common.seeds import seed_step
+from common.seeds import EVALUATION, HEAD, TAIL, seed_step
 from common.stops import STOPS
 
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
+MOST_WAITED = 100  # steps without an update of the weights, after which a save or a stop waits no longer for one
 
 
 class Run:
@@ -56,13 +60,14 @@ class Run:
         best_is: Optional[str] = None,
         patience: Optional[int] = None,
         prof: Optional[int] = None,
-        **parts: Any,
+        **saved: Any,
     ):
         """`classes`: their names, for who reads the checkpoints. `test_samples`: in an evaluation, to guess how long one takes.
         `best_by`: the metric of end_epoch by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
-        `parts`: what else to save."""
-        self.args, self.sampler, self.parts = args, sampler, parts
+        `saved`: what else to save."""
+        self.args, self.sampler, self.parts = args, sampler, {}
+        self.register(**saved)
         self.position, self.results, self.plan = Position(), Results(best_by, best_is), Plan(args, sampler, patience)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
@@ -75,14 +80,22 @@ class Run:
         self.saving = Saving(args, classes, self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.evaluates = False  # from the end of steps() to end_epoch()
+        self.made: dict[str, Any] = {}  # with what options this start has made the parts
+        self.groups: dict[str, int] = {}  # of the weights of each optimizer, when the epoch began
+        self.changed: dict[str, str] = {}  # which of them are others than before
+        self.restored: Any = None  # until run.steps() of an epoch that has been begun before
+        self._ended: Optional[bool] = None  # an epoch whose checkpoint is still to be made: whether it was a whole one
+        self._due = [0.0, 0.0, 0.0]  # as the peers say it, until the weights are updated
+        self._without_update = 0  # steps
         self._profile = timing.Profile(prof, self.clock, lambda: devices.synchronize(self.device)) if prof else None
 
     def say(self, text: str) -> None:
         self.side_files.say(text)
 
-    def register(self, **parts: Any) -> None:
+    def register(self, **saved: Any) -> None:
         """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
-        self.parts.update(parts)
+        parts.require_savable(saved)
+        self.parts.update(saved)
 
     # --- Who looks on ---
 
@@ -147,12 +160,21 @@ class Run:
         restore.prepare(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
+        self.made = parts.made(self)
         found = None if self.trial else self.saving.find(self.peers)
         if found:
             restore.into(self, *found)
         if self.side_files.writes and self.args.checkpoints:
-            output.require_room(self.args, checkpoint.largest(self.state()))
+            output.require_room(self.args, checkpoint.largest(state := self.state()))
+            checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts}))
         self.peers.meet(self)
+        if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
+            raise RuntimeError(
+                "all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run(...)"
+            )
+        moments.listen(types.SimpleNamespace(leaving=self._leave))
+        for optimizer in parts.optimizers(self).values():
+            optimizer.register_step_post_hook(self._updated)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, began=self.position)
         writes = self.side_files.writes
@@ -177,6 +199,8 @@ class Run:
             began = self.position
             self.sampler.start_at(began.epoch, began.consumed)
             left = len(self.sampler)
+            seed_step(self.args.seed, began.epoch, HEAD)
+            self.groups = parts.groups(self)
             self.clock.begin_lap()
             self.tell("epoch_began")
             sizes = sizes_of_weights(self.model) if left and self.side_files.shows else []
@@ -185,6 +209,7 @@ class Run:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
             if self.evaluates:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
+            self._save_epoch()
             if sizes and sizes == sizes_of_weights(self.model):
                 self.say(UNCHANGED)
         self._close("limit" if self.plan.cut_short(self.position) else "finished", self.plan.limit(self.position))
@@ -192,10 +217,13 @@ class Run:
     def steps(self, loader: Any) -> Iterator:
         if not hasattr(loader, "transfer_seconds"):
             raise TypeError(
-                f"run.steps() was given a {type(loader).__name__}, which does not know the ids of its samples: "
-                "give it a datasets.loader.DeviceLoader, as docs/your_own.md shows"
+                f"run.steps() was given a {type(loader).__name__}, which does not say which samples it gives, so a restart "
+                "would repeat some: give it SampleLoader(data_set, train_sampler, device) of datasets.loader, which takes "
+                "any data set and a collate_fn (docs/your_own.md)"
             )
-        self.loader = loader
+        if self.restored and self.position.consumed:
+            restore.into(self, *self.restored, again=True)
+        self.loader, self.restored = loader, None
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
         while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
@@ -217,24 +245,30 @@ class Run:
                 yield batch
             if self.position.total_steps != due:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
+            if not self.trial:
+                self._keep_up()
         self.losses.all_reduce()  # with the others, for the last time before the evaluation, in which one may have to save
+        self._mark = parts.mark(parts.states(self))
+        seed_step(self.args.seed, self.position.epoch, EVALUATION)
         self.may_stop(evaluates=True)
         self.show("evaluate")
 
-    # The order in step() is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
+    # The order of a step is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
     #   1. the ledger of this rank has the samples of the step
     #   2. the step counts: the position moves, the loss is added
     #   3. who looks on is told; what fails there is left out, and the run goes on
+    #      ... the loop comes for its next batch ...
     #   4. the ranks agree on what is due
     #   5. the state is saved, in the background, if all losses are numbers: what fails there, the next save says;
     #      after the last step of an epoch end_epoch saves, when the evaluation has its numbers
     #   6. a stop is obeyed, when what was done is saved
     def step(self, loss: torch.Tensor) -> None:
-        """Count a step that has been taken; report, save or stop if it is due."""
+        """Count a step that has been taken, and report it. What is due is done when the loop comes for its next batch."""
         loss, ids = loss.detach(), self.loader.ids
         self.evidence.taken(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
+        self._without_update += 1
         self.peers.counted()
         line_is_due = self.clock.stepped(self.sampler.global_batch, self.position.samples_seen - self.plan.began.samples_seen)
         speed = self._profile.step(self.sampler.global_batch) if self._profile else None
@@ -246,8 +280,6 @@ class Run:
             self.show("done")
             sys.exit(0)
         self.tell("stepped")
-        if not self.trial:
-            self._keep_up()
 
     def _show_line(self, loss):
         self.losses.check(self.args.lr, self.saving.last_good)
@@ -262,7 +294,11 @@ class Run:
         """Save or stop, if it is due."""
         stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
-        if (save or by_steps) and not self.plan.epoch_is_over(self.position):
+        self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
+        if self._gradients_wait() and self._without_update <= MOST_WAITED:
+            return
+        (stop_signal, hours_over, save), self._due = self._due, [0.0, 0.0, 0.0]
+        if save and not self.plan.epoch_is_over(self.position):
             self.save()
         self.may_stop()
         if stop_signal:
@@ -271,19 +307,31 @@ class Run:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
-        """Write the epoch's metrics and its checkpoint; after an epoch cut short by --max_steps, only the checkpoint.
+        """Write the epoch's metrics, and its checkpoint when the loop comes for the next epoch; after an epoch cut short by
+        --max_steps, only the checkpoint.
 
         `scores`: those of the evaluation, for the report.
         """
         if not self.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
-        self.may_stop()
+        self.evaluates = STOPS.may_end = False  # until the lines below have done what belongs to this epoch
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.evaluated()
         self.tell("epoch_ended", whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
+        self._ended = whole
+        seed_step(self.args.seed, self.position.epoch, TAIL)
+
+    def _leave(self, code):
+        if self._ended is not None and not code:  # the loop over run.epochs() was left
+            self._save_epoch()
+            self.saving.wait()
+
+    def _save_epoch(self):
+        whole, self._ended = self._ended, None
+        self.may_stop()
         self.save(weights_of_epoch=self.position.epoch if whole else None)
         if self.side_files.shows:
             self.show("save")
@@ -312,10 +360,16 @@ class Run:
 
     def state(self) -> dict:
         """What a checkpoint holds."""
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        state["model"] = checkpoint.plain_keys(self.model.state_dict())
-        state["run"] = {**self.losses.state_dict(), "history": self.results.history}
-        return state
+        of_the_run = parts.of_the_run(self, self._gradients_wait())
+        return {**parts.states(self), "run": {**self.losses.state_dict(), "history": self.results.history, **of_the_run}}
+
+    def _updated(self, *_):
+        self._without_update = -1  # this step has yet to be counted
+
+    def _gradients_wait(self):
+        """Whether gradients have been computed since the last update of the weights."""
+        known = self.groups and self._without_update > 0  # where there is an optimizer that could tell
+        return bool(known) and any(weight.grad is not None for weight in self.model.parameters())
 
     # --- Ending ---
 
@@ -329,7 +383,9 @@ class Run:
         self.stop(f"stopped by {number.name}", STOP_SIGNALS[number])
 
     def stop(self, why: str, code: int) -> None:
-        self.save()
+        # What has changed since the last step would be changed once more by the next start, which evaluates again.
+        if not self.evaluates or self._mark == parts.mark(parts.states(self)):
+            self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
 
@@ -345,7 +401,8 @@ class Run:
         if self.side_files.writes:
             self.saving.require_ours()
         self.show("done")
-        self.tell("left", how=how, why=why, last_good=self.saving.last_good())
+        saved = self.saving.saved_at == self.position
+        self.tell("left", how=how, why=why, saved=saved, last_good=self.saving.last_good())
         files.release()
 
 

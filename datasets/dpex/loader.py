@@ -269,7 +269,7 @@ class RayIterator(_BaseDataLoaderIter):
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
     """datasets.loader.torch_batches over Ray: `data_set[epoch, ids]` gives a whole batch."""
     return DpexDataLoader(
-        HandsOnErrors(data_set), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
+        HandsOnErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
         num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
     )  # fmt: skip
 

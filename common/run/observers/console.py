@@ -99,13 +99,13 @@ class Console:
             self._bar.close()
             self._bar = None
 
-    def left(self, facts: Facts, how: str, why: str, last_good: str) -> None:
+    def left(self, facts: Facts, how: str, why: str, saved: bool, last_good: str) -> None:
         """Show the result, the files, and the next command."""
         args, at, plan = self._args, facts.position, facts.plan
         goes_on, without = how != "finished", ["max_steps"] if plan.steps_used_up(at) else []
         if how == "stopped":
-            saved = f"saved after step {at.total_steps}: start again to go on"
-            self._say(f"{why}; {saved if args.checkpoints else 'nothing was saved'}. {last_good}")
+            there = f"saved after step {at.total_steps}: start again to go on"
+            self._say(f"{why}; {there if saved else 'nothing was saved'}. {last_good}")
         else:
             more = ""
             if goes_on:

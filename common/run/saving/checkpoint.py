@@ -8,16 +8,18 @@ same number is saved again, one of the two checkpoints therefore exists at every
 and parsing makes only tensors and plain values (common/tensors.py).
 """
 
+import collections
 import contextlib
 import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
+import numpy as np
 import torch
 
 from common import progress
@@ -27,6 +29,7 @@ from common.ranks import collectives
 from common.tensors import OldForm, Refused, check
 from common.tensors import read as read_tensors
 
+WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 NAME = re.compile(r"(\d{12})(?:-(\d+))?\.json")  # the second number is that of the start, in a bucket (starts.py)
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
@@ -35,16 +38,17 @@ OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # the end of its files'
 OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
-def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state_dict without the prefixes of wrappers (DataParallel, DDP, compile): each job loads the others' files."""
-    return {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
+def _plain(name, names):
+    """Return a name without the prefixes of wrappers (DataParallel, DDP, compile, averages), unless it is one of `names`."""
+    while name not in names and (bare := re.sub(r"^(module|_orig_mod)\.", "", name)) != name:
+        name = bare
+    return name
 
 
 def unwrapped(model: Any) -> torch.nn.Module:
     """Return the network itself, inside DataParallel, DistributedDataParallel or torch.compile."""
-    for name in ("module", "_orig_mod"):
-        while hasattr(model, name):
-            model = getattr(model, name)
+    while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, WRAPPERS) else model._orig_mod
     return model
 
 
@@ -63,7 +67,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         state = read_tensors(content, verified)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
-        state = evaluated_weights(state) if "model" in state else plain_keys(state)
+        state = evaluated_weights(state) if "model" in state else state
         state = {OLD_KEY.sub(r"\1\2", name): tensor for name, tensor in state.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
@@ -111,13 +115,14 @@ def write_weights(path: str, weights: dict) -> None:
 
 def evaluated_weights(state: dict) -> dict[str, torch.Tensor]:
     """Return the weights that are evaluated: the averaged ones where there are any."""
-    weights = plain_keys(state["ema"] if "ema" in state else state["model"])
-    return {name: tensor for name, tensor in weights.items() if name != "n_averaged"}
+    weights = state.get("ema", state["model"])
+    return {_plain(name, state["model"]): tensor for name, tensor in weights.items() if name != "n_averaged"}
 
 
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
     """Load the weights of `state`, read from `path`; returns the names of those of another shape, which are not loaded."""
     own = network.state_dict()
+    state = {_plain(name, own): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
     if unmatched or (other_shapes and not new_head) or len(other_shapes) > 2:
@@ -134,11 +139,11 @@ def snapshot(value: Any) -> Any:
     """Return a copy on the CPU of every tensor in nested dicts and lists, which the next step does not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
+    if type(value) in (dict, collections.OrderedDict):
         return {key: snapshot(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [snapshot(item) for item in value]
-    return value
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -174,15 +179,20 @@ def _encode_manifest(manifest):
     return json.dumps(manifest, indent=1).encode()
 
 
-def write(folder: str, state: dict, about: dict) -> None:
-    """Write `state` as checkpoint number about["samples_seen"]."""
-    about = json.loads(json.dumps(about))  # plain types only, or common/tensors.py would refuse them at the next start
-    path = os.path.join(folder, f"{about['samples_seen']:012d}")
+def require_plain(state: dict) -> None:
+    """Refuse what the next start could not read."""
     for name in state:
         try:
             check(state[name])
         except Refused as error:
             raise UserError(f"a checkpoint cannot hold the state of {name}: {error}") from None
+
+
+def write(folder: str, state: dict, about: dict) -> None:
+    """Write `state` as checkpoint number about["samples_seen"]."""
+    about = json.loads(json.dumps(about))  # plain types only, or common/tensors.py would refuse them at the next start
+    path = os.path.join(folder, f"{about['samples_seen']:012d}")
+    require_plain(state)
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     write_aside(f"{path}.pt", content)

@@ -16,7 +16,7 @@ from common.ranks.barrier import on_every_rank
 from common.ranks.collectives import broadcast, grouped, rank_and_size
 from common.run.observers import journal
 from common.run.position import Position
-from common.run.saving import bucket_run, checkpoint, output
+from common.run.saving import bucket_run, checkpoint, output, parts
 from common.run.saving.evidence import Attempt
 from common.tensors import read as read_tensors
 from common.version import VERSION
@@ -54,18 +54,10 @@ def prepare(parts: dict) -> None:
                 parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def into(run: Any, state: dict, about: dict, path: str) -> None:
-    """Give the run what a checkpoint holds."""
-    run.model.load_state_dict(state["model"])
-    for name, part in run.parts.items():
-        if not state.get(name) and part.state_dict():  # a scaler that was switched off has saved nothing
-            run.say(f"warning: {path} has no {name}: it starts anew")
-        elif isinstance(part, torch.optim.Optimizer):
-            # The learning rate and weight decay are those of this start, not those of the checkpoint.
-            part.load_state_dict({"state": state[name]["state"], "param_groups": part.state_dict()["param_groups"]})
-            complete(part)
-        elif state.get(name):
-            part.load_state_dict(state[name])
+def into(run: Any, state: dict, about: dict, path: str, again: bool = False) -> None:
+    """Give the run what a checkpoint holds; `again`: because the lines before run.steps() may have changed it."""
+    run.restored = None if again else (state, about, path)
+    parts.give_back(run, state, path, within_epoch=about["consumed"] > 0 and not again)
     run.position = Position.of(about)
     run.saving.id = about.get("run", run.saving.id)
     run.losses.load_state_dict(state["run"])
@@ -73,14 +65,6 @@ def into(run: Any, state: dict, about: dict, path: str) -> None:
     sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(run.args))]
     if sizes[0] == sizes[1]:
         run.sampler.set_global_batch(about["global_batch"])
-
-
-def complete(optimizer: torch.optim.Optimizer) -> None:
-    """Give RMSprop a momentum of 0 where the checkpoint is from a run without momentum."""
-    for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
-        for parameter in options["params"] if options["momentum"] else []:
-            if optimizer.state.get(parameter):  # one that was frozen has none yet
-                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
@@ -256,6 +240,8 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt
     if found:
         _, about, path = found
         changed = changes(about["arguments"], vars(args))
+        named = {text.split()[0] for text in changed}
+        changed += [f"{name} {how}" for name, how in run.changed.items() if name.split()[0] not in named]
         if changed:
             yield f"warning: going on with other settings than before: {', '.join(changed)}"
         within = f"epoch {run.epoch + 1}, after {run.position.consumed} of its samples"
@@ -283,6 +269,9 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt
         yield "warning: the images are synthetic: the accuracy means nothing"
     if not any(weight.requires_grad for weight in run.model.parameters()):
         yield "warning: no weight of the network requires a gradient: nothing is trained"
+    groups = [group for optimizer in parts.optimizers(run).values() for group in optimizer.param_groups]
+    if any("initial_lr" in group for group in groups) and not any(map(parts.is_schedule, run.parts.values())):
+        yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
     left = run.sampler.num_samples % global_batch
     if left:
         yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
