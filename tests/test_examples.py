@@ -255,6 +255,54 @@ def test_a_script_of_your_own_goes_on_to_the_bits_of_a_run_that_was_not_stopped(
             assert [*manifest(folder)["identity"].values()] == [*manifest(tmp_path / "whole")["identity"].values()]
 
 
+def test_a_plain_script_that_became_a_job(house, tmp_path):
+    """It lies outside the repository; killed twice it ends with the same bits, and learns what the plain script has learnt."""
+    words, env = [tmp_path / "my_script.py", "--save_steps", 1], {"PYTHONPATH": str(ROOT)}
+    text = (EXAMPLES / "own_tensors.py").read_text()
+    (tmp_path / "my_script.py").write_text(text)
+    killed = text.replace(
+        "            run.step(loss)\n",
+        "            run.step(loss)\n            run.total_steps in (137, 361) and os._exit(9)\n",
+    )
+    run_forked([*words, "--output_dir", "whole"], tmp_path, env)
+    (tmp_path / "my_script.py").write_text(killed)
+    for code in (9, 9):
+        run_forked([*words, "--output_dir", "killed"], tmp_path, env, check=code)
+    (tmp_path / "my_script.py").write_text(text)
+    run_forked([*words, "--output_dir", "killed"], tmp_path, env)
+    assert_same_bits(final_state(tmp_path, "killed"), final_state(tmp_path, "whole"))
+    plain = run_forked([EXAMPLES / "plain.py"], tmp_path).stdout.splitlines()
+    ours = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").open()]
+    assert len(plain) == len(ours) == 20
+    assert ours[-1]["loss"] == pytest.approx(float(plain[-1].split()[1]), rel=0.1)
+
+
+@pytest.mark.rehearsal
+def test_that_job_on_two_ranks_and_as_a_bundle(tmp_path):
+    shutil.copy(EXAMPLES / "own_tensors.py", tmp_path / "my_script.py")
+    done = run_forked([ROOT / "launch" / "__main__.py", "bundle", "my_script.py"], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert "dist/my_script.py" in done.stdout
+    run_forked([tmp_path / "dist" / "my_script.py", "--output_dir", tmp_path / "bundled", "--epochs", 2], tmp_path)
+    run_forked(
+        [tmp_path / "my_script.py", "--output_dir", tmp_path / "here", "--epochs", 2], tmp_path, {"PYTHONPATH": str(ROOT)}
+    )
+    assert_same_bits(final_state(tmp_path, "bundled"), final_state(tmp_path, "here"))
+    words = [
+        tmp_path / "my_script.py",
+        "--nproc_per_node",
+        2,
+        "--batch_size",
+        32,
+        "--epochs",
+        2,
+        "--output_dir",
+        tmp_path / "two",
+    ]
+    run_forked(words, tmp_path, {"PYTHONPATH": str(ROOT)})
+    rows = [[json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("two", "here")]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-3)
+
+
 def test_a_platform_of_your_own(house, tmp_path, monkeypatch):
     (env, words), *two = commands("train") + commands("train_ddp")
     assert "platform skyline (SKY_NODES and SKY_NODE)" in run(house, tmp_path, words, env).stdout

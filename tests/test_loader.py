@@ -4,6 +4,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -21,15 +22,80 @@ from common.run.observers import console
 from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
-from datasets.loader import Clock, DeviceLoader, ahead, torch_batches
+from datasets.loader import Clock, DeviceLoader, SampleLoader, ahead, torch_batches
 from datasets.photos import labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from jobs import train_imagenet, train_restore
 from launch.pack import command as pack
-from tests.jobs import PATIENCE
+from tests.jobs import PATIENCE, assert_same_bits
 from tests.memcached import Memcached
 
 CPU = torch.device("cpu")
+
+
+# --- Samples of any data set ---------------------------------------------------------------------------------------------
+
+
+class Words(torch.utils.data.Dataset):
+    """Texts of different lengths, with something drawn for each."""
+
+    def __init__(self, bad=None):
+        self.bad = bad
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number):
+        if number == self.bad:
+            raise ValueError("no such word")
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        return {"text": "a" * number, "letters": torch.arange(number), "drawn": drawn}
+
+
+def padded(samples):
+    letters = torch.nn.utils.rnn.pad_sequence([sample["letters"] for sample in samples], batch_first=True)
+    return {"letters": letters, "texts": [sample["text"] for sample in samples], "drawn": [one["drawn"] for one in samples]}
+
+
+def loaded(epoch, consumed=0, workers=0, data_set=None):
+    """(batch, ids) of the rest of an epoch."""
+    sampler = EpochSampler(20, 4, seed=3)
+    sampler.start_at(epoch, consumed)
+    loader = SampleLoader(data_set or Words(), sampler, CPU, workers, padded)
+    return [(batch, loader.ids.tolist()) for batch in loader]
+
+
+def test_samples_of_any_data_set_come_in_the_order_of_the_sampler_as_their_collate_fn_makes_them():
+    state = random.getstate(), torch.get_rng_state()
+    found = loaded(epoch=1)
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])  # it draws nothing from the process
+    sampler = EpochSampler(20, 4, seed=3)
+    sampler.start_at(1, 0)
+    assert [ids for _, ids in found] == [ids.tolist() for ids in sampler]
+    for batch, ids in found:
+        assert batch["texts"] == ["a" * number for number in ids]
+        assert batch["letters"].shape == (4, max(ids)) and batch["letters"].max() == max(ids) - 1
+    assert_same_bits([list(one) for one in loaded(1, consumed=8)], [list(one) for one in found[2:]])  # and so after a restart
+    assert_same_bits([list(one) for one in loaded(1, workers=2)], [list(one) for one in found])
+    assert [batch["drawn"] for batch, _ in loaded(2)] != [batch["drawn"] for batch, _ in found]
+
+
+def test_a_sample_that_cannot_be_loaded_is_named():
+    with pytest.raises(SampleError, match="sample 7: ValueError: no such word"):
+        loaded(1, data_set=Words(bad=7))
+
+
+def test_a_data_set_that_gives_many_samples_at_once_is_asked_once_for_each_batch():
+    class Table(Words):
+        asked = 0
+
+        def __getitems__(self, numbers):
+            self.asked += 1
+            return [self[number] for number in numbers]
+
+    table = Table()
+    assert_same_bits([list(one) for one in loaded(1, data_set=table)], [list(one) for one in loaded(1)])
+    assert table.asked == 5
 
 
 # --- Working ahead -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from common.run.position import Position
 from common.run.results import Results
 from common.run.saving import checkpoint, facts, output
 from common.run.saving.saver import Saving
-from tests.jobs import FIGURES, ROOT, TINY, module_of, run_forked, run_job
+from tests.jobs import FIGURES, ROOT, TINY, forked, module_of, run_forked, run_job
+from tests.ranks import free_port
 
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
 STEPS = "for images, labels in run.steps(train_loader):"
@@ -65,6 +66,45 @@ def test_a_loop_that_forgets_a_call_is_an_error_that_names_it(trained, changes, 
 def test_what_learns_nothing_is_a_warning(trained, changes, says):
     told = [line for line in trained(*changes).stdout.splitlines() if line.startswith("warning: ") and "synthetic" not in line]
     assert len(told) == len(says) and all(words in line for words, line in zip(says, told)), told
+
+
+SCHEDULE = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3); "
+BATCHES = "for images, labels in run.steps(torch.utils.data.DataLoader(train_set)):"
+
+
+def test_what_a_restart_could_not_give_back_is_said_before_the_first_step(trained):
+    ids = "types.SimpleNamespace(state_dict=lambda: {1, 2}, load_state_dict=0)"
+    changes = (
+        (RUN, RUN.replace("=optimizer)", f"=optimizer, ids={ids})")),
+        ("import torch\n\n", "import torch\nimport types\n\n"),
+    )
+    said = trained(*changes, check=2)
+    assert "error: a checkpoint cannot hold the state of ids: it holds a set" in said.stderr and "step=" not in said.stdout
+    said = trained((STEPS, BATCHES), check=1).stderr
+    assert "error: TypeError: run.steps() was given a DataLoader, which does not say which samples it gives" in said
+    assert "give it SampleLoader(data_set, train_sampler, device) of datasets.loader" in said
+    assert "warning: the schedule of the learning rate is not saved" in trained((RUN, SCHEDULE + RUN)).stdout
+    kept = RUN.replace("optimizer=optimizer", "optimizer=optimizer, scheduler=scheduler")
+    assert "is not saved" not in trained((RUN, SCHEDULE + kept)).stdout
+
+
+def test_a_sampler_that_was_not_sharded_is_refused_on_two_ranks(tmp_path):
+    text = (ROOT / "tests" / "examples" / "own_tensors.py").read_text()
+    assert text.count("in (train_sampler, val_sampler):") == 1
+    (tmp_path / "mine.py").write_text(text.replace("in (train_sampler, val_sampler):", "in (val_sampler,):"))
+    size, env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"PYTHONPATH": str(ROOT)}
+    where = {**size, **env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = forked([tmp_path / "mine.py"], tmp_path, *({**where, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"))
+    assert all(rank.returncode for rank in ranks)
+    assert any(
+        "all ranks would train on the same samples: call sampler.shard(rank, world_size)" in rank.stderr for rank in ranks
+    )
+
+
+def test_a_loop_that_is_left_has_its_last_epoch_in_a_checkpoint(trained, tmp_path):
+    trained((END, END + "        break\n"))
+    assert [path.name for path in (tmp_path / "out").glob("epoch_*.pth")] == ["epoch_1.pth"]
+    assert [path.stem for path in (tmp_path / "out" / "checkpoints").glob("*.json")] == ["000000000256"]
 
 
 SAME_SUMS = """\
