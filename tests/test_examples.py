@@ -241,7 +241,14 @@ def test_a_script_of_your_own_goes_on_to_the_bits_of_a_run_that_was_not_stopped(
     run(house, tmp_path / "whole", second)
     assert_same_bits(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
     assert "bright" in (tmp_path / "whole" / "out" / "report.txt").read_text()
-    for number in (1, 2):  # the same script with the lines for many GPUs: alone, and as two ranks with half of each batch
+
+
+@pytest.mark.rehearsal
+def test_that_script_with_the_lines_for_many_gpus(house, tmp_path):
+    """Alone, and as two ranks with half of each batch."""
+    _, (_, second), *_ = commands("own_script")
+    run(house, tmp_path / "whole", second)
+    for number in (1, 2):
         folder = tmp_path / str(number)
         if number == 1:
             run(house, folder, ["jobs/everywhere.py", *second[1:]])
@@ -266,8 +273,8 @@ def test_a_plain_script_that_became_a_job(house, tmp_path):
     )
     run_forked([*words, "--output_dir", "whole"], tmp_path, env)
     (tmp_path / "my_script.py").write_text(killed)
-    for code in (9, 9):
-        run_forked([*words, "--output_dir", "killed"], tmp_path, env, check=code)
+    for code, more in ((0, ["--max_steps", 40]), (9, []), (9, [])):
+        run_forked([*words, *more, "--output_dir", "killed"], tmp_path, env, check=code)
     (tmp_path / "my_script.py").write_text(text)
     run_forked([*words, "--output_dir", "killed"], tmp_path, env)
     assert_same_bits(final_state(tmp_path, "killed"), final_state(tmp_path, "whole"))

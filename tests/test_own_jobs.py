@@ -268,6 +268,19 @@ def test_told_to_stop_before_an_evaluation_it_saves_only_what_can_be_gone_on_fro
 
 @pytest.mark.rehearsal
 @pytest.mark.parametrize(
+    "row", ["averages", "a schedule stepped before the evaluation", "a schedule stepped after run.end_epoch()"]
+)
+def test_an_epoch_that_is_cut_short_has_not_taken_what_belongs_to_a_whole_one(places, row):
+    whole, cut = places(row)
+    run(whole)
+    for steps in (2, 7):
+        run(cut, more=["--max_steps", str(steps)])
+    run(cut)
+    assert_same_bits(bits(cut), bits(whole))
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize(
     "row, stops",  # {the step after which it is told to stop: that of the update of the weights}
     [("gradients that are accumulated", {5: 6, 10: 12}), ("gradients that are accumulated and enumerated", {5: 7, 10: 11})],
 )
@@ -495,8 +508,12 @@ def test_only_what_this_start_has_made_otherwise_counts_instead():
     half = gone_on(first, build(0.05, 20))
     assert half.changed == {"lr of optimizer": "0.1 -> 0.05", "T_max of scheduler": "10 -> 20"}
     (now,) = half.parts["optimizer"].param_groups
-    assert (now["lr"], now["initial_lr"]) == (then["lr"] / 2, 0.05)  # at its place in the schedule
-    assert half.parts["scheduler"].T_max == 20 and half.parts["scheduler"].last_epoch == 5
+    undisturbed = run_of(build(0.05, 20))
+    train(undisturbed, *range(5))
+    assert now["lr"] == undisturbed.parts["optimizer"].param_groups[0]["lr"] and now["initial_lr"] == 0.05
+    assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
+    parts.give_back(half, saved(first), "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
+    assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
     again = gone_on(half, build(0.05, 20))
     assert not again.changed and again.parts["optimizer"].param_groups[0]["lr"] == now["lr"]
 
@@ -566,3 +583,31 @@ def test_only_the_wrappers_of_torch_are_taken_off(wrap):
     network = torch.nn.Module()
     network.module = torch.nn.Linear(1, 1)
     assert checkpoint.unwrapped(wrap(network)) is network and checkpoint.unwrapped(network) is network
+
+
+LONGER = {
+    "CosineAnnealingLR": lambda to, epochs: lr_scheduler.CosineAnnealingLR(to, epochs),
+    "OneCycleLR": lambda to, epochs: lr_scheduler.OneCycleLR(to, 0.1, epochs),
+    "SequentialLR": lambda to, epochs: lr_scheduler.SequentialLR(
+        to, [lr_scheduler.LinearLR(to, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(to, epochs - 3)], [3]
+    ),
+    "ChainedScheduler": lambda to, epochs: lr_scheduler.ChainedScheduler([lr_scheduler.PolynomialLR(to, epochs)]),
+    "MultiStepLR": lambda to, epochs: lr_scheduler.MultiStepLR(to, [epochs // 3, epochs // 2]),
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_finished_run_that_trains_longer_has_the_rate_of_the_longer_schedule(name):
+    def build(epochs):
+        def parts_of(model):
+            optimizer = sgd(model)
+            return {"scheduler": LONGER[name](optimizer, epochs), "optimizer": optimizer}
+
+        return parts_of
+
+    first, longer = run_of(build(9)), run_of(build(18))
+    train(first, *range(8))
+    other = gone_on(first, build(18))
+    train(longer, *range(8))
+    assert other.parts["optimizer"].param_groups[0]["lr"] == longer.parts["optimizer"].param_groups[0]["lr"]
+    assert_same_bits(saved(other)["scheduler"], saved(longer)["scheduler"])

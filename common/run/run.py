@@ -248,6 +248,8 @@ class Run:
             if not self.trial:
                 self._keep_up()
         self.losses.all_reduce()  # with the others, for the last time before the evaluation, in which one may have to save
+        if not (self.trial or self.plan.epoch_is_over(self.position)):
+            self.save()  # the lines below are for a whole epoch, which the next start completes
         self._mark = parts.mark(parts.states(self))
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
         self.may_stop(evaluates=True)

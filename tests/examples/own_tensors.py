@@ -19,7 +19,7 @@ from datasets.sampler import EpochSampler, InOrder
 
 def main():
     parser = arguments.general_parser(__doc__, data="is not used", workers=0)
-    parser.set_defaults(epochs=20, batch_size=64, lr=0.01)
+    parser.set_defaults(epochs=20, batch_size=64, lr=0.01, weight_decay=0.01)
     group.add_options(parser)
     args = arguments.parse(parser)
     group.start_workers(args)
@@ -38,7 +38,7 @@ def main():
     val_loader = SampleLoader(val_set, val_sampler, device)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(device)
     model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
     loss_fn = torch.nn.MSELoss()
 

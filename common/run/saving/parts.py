@@ -1,10 +1,11 @@
 """The parts of a run in a checkpoint: the network, its optimizers, and whatever else has a state_dict.
 
 Each gets back all that it had. Optimizers and schedules of the learning rate are made anew by every start: only what this start
-has made otherwise than the start before counts instead of the checkpoint's (`_merged`), and the log lists it.
+has made otherwise than the start before counts instead of the checkpoint's, and the log lists it.
 """
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -79,15 +80,15 @@ def give_back(run: Any, state: dict, path: str, within_epoch: bool) -> None:
             weight.requires_grad_(name not in kept["frozen"])
     for name, gradient in kept.get("gradients", {}).items():
         weights[name].grad = gradient.to(weights[name].device)
-    for name, part in run.parts.items():
-        saved = state.get(name)
+    for name in sorted(run.parts, key=lambda name: is_schedule(run.parts[name])):  # which sets the rate of its optimizer
+        part, saved = run.parts[name], state.get(name)
         if saved is None or (isinstance(saved, dict) and not saved):
             if not isinstance(now := _state(part), dict) or now:  # a scaler that was switched off has saved nothing
                 run.say(f"warning: {path} has no {name}: it starts anew")
         elif isinstance(part, Optimizer):
             _restore_optimizer(run, name, state, path, within_epoch)
         elif name in before:
-            part.load_state_dict(_merged(saved, run.made[name], before[name], run.changed, f" of {name}"))
+            _restore_schedule(run, name, saved, before[name])
         else:
             part.load_state_dict(saved)
 
@@ -107,8 +108,8 @@ def _restore_optimizer(run, name, state, path, within_epoch):
         for names, options in zip(kept["added"][name][known - len(before) :], groups[known:]):
             part.add_param_group({**options, "params": [weights[one] for one in names]})
         for place, (then, mine, first) in enumerate(zip(groups, made, before)):
-            groups[place] = _merged(then, mine, first, run.changed, f" of {name}")
-            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # it keeps its place in the schedule
+            groups[place] = _merged(run, name, then, mine, first)
+            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # it has been lowered in proportion
                 groups[place]["lr"] = then["lr"] * (mine["lr"] / first["lr"])
     else:
         groups = part.state_dict()["param_groups"]
@@ -160,18 +161,43 @@ def _added(run, name):
     return [[names[weight] for weight in group] for group in groups]
 
 
-def _merged(saved, now, before, changed, of, key=""):
-    """Return what was saved, but for what this start has made otherwise than the start before; `changed` lists that."""
-    if type(now) is type(saved) is type(before) is dict:
-        merged = {one: value for one, value in now.items() if one not in saved and not callable(value)}
-        for one, value in saved.items():
-            known = one in now and one in before
-            merged[one] = _merged(value, now[one], before[one], changed, of, one) if known else value
-        return merged
-    if type(now) is type(saved) is type(before) is list and len(now) == len(saved) == len(before):
-        return [_merged(*three, changed, of, key) for three in zip(saved, now, before)]
-    if bool(torch.as_tensor(now == before).all()):
-        return type(now)(saved) if isinstance(now, dict) else saved  # a Counter
-    if not key.startswith("_") and key not in NOT_LISTED:
-        changed[f"{key}{of}"] = f"{before} -> {now}"
-    return now
+def _merged(run, name, saved, made, before):
+    """Return the options that were saved, but for those that this start has made otherwise than the one before; list these."""
+    others = {key for key in made.keys() & before.keys() if not bool(torch.as_tensor(made[key] == before[key]).all())}
+    for key in others - NOT_LISTED:
+        if not key.startswith("_"):
+            run.changed[f"{key} of {name}"] = f"{before[key]} -> {made[key]}"
+    return {**made, **saved, **{key: made[key] for key in others}}
+
+
+def _restore_schedule(run, name, saved, before):
+    part, made = run.parts[name], copy.deepcopy(run.made[name])
+    merged = _merged(run, name, saved, made, before)
+    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
+        part.load_state_dict(merged)
+    elif made == before:
+        part.load_state_dict(_of_the_kinds(saved, made))
+    else:  # it is another one, which goes to the place where that of before was
+        for one, optimizer in optimizers(run).items():
+            for group, options in zip(optimizer.param_groups, run.made[one]) if optimizer is part.optimizer else ():
+                group["lr"] = options["lr"]
+        part.load_state_dict(made)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects an update of the weights before each step
+            for _ in range(_steps(saved)):
+                part.step()
+
+
+def _of_the_kinds(saved, made):
+    """Return what was saved, with a Counter where the schedule has one: a checkpoint has only plain dicts."""
+    if saved == made:
+        return made
+    if isinstance(saved, dict) and isinstance(made, dict):
+        return {key: _of_the_kinds(value, made.get(key)) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(made, list):
+        return [_of_the_kinds(*pair) for pair in zip(saved, made)] if len(saved) == len(made) else saved
+    return saved
+
+
+def _steps(saved):
+    return saved["last_epoch"] if "last_epoch" in saved else _steps(saved["_schedulers"][0])

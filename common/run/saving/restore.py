@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common import devices
+from common import arguments, devices
 from common.errors import UserError, count
 from common.ranks.barrier import on_every_rank
 from common.ranks.collectives import broadcast, grouped, rank_and_size
@@ -219,12 +219,12 @@ def _course(run):
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
     classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""
-    source = (
-        "made up" + (" (--custom_data true)" if args.custom_data else "")
-        if args.input.synthetic
-        else f"from {args.data_url or args.input_dir}"
-    )
-    samples = f"{sampler.num_samples} training samples{classes}, {source}"
+    source = f", from {args.data_url or args.input_dir}"
+    if args.input.synthetic:
+        source = ", made up" + (" (--custom_data true)" if args.custom_data else "")
+    elif not args.data_url and args.input == arguments.Input():  # a script that makes its own
+        source = ""
+    samples = f"{sampler.num_samples} training samples{classes}{source}"
     return (
         f"{count(args.epochs, 'epoch')} of {count(steps, 'step')}, {samples}; results in {args.output_url or args.output_dir}"
     )
