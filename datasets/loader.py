@@ -60,7 +60,7 @@ class Loader:
             if ready:
                 stream = devices.current_stream(self.device)
                 stream.wait_event(ready)
-                for tensor in pytree.tree_leaves(batch):
+                for tensor in pytree.tree_flatten(batch)[0]:
                     if isinstance(tensor, torch.Tensor):
                         tensor.record_stream(stream)
             self.ids = ids

@@ -536,6 +536,9 @@ def test_a_checkpoint_of_0_2_0_gives_the_options_of_this_start():
     other = run_of(lambda model: {"optimizer": sgd(model, lr=0.3)})
     parts.give_back(other, state, "its checkpoint", within_epoch=False)
     assert other.parts["optimizer"].param_groups[0]["lr"] == 0.3
+    scheduled = run_of(lambda model: {"optimizer": (to := sgd(model, lr=0.3)), "scheduler": lr_scheduler.StepLR(to, 3)})
+    parts.give_back(scheduled, state, "its checkpoint", within_epoch=False)
+    assert scheduled.parts["optimizer"].param_groups[0]["lr"] == 0.1
     assert_same_bits(saved(other)["optimizer"]["state"], saved(first)["optimizer"]["state"])
 
 

@@ -160,7 +160,7 @@ class Run:
         restore.prepare(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
-        self.made = parts.made(self)
+        self.made, self.groups = parts.made(self), parts.groups(self)
         found = None if self.trial else self.saving.find(self.peers)
         if found:
             restore.into(self, *found)

@@ -78,6 +78,7 @@ def give_back(run: Any, state: dict, path: str, within_epoch: bool) -> None:
     if before.get("model") == run.made["model"]:
         for name, weight in weights.items():
             weight.requires_grad_(name not in kept["frozen"])
+    run.groups = kept.get("groups", run.groups)  # as long as this epoch lasts
     for name, gradient in kept.get("gradients", {}).items():
         weights[name].grad = gradient.to(weights[name].device)
     for name in sorted(run.parts, key=lambda name: is_schedule(run.parts[name])):  # which sets the rate of its optimizer
@@ -109,9 +110,9 @@ def _restore_optimizer(run, name, state, path, within_epoch):
             part.add_param_group({**options, "params": [weights[one] for one in names]})
         for place, (then, mine, first) in enumerate(zip(groups, made, before)):
             groups[place] = _merged(run, name, then, mine, first)
-            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # it has been lowered in proportion
+            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # it is lowered or raised in proportion
                 groups[place]["lr"] = then["lr"] * (mine["lr"] / first["lr"])
-    else:
+    elif not any(map(is_schedule, run.parts.values())):  # it is of 0.2.0, and the rate is one of the options
         groups = part.state_dict()["param_groups"]
     used = {number for group in groups for number in group["params"]}
     states = {number: value for number, value in saved["state"].items() if number in used}
