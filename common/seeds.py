@@ -21,17 +21,22 @@ def seed_step(seed: int, samples_seen: int, part: int) -> None:
     devices.seed_in_use(_seed(seed, samples_seen, part))
 
 
+def states() -> tuple:
+    """Return those of the generators of the CPU."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
 @contextlib.contextmanager
 def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
     """Seed the generators of the CPU for a batch that is loaded inside, which changes nothing for the code around it."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = states()
     _seed(seed, (epoch << 32) + sample, BATCH)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def _seed(seed, number, part):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import pickle
 import queue
 import shutil
 import signal
@@ -29,13 +30,17 @@ from torch.utils.data._utils import collate, worker
 from common import devices, malloc, progress
 from common.errors import STOP_SIGNALS, SampleError, TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import scratch_folder
-from common.seeds import seeded_batch
+from common.seeds import seeded_batch, states
 from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 BESIDE = "batches ahead"  # the thread that makes them
 STOP_SECONDS = 1  # for the batch that is being made when the job is told to stop: it may never be there
 LITTLE = 1 << 30  # bytes of /dev/shm for each rank: torch's loader processes put batches there; a container often has 64 MiB
+DRAWS = (
+    "the data set draws random numbers in the process that trains, where they cannot be seeded for each batch, so a restart "
+    "draws others: give --workers 1 or more"
+)
 COLLATED = collate.default_collate_fn_map  # its documentation names it for functions of one's own
 ORIGINAL = COLLATED[torch.Tensor]
 
@@ -310,17 +315,15 @@ class HandsOnErrors(torch.utils.data.Dataset):
     """
 
     def __init__(self, data_set: Any, sampler: Any):
-        self._data_set, self._seed = data_set, getattr(sampler, "seed", 0)
+        self._data_set, self._seed, self._looked = data_set, getattr(sampler, "seed", 0), False
 
     def __len__(self) -> int:
         return len(self._data_set)
 
     def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> Any:
         epoch, ids = epoch_and_ids
-        beside = threading.current_thread().name == BESIDE or not len(ids)  # while a step draws
         try:
-            with contextlib.nullcontext() if beside else seeded_batch(self._seed, epoch, int(ids[0])):
-                return self._data_set[epoch_and_ids]
+            return self._load(epoch, ids)
         except (UserError, TrainingFailed) as error:  # they say what they are about
             return error
         except Exception as error:
@@ -328,6 +331,16 @@ class HandsOnErrors(torch.utils.data.Dataset):
                 return error
             text = f"{self._culprit(epoch, ids)}: {type(error).__name__}: {one_line(error)[:300]}"
             raise SampleError(text) from error
+
+    def _load(self, epoch, ids):
+        if threading.current_thread().name != BESIDE:
+            with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
+                return self._data_set[epoch, ids]
+        before, self._looked = None if self._looked else pickle.dumps(states()), True  # no step has drawn by then
+        batch = self._data_set[epoch, ids]
+        if before and before != pickle.dumps(states()):
+            progress.warn(DRAWS)
+        return batch
 
     def _culprit(self, epoch, ids):
         """Return the first sample that fails by itself."""

@@ -80,6 +80,19 @@ def test_samples_of_any_data_set_come_in_the_order_of_the_sampler_as_their_colla
     assert [batch["drawn"] for batch, _ in loaded(2)] != [batch["drawn"] for batch, _ in found]
 
 
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_data_set_that_draws_beside_the_steps_is_told_once_and_only_it(capsys, draws):
+    """As on a GPU, where a thread works ahead and the generators are those of the step."""
+
+    class Numbers:
+        def __getitem__(self, epoch_and_ids):
+            return epoch_and_ids[1] + (np.random.randint(3) if draws else 0)
+
+    batches = torch_batches(Numbers(), EpochSampler(8, 2, seed=0))
+    assert len(list(ahead((batch for batch in batches), 1))) == 4
+    assert capsys.readouterr().out.count("warning: the data set draws random numbers in the process that trains") == draws
+
+
 def test_a_sample_that_cannot_be_loaded_is_named():
     with pytest.raises(SampleError, match="sample 7: ValueError: no such word"):
         loaded(1, data_set=Words(bad=7))
