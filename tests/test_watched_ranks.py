@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,17 @@ def test_a_killed_or_stopped_rank_is_named_and_the_others_stop(tmp_path, number,
     wait_for(lambda: not processes_of(tmp_path), None, "the end of the watchers")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_watcher_that_is_killed_ends_the_job_and_ps_tells_it_from_its_rank(tmp_path, rank):
+    with ranks(tmp_path, command("train_ddp", *LONG, "--save_steps", 1)) as both:
+        wait_for(saved(tmp_path, 64), both[0], "a step")
+        shown = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0") for pid in children(both[rank])}
+        (watcher,) = [pid for pid, words in shown.items() if words == b"anyrank: watcher of rank %d" % rank]
+        os.kill(watcher, signal.SIGKILL)
+        assert both[rank].wait(PATIENCE) == 1 and both[1 - rank].wait(PATIENCE) == 1
+    assert f"error: the watcher of rank {rank} has ended, so this rank does, too" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.rehearsal
 def test_ranks_that_end_well_take_their_watchers_with_them(tmp_path, two_ranks):
     with ranks(tmp_path, command("train_ddp", *TWO)) as both:
@@ -86,6 +98,14 @@ def test_a_stop_of_one_rank_stops_all_as_it_should(tmp_path, number, code):
         assert [process.wait(PATIENCE) for process in both] == [code, code]
     log = (tmp_path / "log").read_text()
     assert f"stopped by {number.name}; saved after step" in log and "error" not in log, log
+
+
+def test_where_torchruns_agent_is_killed_its_ranks_save_and_end(tmp_path):
+    with ranks(tmp_path, command("train_ddp", *LONG), TORCHRUN) as (agent,):
+        wait_for(lambda: "step=1/" in (tmp_path / "log").read_text(), agent, "a step")
+        agent.kill()
+        wait_for(lambda: not processes_of(tmp_path), None, "the end of the ranks")
+    assert "stopped by SIGTERM; saved after step" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.rehearsal

@@ -55,6 +55,8 @@ def start_workers(args: argparse.Namespace) -> None:
     """Where the platform started one process per node, become the parent of its workers; in a worker, do nothing."""
     if heartbeat.has_parent():
         _die_with_the_parent()
+    elif "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        _at_the_end_of_the_parent(signal.SIGTERM)  # torchrun's agent, which may be killed: then nobody would stop its ranks
     here = args.world
     moments.announce("workers", args)
     if here.level == "process":
@@ -160,10 +162,15 @@ def code_digest(job: str, root: Path = ROOT) -> str:
 def _die_with_the_parent():
     """A worker without its parent would go on writing to the folder of the next start, and keep the GPU and the port."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        _at_the_end_of_the_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ[heartbeat.PARENT]):  # the parent had ended before that call
         os._exit(1)
     heartbeat.write_stacks()
+
+
+def _at_the_end_of_the_parent(number):
+    """Let the kernel send this process a signal then."""
+    ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
 def _leave():

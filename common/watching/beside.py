@@ -5,6 +5,7 @@ watcher.py watches one of several ranks, single_rank.py the only rank.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -83,8 +84,9 @@ class Rank:
 class Beside:
     """The socket to its watcher, in the process that is watched."""
 
-    def __init__(self, orders: socket.socket):
-        self._orders, self._answers = orders, threading.Semaphore(0)
+    def __init__(self, orders: socket.socket, lost: Callable[[], None]):
+        """`lost` is called when the watcher has gone."""
+        self._orders, self._answers, self._lost = orders, threading.Semaphore(0), lost
         self._port = 0
         threading.Thread(target=self._listen, name="watcher", daemon=True).start()
 
@@ -98,6 +100,7 @@ class Beside:
                     os._exit(answer["end"])
                 self._port = answer["port"]
                 self._answers.release()
+        self._lost()
 
     def listen(self, key: str, **order: Any) -> int:
         """Return the port on which the watcher of rank 0 now waits for the others; 0 where it does not answer."""
@@ -113,11 +116,11 @@ class Beside:
             self._orders.send(json.dumps(order).encode())
 
 
-def start(rank: int, watch: Callable[[Worker], None]) -> tuple[str, Beside]:
+def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) -> tuple[str, Beside]:
     """Fork a process that calls `watch`; (the files with which this one tells how it is, the socket to that one)."""
     folder = scratch_folder()
     worker = Worker(rank, os.path.join(folder, "worker"))
-    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -126,11 +129,18 @@ def start(rank: int, watch: Callable[[Worker], None]) -> tuple[str, Beside]:
         worker.process = Rank(pid, worker.files, its)
         _watch(worker, watch, folder)
     its.close()
-    return worker.files, Beside(mine)
+    return worker.files, Beside(mine, lost)
+
+
+def _name_this_process(name):
+    """Write the name over the command that this process has from its rank, for ps."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    ctypes.memmove(begin, name.encode().ljust(end - begin, b"\0"), end - begin)
 
 
 def _watch(worker, watch, folder) -> NoReturn:
     try:
+        _name_this_process(f"anyrank: watcher of rank {worker.rank}")
         for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2):  # they are for the rank, which says what it does
             signal.signal(number, signal.SIG_IGN)
         watch(worker)

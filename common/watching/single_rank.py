@@ -19,11 +19,15 @@ def start(rank: int) -> None:
     """Fork the watcher of this process."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     try:
-        files, _ = beside.start(rank, lambda worker: _watch(worker, interactive))
+        files, _ = beside.start(rank, lambda worker: _watch(worker, interactive), _unwatched)
         heartbeat.watched_as_single_rank(files)
         heartbeat.write_stacks()
     except OSError as error:  # no room for temporary files
         print(f"warning: this process is not watched: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+def _unwatched() -> None:
+    print("warning: the watcher of this process has ended: no line will say so if this one hangs", file=sys.stderr, flush=True)
 
 
 def _watch(worker: Worker, interactive: bool) -> None:

@@ -107,8 +107,13 @@ class Watcher(Watch):
 
 
 def start(here: World) -> Beside:
-    """Fork the watcher of this rank."""
-    files, process = beside.start(here.rank, lambda worker: Watcher(here, worker).run())
+    """Fork the watcher of this rank, which ends when that is killed, as the others take it for lost then."""
+
+    def lost() -> None:
+        show(f"the watcher of rank {here.rank} has ended, so this rank does, too: start again, the run goes on where it saved")
+        os._exit(1)
+
+    files, process = beside.start(here.rank, lambda worker: Watcher(here, worker).run(), lost)
     os.environ[heartbeat.FILES] = files
     heartbeat.write_stacks()
     return process
