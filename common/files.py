@@ -29,10 +29,13 @@ CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: its own
 
 
 class TakenOver(UserError):
-    """Another start has claimed the folder. A UserError: the user decides, because a restart would end that other start."""
+    """Another start has claimed the folder, or it is gone. A UserError, as a restart would end that other start."""
 
     def __init__(self, place: str):
-        super().__init__(f"{place}: another start of this run writes there by now, so this one ends")
+        gone = [folder for folder, own in CLAIMED.items() if _is_gone(own)]
+        moved = any(not os.path.isdir(folder) or not os.listdir(folder) for folder in gone)  # another start leaves something
+        why = "the folder was moved or deleted" if moved else "another start of this run writes there by now"
+        super().__init__(f"{place}: {why}, so this one ends")
 
 
 def claim(folder: str, name: str = "start", also: str = "") -> list[str]:

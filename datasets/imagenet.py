@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common import arguments, devices, moments, progress, recipe, storage
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
 from common.run import restore
@@ -144,6 +144,7 @@ def _find(args):
             packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))
         ], False
     root = storage.fetch(args.data_url, inputs=args.input_dir)
+    require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
     if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
         raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
     if splits.has_classes_alone(root):

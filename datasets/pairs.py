@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from common import arguments, devices, moments, storage
-from common.errors import UserError
+from common.errors import UserError, require_folder
 from common.ranks.barrier import on_every_rank
 from common.world.folders import is_address
 from datasets.dali import PairBatches
@@ -56,13 +56,19 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
     if not args.data_url:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
     moments.announce("data", args)
-    root = on_every_rank("data", lambda: storage.fetch(args.data_url, inputs=args.input_dir))
+    root = on_every_rank("data", lambda: _folder(args))
     how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed,
            "megapixels": args.max_megapixels}  # fmt: skip
     train, test = (Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))
     for pairs in (train, test):
         pairs.keep_first(args.max_samples)
     return train, test
+
+
+def _folder(args):
+    root = storage.fetch(args.data_url, inputs=args.input_dir)
+    require_folder("--data_url", root, f"give a {DATA}")
+    return root
 
 
 class PairLoader(DeviceLoader):

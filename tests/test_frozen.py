@@ -161,6 +161,17 @@ def test_what_a_start_tries_after_another_one_has_claimed_the_folder_fails(tmp_p
     assert not (tmp_path / "late").exists()
 
 
+def test_a_folder_that_was_moved_or_cleaned_is_not_taken_for_another_start(tmp_path):
+    (tmp_path / "out").mkdir()
+    files.claim(str(tmp_path / "out"))
+    (tmp_path / "out").rename(tmp_path / "moved")
+    for folder_is_there in (False, True):
+        if folder_is_there:
+            (tmp_path / "out").mkdir()
+        with pytest.raises(files.TakenOver, match="the folder was moved or deleted, so this one ends"):
+            files.write_atomically(str(tmp_path / "out" / "metrics.jsonl"), b"")
+
+
 def test_a_disk_that_fails_is_no_other_start(tmp_path, monkeypatch):
     files.claim(str(tmp_path))
 

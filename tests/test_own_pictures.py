@@ -102,6 +102,36 @@ def test_other_names_for_train_and_val_are_not_taken_for_classes(shapes):
     assert splits.has_classes_alone(str(shapes)) and not splits.has_classes_alone(str(shapes.parent / "none"))
 
 
+def test_files_that_have_no_name_of_a_picture_are_counted(shapes, capsys, monkeypatch):
+    for path in sorted((shapes / "circle").iterdir()):
+        path.rename(path.with_suffix(".gif"))
+    (shapes / "square" / "notes.TXT").write_text("of the pictures")
+    (shapes / "square" / ".DS_Store").write_text("of a system")
+    loaded(shapes)
+    said = capsys.readouterr().out
+    assert (
+        "left out, named .gif: 20 (the first is circle/0000.gif); left out, named .txt: 1 (the first is square/notes.TXT)\n"
+        in said
+    )
+    assert "warning: 1 class has 2 pictures or fewer: circle (0)" in said
+    (shapes / "square" / "notes.TXT").write_text("changed")
+    monkeypatch.setattr(tree, "judge", None)
+    loaded(shapes)  # from the index, which still holds
+
+
+def test_a_folder_that_is_not_there_is_called_so(shapes):
+    with pytest.raises(UserError, match=r"--data_url \S+/shape does not exist: give the folder that holds one with pictures"):
+        loaded(shapes.parent / "shape")
+
+
+def test_what_runs_have_written_into_the_folder_is_no_class(shapes, monkeypatch):
+    monkeypatch.chdir(shapes)
+    words = ["--data_url", ".", *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 1]
+    run_job("train_imagenet", shapes, *words)  # in out
+    assert (shapes / "out").is_dir() and (shapes / "input_dir").is_dir()
+    assert loaded(shapes)[0].classes == list(pictures.SHAPES)
+
+
 # --- The recipe of a small folder -------------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,9 @@ from PIL import Image
 from common import patience
 from common.errors import TrainingFailed, UserError
 from common.storage import once
-from datasets.photos import packed, tree
+from datasets.photos import packed, splits, tree
 from launch.pack import command as pack
+from tests import pictures
 from tests.faultproxy import faults
 from tests.jobs import PATIENCE, ROOT, environment, wait_for
 
@@ -57,7 +58,7 @@ def root(tmp_path_factory):
     return write_tree(tmp_path_factory.mktemp("photographs"))
 
 
-def settings(form="original", shard_mb=SMALL_SHARDS, workers=2, overwrite=False, max_megapixels=80):
+def settings(form="original", shard_mb=SMALL_SHARDS, workers=2, overwrite=False, max_megapixels=80, seed=0):
     return types.SimpleNamespace(**locals())
 
 
@@ -108,6 +109,18 @@ def flip(path, place):
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 4]))
+
+
+def test_of_a_flat_folder_it_holds_out_what_a_job_does(tmp_path, capsys):
+    pictures.make("shapes", "own", 60)
+    (tmp_path / "own" / "circle" / "notes.txt").touch()
+    assert "left out: named .txt: 1\n" in run("own", "pack", "--seed", 1).stdout
+    held = splits.hold_out(tree.load("own", str(tmp_path)), seed=1)
+    for split, expected in zip(splits.SPLITS, held):
+        files = packed.load("pack", split)
+        assert (files.names, files.labels.tolist()) == (expected.names, expected.labels.tolist())
+    assert "are the pictures of own" in run("own", "--verify", "pack").stdout
+    assert "has no folder val: give one" in run(shutil.move("own", "data/train") and "data", "other", check=2).stderr
 
 
 # --- The samples -------------------------------------------------------------------------------------------------------
@@ -297,7 +310,8 @@ def test_another_tree_or_setting_is_refused(root, copied, whole, tmp_path):
 
 def test_what_cannot_be_is_said_in_one_line(root, tmp_path, monkeypatch, capsys):
     for words, said in (
-        ((tmp_path, "out"), "has no folder train"),
+        ((tmp_path, "out"), "has no folder for any class"),
+        ((tmp_path / "none", "out"), "none does not exist"),
         ((root, root / "train" / "out"), "give a folder elsewhere"),
         ((root,), "give ROOT and OUT, or --verify OUT"),
         ((root, "gs://x/y"), "is not a bucket's address"),

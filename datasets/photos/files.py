@@ -6,11 +6,12 @@ A file or folder that cannot be listed or opened is an error that names it. Othe
 import argparse
 import errno
 import os
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Optional
 
 from common import arguments
 from common.errors import UserError, of_a_file, one_line
 from common.files import open_regular
+from common.world.folders import INPUT_DIR
 from datasets.photos import remarks
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # All that Pillow may open: for EPS it would start another program.
 FORMATS = ["JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF"]
+OF_A_JOB = ("journal.jsonl", ".lock")  # in the output folder of a run, which is no class
 MOST_BYTES = 256 << 20  # of a file
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
 MEGAPIXELS = 80  # that a photograph may have where nobody says otherwise
@@ -31,7 +33,7 @@ def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
 
 
 def classes(folder: str) -> dict[str, int]:
-    """Return {class: when its folder changed last}"""
+    """Return {class: when its folder changed last}, without folders that a job has written to."""
     found = {}
     try:
         with os.scandir(folder) as entries:
@@ -39,7 +41,7 @@ def classes(folder: str) -> dict[str, int]:
                 if entry.name.startswith("."):
                     continue
                 changed = entry.stat().st_mtime_ns  # of where a link leads, which may be away
-                if entry.is_dir():
+                if entry.is_dir() and not _is_of_a_job(entry):
                     found[entry.name] = changed
     except OSError as error:
         raise unreadable(error) from None
@@ -48,8 +50,14 @@ def classes(folder: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def images_below(folder: str, label: str = "") -> list[str]:
-    """Return the files of a class, or all, below the folder, in the order of torchvision's ImageFolder."""
+def _is_of_a_job(entry: "os.DirEntry[str]") -> bool:
+    there = (os.path.join(entry.path, name) for name in OF_A_JOB)
+    return entry.name in (INPUT_DIR, "output_dir") or any(map(os.path.exists, there))
+
+
+def images_below(folder: str, label: str = "", others: Optional[dict[str, list[str]]] = None) -> list[str]:
+    """Return the files of a class, or all, below the folder, in the order of torchvision's ImageFolder. Files that have another
+    name than a picture are added to `others`, by their extension."""
     paths = []
     for where, folders, names in sorted(os.walk(os.path.join(folder, label), onerror=_refuse, followlinks=True)):
         for name in folders:
@@ -58,8 +66,11 @@ def images_below(folder: str, label: str = "") -> list[str]:
             path = os.path.join(where, name)
             if name.lower().endswith(EXTENSIONS):
                 paths.append(os.path.relpath(path, folder))
-            elif os.path.islink(path):
+                continue
+            if os.path.islink(path):
                 _refuse_dangling(path)
+            if others is not None and not name.startswith("."):
+                others.setdefault(os.path.splitext(name)[1].lower(), []).append(os.path.relpath(path, folder))
     return paths
 
 

@@ -4,6 +4,7 @@ Also warnings about a bad split: classes of almost no pictures, and the same pic
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
     held[order] = place < most[labels]
     if not held.any():
         raise UserError(f"{one_line(whole.folder)} has one picture of each class, so there is none to validate with: add some")
-    return whole.pick(np.flatnonzero(~held)), whole.pick(np.flatnonzero(held))
+    training = whole.pick(np.flatnonzero(~held))  # it alone tells of what is left out
+    return training, dataclasses.replace(whole, left_out={}).pick(np.flatnonzero(held))
 
 
 def remarks(train: tree.Tree, val: tree.Tree) -> Iterator[str]:

@@ -33,8 +33,9 @@ MOST_ASPECT = 100  # a longer picture, resized to a short side of 256, would nee
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
 MOST_HEADER = 20 << 20  # a colour profile can have 16 MiB
 THREADS = 16
-FORMAT = 3  # of the index; one of another format is made again
+FORMAT = 4  # of the index; one of another format is made again
 GOOD, SPECIAL = 0, 1
+BY_NAME = "named "  # with which the reason begins for a file that has no name of a picture
 
 Verdict = Union[str, tuple[int, int, int]]  # why a file is left out; or (GOOD or SPECIAL, width, height)
 
@@ -141,8 +142,10 @@ def _read(path, folder, classes):
 
 
 def _write(path, folder, classes, held):
-    names = [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label)]
+    others: dict[str, list[str]] = {}
+    names = [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, others)]
     rows, left_out, changed = [], collections.defaultdict(list), {}
+    left_out.update({f"{BY_NAME}{ending or 'without an extension'}": found for ending, found in others.items()})
     with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
         paths = (os.path.join(folder, name) for _, name in names)
         verdicts = pool.map(lambda path: (_when(path), judge(path)), paths, chunksize=64)  # when it had changed before that
@@ -168,7 +171,8 @@ def _write(path, folder, classes, held):
 
 
 def _names(left_out):
-    return [name for names in left_out.values() for name in names]
+    """Return those that are looked at again: the others have no name of a picture."""
+    return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
 
 def _when(path):

@@ -1,6 +1,7 @@
 """Many small photographs as a few large files: uncompressed tar shards in WebDataset's naming, and an index.
 
     python -m launch pack ROOT OUT                    ROOT/{train,val}/CLASS/*.JPEG as OUT/train-000000.tar ... train-index.npz
+                                                      of ROOT/CLASS/*.JPEG a fifth as val, the one that a job holds out
     python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
     python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
     python -m launch pack --verify OUT                compare every shard with its digest, every sample with its checksum
@@ -26,18 +27,17 @@ import numpy as np
 
 from common import storage
 from common.arguments import boolean, number
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import TrainingFailed, UserError, one_line, require_folder
 from common.files import MIB, TEMPORARY, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
 from common.world import folders
-from datasets.photos import files, packed, tiles
+from datasets.photos import files, packed, splits, tiles, tree
 from launch.options import exit_code, new_parser
 from launch.pack.forms import FORMS
 from launch.pack.shards import Plan, make
 
-SPLITS = ("train", "val")
 WORKERS = 8  # threads: the slow parts, disk and decoder, let other threads run
 UPLOADS = 4
 Done = Callable[[int], None]  # adds so many bytes to the progress
@@ -68,17 +68,25 @@ def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequenc
 
 def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     """Make what is missing of the pack in `folder`, and print a line on what is there; the names of its shards."""
-    for split in SPLITS:  # before a folder is made
+    require_folder("ROOT", root, "give the folder of the photographs")
+    flat = splits.has_classes_alone(root)
+    for split in () if flat else splits.SPLITS:  # before a folder is made
         if not os.path.isdir(os.path.join(root, split)):
             raise UserError(
-                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it"
+                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
+                "CLASS/*.JPEG"
             )
     if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
         raise UserError(f"{one_line(folder)} is in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
     os.makedirs(folder, exist_ok=True)
     busy = f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
     with once.locked(os.path.join(folder, ".pack"), busy):
-        plans = [Plan(root, split, folder, options) for split in SPLITS]
+        index = os.path.join(folder, ".tree")
+        if flat:
+            trees = splits.hold_out(tree.load(root, index).within(options.max_megapixels), options.seed)
+        else:
+            trees = [tree.load(os.path.join(root, split), index).within(options.max_megapixels) for split in splits.SPLITS]
+        plans = [Plan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
         _clear(folder, plans, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
         _need_space(folder, sum(shard.size for _, shard in missing))
@@ -91,7 +99,7 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         in_threads(options.workers, lambda pair, done: make(pair[0], pair[1], done), missing, progress)
         for plan in plans:
             plan.write_index()
-        shutil.rmtree(os.path.join(folder, ".tree"))
+        shutil.rmtree(index)
     print(_describe(plans, len(missing), progress), flush=True)
     return [shard.name for plan in plans for shard in plan.shards]
 
@@ -102,11 +110,11 @@ def _describe(plans: list[Plan], count: int, progress: Progress) -> str:
     for plan in plans:
         reasons.update({reason: len(names) for reason, names in plan.files.left_out.items()})
     images, size = sum(len(plan.files) for plan in plans), sum(sum(made["length"]) for made in notes) / MIB
-    left_out = ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items())) or "nothing"
+    counted = ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items())) or "nothing"
     lost = sum(made["stored_heights"].count(0) for made in notes)
     return (
         f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {len(notes)} shards; "
-        f"made {count} of them now ({progress.describe()}); left out: {left_out}"
+        f"made {count} of them now ({progress.describe()}); left out: {counted}"
     ) + (f"; packed, though they cannot be decoded: {lost}" if lost else "")
 
 
@@ -154,7 +162,7 @@ def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
     """Upload what the bucket does not have yet; the indexes last, because a reader believes them."""
     store = bucket.Bucket(url)
     there = {store.relative(item.key): item for item in store.items(store.below())}
-    indexes = [os.path.basename(packed.index_path("", split)) for split in SPLITS]
+    indexes = [os.path.basename(packed.index_path("", split)) for split in splits.SPLITS]
     missing = [name for name in [*shards, *indexes] if not upload.is_up_to_date(there.get(name), os.path.join(folder, name))]
     for name in [name for name in indexes if name in missing and name in there]:
         if not overwrite:
@@ -177,13 +185,13 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
     """Name every damaged shard and sample, and, if there is a root, those that are another picture there."""
     if folders.is_address(folder):
         raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
-    splits = [packed.load(folder, split) for split in SPLITS]
-    form = splits[0].form
+    parts = [packed.load(folder, split) for split in splits.SPLITS]
+    form = parts[0].form
     if root and form not in ("original", "tiled"):
         raise UserError(f"{one_line(folder)} has pictures in the form {form}, not the originals of {one_line(root)}")
     if form == "tiled" and root:
         tiles.need_jpegtran()
-    pairs = [(files, number) for files in splits for number in range(len(files.shards))]
+    pairs = [(files, number) for files in parts for number in range(len(files.shards))]
     size = sum(files.shards[number]["size"] for files, number in pairs)
     progress = Progress("verifying", len(pairs), "shards", size)
     damaged: list[str] = []
@@ -212,7 +220,7 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
             f"{len(damaged)} of {len(pairs)} shards are damaged: delete them, then fetch them again or have "
             f"python -m launch pack ROOT {one_line(folder)} make them again"
         )
-    images = sum(map(len, splits))
+    images = sum(map(len, parts))
     if changed:
         raise TrainingFailed(f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: pack it again")
     same = f", and are the pictures of {one_line(root)}" if root else ""
@@ -224,7 +232,8 @@ def _is_original(files: packed.Packed, number: int, root: str) -> bool:
     split = os.path.basename(files.shards[0]["name"]).partition("-")[0]
     stored = files.read(number)
     try:
-        with open(os.path.join(root, split, files.names[number]), "rb") as file:
+        below = os.path.join(root, split)
+        with open(os.path.join(below if os.path.isdir(below) else root, files.names[number]), "rb") as file:
             content = file.read()
         return stored == content or (tiles.is_tiled(stored) and tiles.same_coefficients(stored, content))
     except (OSError, tiles.NotTiled):
@@ -249,12 +258,14 @@ def main(argv: list[str]) -> int:
     parser = new_parser("pack", __doc__)
     forms = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
     mb, threads = number(float, above=0), number(int, at_least=1, below=257)
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
     parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
     parser.add_argument("--shard_mb", type=mb, default=256.0, help="MiB of a shard at most (default: 256), or one image")
     parser.add_argument("--workers", type=threads, default=WORKERS, help=f"how many shards at a time (default: {WORKERS})")
     files.add_max_megapixels(parser)
+    seed = number(int, at_least=0, below=2**31)
+    parser.add_argument("--seed", type=seed, default=0, help="of the training, which decides what of CLASS/*.JPEG is held out")
     what = "true: replace another pack in OUT (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=what)
     parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")

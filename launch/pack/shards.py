@@ -42,9 +42,8 @@ class Shard:
 class Plan:
     """Which sample of a split goes into which shard: a function of the files' names and sizes and of the settings alone."""
 
-    def __init__(self, root: str, split: str, folder: str, options: argparse.Namespace) -> None:
-        self.split, self.folder = split, folder
-        self.files = tree.load(os.path.join(root, split), os.path.join(folder, ".tree")).within(options.max_megapixels)
+    def __init__(self, files: tree.Tree, split: str, folder: str, options: argparse.Namespace) -> None:
+        self.files, self.split, self.folder = files, split, folder
         self.lengths, self._changed = self._stat()
         self.form, self.settings = options.form, {"form": options.form, "shard_mb": options.shard_mb}
         described = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]
