@@ -20,6 +20,7 @@ import torch
 LONGEST_PICKLE, DEEPEST = 64 << 20, 100  # bytes; lists and dicts in each other
 LARGEST_KEY = 2**32  # of a dict, where it is a number: larger ones can be chosen so that all fall on one place
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # with which the form before torch 1.6 begins
+BEGINNINGS = (b"PK", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
 Storage = Callable[[str, int], torch.Tensor]  # (key, bytes) -> those bytes
 
 
@@ -33,9 +34,9 @@ class OldForm(Refused):
 
 def read(content: bytes, verified: bool) -> Any:
     """`verified`: by a digest from elsewhere. Else each record is compared with the checksum that the archive has of it."""
-    if content.startswith(b"PK"):
+    if content.startswith(BEGINNINGS[0]):
         value = _archive(content, verified)
-    elif not content.startswith(pickle.dumps(MAGIC, 2)):
+    elif not content.startswith(BEGINNINGS):
         raise Refused("it is no archive of torch.save")
     elif not verified:
         raise OldForm("it is of a torch before 1.6")

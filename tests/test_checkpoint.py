@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 
@@ -313,6 +314,23 @@ def test_files_of_torchvision_are_taken_as_they_come_and_compared_with_the_diges
         UserError, match=r"is damaged, or not the file of that name: its SHA-256 does not begin with [0-9a-f]{8}"
     ):
         checkpoint.load_weights(ours, str(path))
+
+
+@pytest.mark.parametrize("what", ["a pipe", "an endless file", "a file of 4 GB"])
+def test_what_is_no_file_of_weights_is_not_read_to_its_end(tmp_path, what):
+    path, memory = tmp_path / "weights.pth", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if what == "a pipe":
+        os.mkfifo(path)
+    elif what == "an endless file":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 4 << 30)
+    with pytest.raises(
+        UserError, match=r"cannot be read: it is not a regular file|holds no weights: it is no archive of torch\.save"
+    ):
+        checkpoint.read_weights(str(path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (100 << 10)
 
 
 def test_a_checkpoint_taken_for_its_weights_is_verified(network, tmp_path, capsys):

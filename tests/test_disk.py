@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import struct
 
 import pytest
@@ -58,6 +59,23 @@ def test_a_run_goes_on_without_its_note_of_the_step(finished, tmp_path):
     done = run_full_once(tmp_path / "out" / "checkpoints" / ".attempt", tmp_path)
     assert len(re.findall(r"\.attempt cannot be written: .*; a step that kills the job may go unnoticed", done.stdout)) == 1
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_files_of_another_kind_are_a_line_each(finished, tmp_path):
+    shutil.copytree(finished[0] / "out", tmp_path / "out")
+    checkpoints, speed = tmp_path / "out" / "checkpoints", tmp_path / "out" / "speed.jsonl"
+    for name in ("of_others", "000000099999.json"):
+        (checkpoints / name).symlink_to("nowhere")
+    for path in (speed, checkpoints / ".attempt"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    log = run_job("train", tmp_path, *TINY, "--epochs", 3).stdout
+    warnings = [line for line in log.splitlines() if line.startswith("warning")]
+    assert re.fullmatch(r"warning: checkpoint \S+/000000099999.pt is damaged: .*; trying the one before it", warnings.pop(0))
+    assert [line for line in warnings if "speed.jsonl" in line] == [
+        f"warning: {speed} cannot be written: it is not a regular file; the run goes on and tries it again"
+    ]
+    assert speed.is_fifo() and (checkpoints / "of_others").is_symlink()
 
 
 def test_numbers_that_no_run_has_written_name_no_step(tmp_path):

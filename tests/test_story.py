@@ -29,7 +29,7 @@ def test_before_the_first_step_of_two_nodes_there_are_few_lines_and_they_say_wha
         f"results in {tmp_path}/out",
     ):
         assert words in story, story
-    assert re.search(r"left=\d+:\d\d:\d\d", lines[first])
+    assert "left=? " in lines[first]
     endings = [line.partition("] ")[2] for line in lines if line.startswith("[node 0]")][-3:]
     assert [line.partition(":")[0] for line in endings] == ["done", "files", "next"]
 

@@ -95,20 +95,20 @@ class Clock:
         """An epoch has ended, with its evaluation."""
         self._evaluations += 1
 
-    def seconds_left(self, samples: int, evaluations: int) -> float:
-        """A step takes as long as in the later half of those of this start, an evaluation as long as on average.
+    def seconds_left(self, samples: int, evaluations: int) -> Optional[float]:
+        """A step takes as long as in the later half of those of this start, an evaluation and its save as long as on average.
 
         Before the first evaluation that is a guess: a sample takes a third of what it takes in training, which also goes
-        backward.
+        backward. The first step says nothing: it prepares what the others use. None: there is only that one.
         """
         done, training = self._marks[-1]
         first = next(mark for mark in self._marks if mark[0] >= done / 2)
-        if first == self._marks[-1]:  # there is only one
-            first = (0, 0.0)
+        if first == self._marks[-1]:
+            return None
         of_a_sample, spent = (training - first[1]) / max(done - first[0], 1), self.read()
         guess = self._test_samples * of_a_sample / 3
-        evaluation = spent["evaluation"] / self._evaluations if self._evaluations else guess
-        return samples * of_a_sample * (1 + spent["saving"] / max(training, 1e-9)) + evaluations * evaluation
+        evaluation = (spent["evaluation"] + spent["saving"]) / self._evaluations if self._evaluations else guess
+        return max(0.0, samples * of_a_sample + evaluations * evaluation)
 
 
 def speed(before: Mapping[str, float], now: Mapping[str, float], images: int) -> dict[str, float]:

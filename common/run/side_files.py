@@ -3,6 +3,7 @@
 If a file cannot be written, there is a warning, the file is tried again, and the run goes on.
 """
 
+import errno
 import os
 import threading
 from typing import Callable, Union
@@ -78,6 +79,8 @@ class SideFiles:
     def _append(self, path, content):
         """Append to a copy of this start's own: where the name is another one's by now, nothing is appended."""
         if path not in self._grow:
+            if os.path.lexists(path) and not os.path.isfile(path):
+                raise OSError(errno.EINVAL, "it is not a regular file")
             with own_copy(path, os.O_APPEND) as own:
                 drop_half_a_line(own)
                 self._grow[path] = os.fstat(own.fileno()).st_ino

@@ -56,10 +56,10 @@ class Console:
         if self._bar:
             self._bar.update()
 
-    def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: float, skipped: int) -> None:
+    def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
         at, rate = facts.position, speed["images_per_s"]
         split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING)
-        left = datetime.timedelta(seconds=int(seconds_left))
+        left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
         if self._bar:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
         else:

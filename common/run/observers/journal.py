@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 from common import devices
 from common.errors import one_line
+from common.files import open_regular
 from common.run.observers.records import Facts
 from common.run.side_files import SideFiles
 
@@ -97,7 +98,7 @@ class Journal:
 def rate_before(folder: str) -> Optional[float]:
     """Return the images a second in the last rows of the starts before, if there are any."""
     rates = []
-    with contextlib.suppress(OSError, ValueError, AttributeError), open(os.path.join(folder, "speed.jsonl"), "rb") as file:
+    with contextlib.suppress(OSError, ValueError, AttributeError), open_regular(os.path.join(folder, "speed.jsonl")) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         rates = [rate for line in file.readlines()[1:] if (rate := json.loads(line).get("images_per_s"))]
     return statistics.median(rates) if rates else None

@@ -16,17 +16,25 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
 
-from common import progress
+from common import files, progress
 from common.errors import UserError, one_line
-from common.files import TEMPORARY, give_name, if_ours, remove, temporary, unfinished, write_aside, write_atomically
+from common.files import (
+    TEMPORARY,
+    give_name,
+    if_ours,
+    remove,
+    temporary,
+    unfinished,
+    write_aside,
+    write_atomically,
+)
 from common.ranks import collectives
-from common.tensors import OldForm, Refused, check
+from common.tensors import BEGINNINGS, OldForm, Refused, check
 from common.tensors import read as read_tensors
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -87,7 +95,7 @@ def _read_weights(path):
     try:
         if NAME.fullmatch(os.path.basename(manifest := re.sub(r"\.pt$", ".json", path))) and os.path.exists(manifest):
             return read_verified(path)[1], True
-        content = Path(path).read_bytes()
+        content = _weights(path)
         if not os.path.exists(path + DIGEST):
             begins = OF_TORCHVISION.search(path)
             if begins and hashlib.sha256(content).hexdigest().startswith(begins[1]):
@@ -97,12 +105,24 @@ def _read_weights(path):
             if collectives.rank_and_size()[0] == 0:
                 progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
             return content, False
-        expected = Path(path + DIGEST).read_bytes()
+        expected = _content(path + DIGEST)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give a .pth or .pt file of this network") from None
+        raise UserError(f"{path} cannot be read: {one_line(error.strerror)}; give a .pth or .pt file of this network") from None
     if expected.split()[:1] != [hashlib.sha256(content).hexdigest().encode()]:
         raise UserError(f"{path} is damaged: its bytes are not those that {path}{DIGEST} names; take another copy of both")
     return content, True
+
+
+def _weights(path):
+    """Return the bytes of a file of torch.save; of any other file, which may have gigabytes, only the first ones."""
+    with files.open_regular(path) as file:
+        head = file.read(100)
+        return head + file.read() if head.startswith(BEGINNINGS) else head
+
+
+def _content(path):
+    with files.open_regular(path) as file:
+        return file.read()
 
 
 def write_weights(path: str, weights: dict) -> None:
@@ -125,6 +145,13 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
     state = {_plain(name, own): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
+    other_classes = other_shapes and all(own[name].shape[1:] == state[name].shape[1:] for name in other_shapes)
+    if other_classes and not unmatched and not new_head:
+        theirs, ours = (len(values[other_shapes[-1]]) for values in (state, own))
+        raise UserError(
+            f"{path} is for {theirs} classes, and here are {ours}: give --data_url with the classes that it was trained on, or "
+            "--num_classes"
+        )
     if unmatched or (other_shapes and not new_head) or len(other_shapes) > 2:
         names = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
@@ -234,7 +261,7 @@ def read_verified(path: str) -> tuple[dict, bytes]:
     """Return (manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
     manifest_path = re.sub(r"\.pt$", "", path) + ".json"
     try:
-        content = Path(path).read_bytes()
+        content = _content(path)
         try:
             return _read_manifest(manifest_path, content), content
         except _DAMAGE as error:
@@ -251,7 +278,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 def _read_manifest(path, content):
     """Return the manifest in `path`, if it is one of these bytes."""
-    encoded = Path(path).read_bytes()
+    encoded = _content(path)
     manifest = json.loads(encoded)
     if encoded != _encode_manifest(manifest):
         raise ValueError("its manifest was changed")
@@ -332,7 +359,7 @@ def _is_the_right_one(path, place):
 
     def describes(manifest):
         try:
-            return bool(_read_manifest(manifest, Path(re.sub(r"json$", "pt", path)).read_bytes()))
+            return bool(_read_manifest(manifest, _content(re.sub(r"json$", "pt", path))))
         except _DAMAGE:
             return False
 
@@ -346,10 +373,10 @@ def surplus(names: Iterable[str], keep: int, about: dict, damaged: Collection[in
     """
     best, now = about["best"] or {}, about["samples_seen"]
     form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # the last is in a bucket, after a kill
-    files = [(name, match) for name in names if (match := form.fullmatch(name))]
-    numbers = sorted({int(match[1]) for _, match in files if match[2] == "json"} - {*damaged})
+    found = [(name, match) for name in names if (match := form.fullmatch(name))]
+    numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"} - {*damaged})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}
-    old = [name for name, match in files if int(match[1]) not in kept and (int(match[1]) in damaged or int(match[1]) < now)]
+    old = [name for name, match in found if int(match[1]) not in kept and (int(match[1]) in damaged or int(match[1]) < now)]
     weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth(\.sha256)?", name))]
     weights = [(epoch, name) for epoch, name in weights if epoch <= about.get("epoch", epoch)]
     kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common.errors import TrainingFailed
-from common.files import TakenOver, append, claim, drop_half_a_line, own_copy, remove, tidy
+from common.files import TakenOver, append, claim, drop_half_a_line, open_regular, own_copy, remove, tidy
 
 
 class Evidence:
@@ -91,7 +91,7 @@ class Attempt:
         self._say, self._warned = say, False
         self._path = os.path.join(folder, ".attempt")
         last = (-1, -1, -1, -1)
-        with contextlib.suppress(OSError, struct.error), open(self._path, "rb", buffering=0) as file:
+        with contextlib.suppress(OSError, struct.error), open_regular(self._path) as file:
             self.left = True
             last = self._FORM.unpack(file.read(self._FORM.size))
         died_in, before = last[:2], last[2:]

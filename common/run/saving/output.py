@@ -37,7 +37,8 @@ def make_folders(args: argparse.Namespace) -> None:
 def require_room(args: argparse.Namespace, size: int) -> None:
     """Raise an error if the run's checkpoints will not fit on the disk. `size`: the bytes of one, and of its weights."""
     with os.scandir(args.checkpoint_dir) as entries:
-        there = sum(entry.stat().st_size for entry in entries)  # of an earlier start, which make room for those to come
+        # Those of an earlier start make room for those to come.
+        there = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     number = min(args.keep, 2) + 2  # the last ones, the best, and the next
     if shutil.disk_usage(args.checkpoint_dir).free + there < number * size:
         raise UserError(
