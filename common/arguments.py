@@ -138,7 +138,8 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "print_freq": None,
         "run_epochs": None,
     }
-    parser.set_defaults(**absent, needs=())  # only some jobs have options for these, or need what not every device has
+    # Only some jobs have options for these, need what not every device has, or say what their data are (for the report).
+    parser.set_defaults(**absent, needs=(), data=None)
     rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument

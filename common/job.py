@@ -5,6 +5,7 @@ job with one rank (watching/single_rank.py); the rest of watching/ watches sever
 """
 
 import argparse
+import contextlib
 import errno
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Callable, NoReturn, Optional
 
 from common import devices, heartbeat, moments, optional, progress, streams
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
+from common.files import write_atomically
 from common.secrets import mask
 from common.watching import single_rank
 from common.wire import network
@@ -49,7 +51,7 @@ class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
         alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
         if alone_here and not args.doctor and sys.platform == "linux":
-            single_rank.start(args.world.rank)
+            single_rank.start(args.world.rank, lambda since, why: moments.announce("killed", args, since, why))
 
 
 class _WriteTheReport:
@@ -62,6 +64,13 @@ class _WriteTheReport:
             write("report.html", report.of_one(report.Left.read(folder)).encode())
         except Exception as error:  # a page less is no reason to end a training
             progress.say(f"warning: report.html could not be made: {type(error).__name__}: {one_line(error)[:300]}")
+
+    def killed(self, args: argparse.Namespace, since: float, why: str) -> None:
+        with contextlib.suppress(ImportError, OSError, UserError):
+            from common import report
+
+            if report.add_end(args.output_dir, since, why):
+                self.written(args.output_dir, lambda name, page: write_atomically(os.path.join(args.output_dir, name), page))
 
 
 def run_job(main: Callable[[], None]) -> None:

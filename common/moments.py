@@ -17,6 +17,7 @@ A listener is an object with a method for each moment that it needs:
                                  to train on instead, and must end the job after the last one
     said(text)                   a line of the log that a person should see
     written(folder, write)       rank 0 has written the files of a run; `write(name, content)` adds an optional file
+    killed(args, since, why)     the watcher or the parent of rank 0, since when it is there, has found why the job ends
     failure(error)               the job is about to end with this error: a few seconds to save what can be saved
     leaving(code)                the process is about to end
 """

@@ -114,6 +114,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     if classes_alone:
         seed = before.get("seed", args.seed) if args.evaluate else args.seed  # or what was trained on would be evaluated
         found = splits.hold_out(found[0], seed)
+        if args.evaluate and args.weights and "seed" not in args.given:
+            lines.append(f"warning: nothing says what {args.weights} were trained on: some of these pictures, perhaps (--seed)")
         lines.append(
             f"{one_line(found[0].folder)} has no train and val: {len(found[1])} of its images, a fifth of each class, are held "
             f"out for the validation, in every start with --seed {seed} the same"
@@ -132,7 +134,15 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     }
     short = decode.WHOLE if args.resize == "whole" else None
     train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how)
+    args = arguments.replaced(args, data=_counted(found))
     return args, train_set, Photos(val, size, False, args.seed, short=short, **how)
+
+
+def _counted(found):
+    """Return, for the report, how many pictures each class has in training and validation, and what was left out."""
+    counts = [np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (found[0], found[-1])]
+    left_out = [[reason, len(names), names[0]] for files in found for reason, names in sorted(files.left_out.items())]
+    return {"classes": list(zip(found[0].classes, *counts)), "left_out": left_out}
 
 
 def _find(args):

@@ -56,6 +56,8 @@ def main():
         devices.refuse(device, devices.CHANNELS_LAST)
     args = arguments.replaced(args, workers=devices.loader_workers(args))
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if args.weights:
+        args = as_trained(args)
     classifiers.require(args.arch, args.image_size)
     torch.manual_seed(args.seed)
 
@@ -240,13 +242,24 @@ def add_short_runs(add):
     add("--run_epochs", type=COUNT, help="stop after so many epochs of this start; the same command goes on")
 
 
+def as_trained(args):
+    """Return the arguments with those that the weights to begin with were trained with, where nobody gave others."""
+    path = bucket_run.local_weights(args.weights, args.input_dir, say)
+    names = ("arch", "image_size", "resize", "interpolation", "seed") if args.evaluate else ("arch", "image_size")
+    about = checkpoint.about_weights(path)
+    found = {name: about[name] for name in names if name in about and name not in args.given}
+    if found and distributed.get_rank() == 0:
+        say(f"as {checkpoint.beside(path)} says: {' '.join(f'--{name} {value}' for name, value in found.items())}")
+    return arguments.replaced(args, **found, given={**args.given, **(found if args.evaluate else {})})
+
+
 def build(args, classes):
     """Return the network, with the weights to begin with."""
     if args.num_classes and args.num_classes < classes:
         raise UserError(
             f"--num_classes {args.num_classes} are fewer than the {classes} classes of the data: leave the option out"
         )
-    network = classifiers.classifier(args.arch, args.num_classes or classes, args.image_size)
+    network = classifiers.classifier(args.arch, args.num_classes or classes, args.image_size, shallow=args.recipe != "small")
     if args.weights:
         path = bucket_run.local_weights(args.weights, args.input_dir, say)
         anew = checkpoint.load_weights(network, path, new_head=not args.evaluate)
@@ -308,7 +321,7 @@ def mix(images, labels, strength):
 
 def evaluate_alone(args, network, loader, classes, autocast):
     """Evaluate --weights, the checkpoint of --resume, or the newest in the output folder, which is left as it is."""
-    about = {}
+    about = checkpoint.about_weights(bucket_run.local_weights(args.weights, args.input_dir, say)) if args.weights else {}
     if not args.weights:
         found = restore.from_rank_0(lambda: restore.to_evaluate(args, print))
         if not found:

@@ -1,4 +1,4 @@
-"""Folders of pictures as a user may have them, FOLDER/CLASS/*.jpg: shapes, colours, and scikit-learn's digits as photographs.
+"""Folders of pictures as a user may have them, FOLDER/CLASS/*.jpg: shapes, small shapes, colours, scikit-learn's digits as photographs.
 
     python -m tests.pictures shapes FOLDER [NUMBER]
 
@@ -18,7 +18,12 @@ COLOURS = {"red": 0.0, "yellow": 0.15, "green": 0.35, "blue": 0.6, "purple": 0.8
 
 def make(kind: str, folder: str, number: int, seed: int = 0) -> list[str]:
     """`number` pictures, as many of each class; returns the classes."""
-    draw_one, classes = {"shapes": (_shape, list(SHAPES)), "colours": (_colour, list(COLOURS)), "digits": _digits()}[kind]
+    draw_one, classes = {
+        "shapes": (_shape, list(SHAPES)),
+        "small_shapes": (_small_shape, list(SHAPES)),
+        "colours": (_colour, list(COLOURS)),
+        "digits": _digits(),
+    }[kind]
     draw = np.random.default_rng(seed)
     for place in range(number):
         label = classes[place % len(classes)]
@@ -28,11 +33,11 @@ def make(kind: str, folder: str, number: int, seed: int = 0) -> list[str]:
     return classes
 
 
-def _ground(draw):
+def _ground(draw, darkest=100, lightest=220):
     """A picture of a random size and colour, lighter to one side, and with noise."""
     width, height = (int(side) for side in draw.integers(90, 200, 2))
     light = np.linspace(draw.uniform(0.7, 1), draw.uniform(0.7, 1), width)[None, :, None]
-    pixels = draw.integers(100, 220, 3) * light + draw.normal(0, 8, (height, width, 3))
+    pixels = draw.integers(darkest, lightest, 3) * light + draw.normal(0, 8, (height, width, 3))
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
@@ -45,7 +50,26 @@ def _place(picture, draw, smallest, largest):
 def _shape(label, _number, draw):
     """Of any dark colour, not quite upright."""
     picture = _ground(draw)
-    left, top, side = _place(picture, draw, 0.7, 0.99)
+    place = _place(picture, draw, 0.7, 0.99)
+    _paste(picture, label, place, draw, draw.integers(0, 90, 3))
+    return picture
+
+
+def _small_shape(label, _number, draw):
+    """Of any colour, on a ground of any other."""
+    picture = _ground(draw, 0, 256)
+    place = _place(picture, draw, 0.35, 0.6)
+    left, top, side = place
+    ground = np.asarray(picture.crop((left, top, left + side, top + side)), int).mean(axis=(0, 1))
+    colour = draw.integers(0, 256, 3)
+    while abs(colour - ground).max() < 80:
+        colour = draw.integers(0, 256, 3)
+    _paste(picture, label, place, draw, colour)
+    return picture
+
+
+def _paste(picture, label, place, draw, colour):
+    left, top, side = place
     mask = Image.new("L", (200, 200))
     pen = ImageDraw.Draw(mask)
     if label == "circle":
@@ -55,8 +79,7 @@ def _shape(label, _number, draw):
     else:
         pen.polygon(((100, 15), (174, 143), (26, 143)), fill=255)
     mask = mask.rotate(float(draw.uniform(-15, 15)), Image.Resampling.BILINEAR).resize((side, side))
-    picture.paste(tuple(int(value) for value in draw.integers(0, 90, 3)), (left, top), mask)
-    return picture
+    picture.paste(tuple(int(value) for value in colour), (left, top), mask)
 
 
 def _colour(label, _number, draw):

@@ -116,7 +116,7 @@ class Fails:
     def saved(self, fact):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")  # by torch's handler, wherever we are
 
-    def failed(self, fact, why):
+    def failed(self, fact, error):
         raise OSError(28, "no space left")
 
 

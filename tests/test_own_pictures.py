@@ -233,12 +233,15 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
     for number, (path, label) in enumerate(zip(sorted(shapes.glob("*/*")), labels)):
         path.rename(shapes / label / f"again{number}.jpg")
     words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 5, "--run_epochs", 1]
+    (shapes / "circle" / "empty.jpg").touch()
     log = run_job("train_imagenet", shapes.parent, *words, env=FIGURES).stdout
     (line,) = [line for line in log.splitlines() if "nothing is learnt" in line]
     assert line.startswith("warning: after 1 of 5 epochs nothing is learnt: an accuracy of 0.") and "--weights FILE" in line
     mistakes = json.loads((shapes.parent / "out" / "report.json").read_text())["mistakes"]["worst"]
     assert mistakes and all((shapes / one["file"]).exists() and one["file"].startswith(one["class"]) for one in mistakes)
-    assert mistakes[0]["file"] in (shapes.parent / "out" / "report.html").read_text()
+    page = (shapes.parent / "out" / "report.html").read_text()
+    assert mistakes[0]["file"] in page and "Left out, empty: 1, the first is circle/empty.jpg" in page
+    assert re.search(r'<bdi>square</bdi></th><td class="n">\d+</td><td class="n">\d+</td></tr>', page)
 
 
 def test_an_evaluation_of_a_run_holds_out_what_the_run_did(shapes):
@@ -248,6 +251,26 @@ def test_an_evaluation_of_a_run_holds_out_what_the_run_did(shapes):
     run_job("train_imagenet", shapes.parent, *words, "--evaluate", "true")
     found = json.loads((shapes.parent / "out" / "evaluation.json").read_text())
     assert found["loss"] == pytest.approx(rows_of(shapes.parent)[-1]["loss"], rel=1e-5)
+
+
+def test_weights_are_evaluated_on_what_they_were_not_trained_on_and_as_they_were(shapes):
+    """Whatever the folder of the run: what lies beside them says how."""
+    words = ["--data_url", shapes, "--workers", 0, "--epochs", 1]
+    run_job("train_imagenet", shapes.parent, *words, *NETWORK, "--image_size", 32, "--seed", 1)
+    elsewhere = shapes.parent / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("epoch_1.pth", "epoch_1.json"):
+        (shapes.parent / "out" / name).rename(elsewhere / name)
+    about = json.loads((elsewhere / "epoch_1.json").read_text())
+    assert about["classes"] == list(pictures.SHAPES) and about["metrics"].items() <= rows_of(shapes.parent)[0].items()
+    words += ["--evaluate", "true", "--weights", elsewhere / "epoch_1.pth"]
+    done = run_job("train_imagenet", shapes.parent, *words)
+    assert f"--arch {NETWORK[1]} --image_size 32 --resize whole --interpolation bilinear --seed 1" in done.stdout
+    found = json.loads((shapes.parent / "out" / "evaluation.json").read_text())
+    assert found["loss"] == pytest.approx(rows_of(shapes.parent)[0]["loss"], rel=1e-5) and found["epoch"] == 1
+    (elsewhere / "epoch_1.json").unlink()
+    done = run_job("train_imagenet", shapes.parent, *words, *NETWORK, "--image_size", 32)
+    assert "warning: nothing says what " in done.stdout and "were trained on: some of these pictures, perhaps" in done.stdout
 
 
 def test_an_evaluation_cuts_the_pictures_as_the_run_did(shapes):

@@ -334,6 +334,58 @@ def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, 
     assert set(left.ADDED) == {"images", *clock.PHASES}
 
 
+def test_an_accuracy_of_few_images_has_a_range_and_its_weights_a_name(tmp_path):
+    folder = made_up(tmp_path / "run")
+    (folder / "epoch_4.pth").touch()
+    said = json.loads((folder / "report.json").read_text())
+    for samples, range_ in ((93, "With 93 test images it may be anything from 0.56 to 0.75."), (20_000, None)):
+        rows = [{**row, "samples": samples if place == 0 else 0} for place, row in enumerate(said["classes"])]
+        (folder / "report.json").write_text(json.dumps({**said, "epoch": 3, "classes": rows}))
+        text = shown(folder).text()
+        assert "Best accuracy 0.6599, in epoch 4, its weights: epoch_4.pth, in" in text and "Each class after epoch 3" in text
+        assert range_ in text if range_ else "may be anything" not in text
+
+
+def test_mistakes_are_a_table_and_pictures_once(tmp_path):
+    folder = made_up(tmp_path / "run")
+    said = json.loads((folder / "report.json").read_text())
+    shots = said["mistakes"]["worst"]
+    said["mistakes"] = {"worst": shots[:9], "surest": shots[8::-1], "all": shots[:9]}
+    (folder / "report.json").write_text(json.dumps(said))
+    parsed = shown(folder)
+    assert len([tag for tag, _ in parsed.tags if tag == "img"]) == 9
+    assert parsed.tables["mistakes"][1:] == [[f"#{one['id']}", one["class"], one["predicted"], "90%"] for one in shots[:9]]
+
+
+def test_the_first_step_of_an_epoch_is_no_fall_of_the_speed(tmp_path):
+    folder = made_up(tmp_path / "run", global_batch=100)
+    rows = [json.loads(line) for line in (folder / "speed.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["images"] = 100 if row["steps"] % 5 == 1 else 200
+    lines(folder / "speed.jsonl", rows)
+    assert len(shown(folder).tables["rate"]) - 1 == sum(row["images"] == 200 for row in rows) < len(rows)
+
+
+def test_what_cannot_be_of_a_journal_is_no_table_of_pictures(tmp_path):
+    whole = {"classes": [["<b>", 80, 20]], "left_out": [["named .gif", 3, "<i>"]]}
+    for data in (whole, {**whole, "classes": [["a", "b", "c"]]}, {**whole, "left_out": 7}, [], None):
+        parsed = shown(made_up(tmp_path / "run", data=data))
+        assert parsed.tables.get("data", [])[1:] == ([["<b>", "80", "20"]] if data is whole else [])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_why_a_run_was_killed_is_added_once_and_not_where_it_goes_on(tmp_path, again):
+    later = [{"time": TIME + 400, "event": "start", "samples": 500}] if again else []
+    folder = made_up(tmp_path / "run", event=later)
+    with open(folder / "journal.jsonl", "a") as file:
+        file.write('{"time": 3, "ev')  # as the kill has left it
+    assert [left.add_end(str(folder), TIME - 1, "rank 1 was killed by SIGKILL") for _ in range(2)] == [not again, False]
+    if not again:
+        parsed = shown(folder)
+        assert "Failed after 4/4 epochs: rank 1 was killed by SIGKILL" in parsed.text()
+        assert parsed.tables["events"][-2][1:] == ["2,000", "failed: rank 1 was killed by SIGKILL"]
+
+
 def test_a_clock_that_goes_back_and_a_start_from_the_beginning(tmp_path):
     again = {"time": TIME - 60, "event": "start", "samples": 0, "ranks": 1, "goes_on_from": None}
     parsed = shown(made_up(tmp_path / "run", event=[again, ended(after=300)]))

@@ -65,6 +65,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     }
     names |= {"report.txt", "report.json", "report.html"}
     names |= {f"epoch_{epoch}.pth{suffix}" for epoch in (1, 2) for suffix in ("", ".sha256")}
+    names |= {"epoch_1.json", "epoch_2.json"}
     assert {path.name for path in out.iterdir()} == names
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "report.txt").read_text()
@@ -93,7 +94,9 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     assert lines[-3].startswith("done: best accuracy") and lines[-3].endswith("/out/checkpoints/000000000512.pt")
     out = finished[0] / "out"
     assert lines[-2] == f"files: report.html, metrics.jsonl, curves.png, report.txt in {out}; TensorBoard in {out}/tensorboard"
-    assert lines[-1] == "next: with more --epochs the same command trains longer"
+    use = f"python -m launch export {out} --format torch makes a network for any program"
+    assert lines[-1] == f"next: with more --epochs the same command trains longer; {use}"
+    assert f" Its weights: {out}/epoch_" in lines[-3]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):

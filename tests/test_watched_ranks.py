@@ -1,6 +1,7 @@
 """Ranks that a platform starts one by one: what the parent of a node promises (test_ddp_faults.py) holds for them, too."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -41,7 +42,8 @@ def ranks(folder, words, launcher=None):
     ],
 )
 def test_a_killed_or_stopped_rank_is_named_and_the_others_stop(tmp_path, number, line):
-    with ranks(tmp_path, command("train_ddp", *LONG, "--save_steps", 1)) as (first, second):
+    words = command("train_ddp", *LONG, "--save_steps", 1)
+    with ranks(tmp_path, words) as (first, second):
         wait_for(saved(tmp_path, 64), first, "a step")
         second.send_signal(number)
         assert first.wait(PATIENCE) == 1
@@ -49,6 +51,11 @@ def test_a_killed_or_stopped_rank_is_named_and_the_others_stop(tmp_path, number,
     log = (tmp_path / "log").read_text()
     assert re.search(rf"error: {line}; stopping all 2 ranks", log) and "Traceback" not in log, log
     wait_for(lambda: not processes_of(tmp_path), None, "the end of the watchers")
+    assert f"next: python {words[1]}" in log or number == signal.SIGSTOP  # whom nothing has told to end
+    ends = [
+        row for row in map(json.loads, (tmp_path / "out" / "journal.jsonl").read_text().splitlines()) if row["event"] == "end"
+    ]
+    assert [bool(re.fullmatch(line, row["why"])) for row in ends] == [True] and ends[0]["samples"] > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

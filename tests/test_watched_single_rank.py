@@ -22,10 +22,10 @@ HOME = r"rank 0 \(host \S+\)"
 
 
 @contextlib.contextmanager
-def alone(folder, words, stdin=subprocess.DEVNULL):
+def alone(folder, words, stdin=subprocess.DEVNULL, **env):
     words = [*map(str, words), "--output_dir", str(folder / "out")]
     with open(folder / "log", "w") as log:
-        process = Popen(words, cwd=folder, env=environment(), stdin=stdin, stdout=log, stderr=log)
+        process = Popen(words, cwd=folder, env=environment(**env), stdin=stdin, stdout=log, stderr=log)
     try:
         yield process
     finally:
@@ -47,7 +47,7 @@ def log_of(folder):
     ],
 )
 def test_a_job_that_is_killed_stopped_or_crashes_has_a_last_line(tmp_path, number, code, line):
-    with alone(tmp_path, command("train", *LONG, "--save_steps", 1)) as process:
+    with alone(tmp_path, command("train", *LONG, "--save_steps", 1), WITHOUT="matplotlib") as process:
         checkpoints = tmp_path / "out" / "checkpoints"
         wait_for(
             lambda: any(int(path.stem) >= 64 * 20 for path in checkpoints.glob("*.json")),
@@ -59,6 +59,7 @@ def test_a_job_that_is_killed_stopped_or_crashes_has_a_last_line(tmp_path, numbe
         wait_for(lambda: not processes_of(tmp_path), None, "the end of the watcher")
     assert re.fullmatch(f"error: {line}", log_of(tmp_path).splitlines()[-1]), log_of(tmp_path)
     assert ("Fatal Python error: Segmentation fault" in log_of(tmp_path)) == (number == signal.SIGSEGV)
+    assert re.search(f"Failed after .*{line}", re.sub("<[^>]*>", "", (tmp_path / "out" / "report.html").read_text()))
 
 
 def test_a_job_that_hangs_shows_its_stack_and_ends(tmp_path):
@@ -191,5 +192,5 @@ def test_a_mistake_is_said_once(tmp_path):
 
 def test_without_room_for_its_files_the_job_trains_on(monkeypatch, capsys):
     monkeypatch.setattr(single_rank.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    single_rank.start(0)
+    single_rank.start(0, lambda since, why: None)
     assert capsys.readouterr().err == "warning: this process is not watched: [Errno 28] No space left on device\n"

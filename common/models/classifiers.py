@@ -24,12 +24,12 @@ def require(arch: str, image_size: int) -> None:
             classifier(arch, 1, image_size)
 
 
-def classifier(arch: str, num_classes: int, image_size: int) -> torch.nn.Module:
-    """In ResNets the last norm of each block begins at zero, so that training begins with a shallow one."""
+def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = False) -> torch.nn.Module:
+    """`shallow`: in ResNets the last norm of each block begins at zero, so that training begins with a shallow network."""
     arch = arch.replace("-", "_")
-    zero_init = {"zero_init_residual": True} if arch.startswith(("resne", "wide_resnet")) else {}
+    residual = {"zero_init_residual": True} if shallow and arch.startswith(("resne", "wide_resnet")) else {}
     sized = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
-    own = {**zero_init, **sized.get(arch.split("_")[0], {})}
+    own = {**residual, **sized.get(arch.split("_")[0], {})}
     make = _named(arch)
     try:
         network = make(num_classes=num_classes, **own)

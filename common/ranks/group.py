@@ -61,7 +61,7 @@ def start_workers(args: argparse.Namespace) -> None:
     moments.announce("workers", args)
     if here.level == "process":
         if here.world_size > 1 and not heartbeat.has_parent() and not args.doctor:
-            GROUP.watcher = watcher.start(here)
+            GROUP.watcher = watcher.start(here, lambda since, why: moments.announce("killed", args, since, why))
         return
     if here.world_size == 1 and not args.max_restarts:
         return
@@ -74,6 +74,8 @@ def start_workers(args: argparse.Namespace) -> None:
     supervisor = moments.announce("parent", args, alike) or Supervisor(here, args.max_restarts, args.join_seconds, alike)
     moments.announce("supervisor", supervisor)
     code = supervisor.run()
+    if supervisor.verdict and here.node_rank == 0:
+        moments.announce("killed", args, supervisor.since, supervisor.verdict["text"])
     moments.announce("supervised", supervisor, code)
     sys.exit(code)
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from typing import Any, Optional
 
 from common.errors import UserError, one_line
+from common.files import append, drop_half_a_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
 LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes of one of them; of speed.jsonl, for each row that is put together with another
@@ -83,6 +86,30 @@ class Left:
         ends = (max((time for time in times if time < until), default=0) for until in [*begins[1:], math.inf])
         return sum(max(0, end - begin) for begin, end in zip(begins, ends))
 
+    def data(self) -> dict[str, list]:
+        """Return {"classes": [(name, for training, for validation)], "left_out": [(reason, how many, one)]} of the pictures."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            said = self.start["data"]
+            classes = [(one_line(name), int(train), int(val)) for name, train, val in said["classes"]]
+            left_out = [(one_line(reason), int(count), one_line(name)) for reason, count, name in said["left_out"]]
+            return {"classes": classes, "left_out": left_out}
+        return {}
+
+
+def add_end(folder: str, since: float, why: str) -> bool:
+    """Add to the journal why the run that began after `since` has ended, unless it has written that; returns whether it did."""
+    left = Left.read(folder)
+    began = [row for row in left.events("start") if row.get("time", 0) >= since]
+    if left.end or len(began) != 1:  # a later start has gone on from it
+        return False
+    last = max(left.speed, key=lambda row: row.get("time", 0), default={})
+    now = max(round(time.time(), 3), began[0]["time"])  # the clock may have gone back
+    row = {"time": now, "event": "end", "how": "failed", "why": why, "samples": last.get("samples", 0)}
+    with io.FileIO(os.path.join(folder, FILES[2]), "r+") as file:
+        drop_half_a_line(file)
+        append(file, json.dumps(row).encode() + b"\n")
+    return True
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
@@ -108,7 +135,8 @@ def _checked(scores: dict) -> dict:
                 ]
                 for kind, found in scores["mistakes"].items()
             }
-            return {"names": names, "by_class": by_class, "cells": cells, "mistakes": mistakes}
+            epoch = int(scores.get("epoch") or 0)
+            return {"epoch": epoch, "names": names, "by_class": by_class, "cells": cells, "mistakes": mistakes}
     return {}
 
 

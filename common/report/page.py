@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import io
+import math
 import os
 import shlex
 import time
@@ -19,6 +20,7 @@ from common.report.left import Left
 from common.version import VERSION
 
 MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and confusions that are shown of a larger one
+MANY = 10_000  # pictures of an evaluation, of which the accuracy needs no range
 MOST_BARS, MOST_ROWS, MOST_OF_A_CURVE, MOST_WARNINGS = 60, 1000, 100, 100
 SIDE, SHOWN = 64, 24  # of the squares in examples/mistakes.png, and how many are in a row (common/run/scores.py)
 OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # options that another run does not take over
@@ -42,7 +44,7 @@ def of_one(left: Left) -> str:
         template.ONE_RUN, left.name, left=left, outcome=outcome(left), marks=figures.MARKS, curves=list(_curves(left, best)),
         events=list(_events(left, by, best)), speed=list(_speed(left)), confusion=_confusion(left), classes=_classes(left),
         galleries=list(_galleries(left)), restored=_restored(left), warnings=_warnings(left), options=options_of(left),
-        machine=_machine(left), **_commands(left),
+        machine=_machine(left), data=left.data(), mistakes=_mistakes(left), epoch=left.scores.get("epoch"), **_commands(left),
     )  # fmt: skip
 
 
@@ -64,15 +66,28 @@ def filled(text: str, title: str, **facts: Any) -> str:
 def outcome(left: Left) -> dict[str, Any]:
     """What the first sentence is made of."""
     (by, best), machine = left.best(), left.start.get("machine")
+    file = f"epoch_{best.get('epoch')}.pth"
     lowest = " (lowest)" if by and left.start.get("best_is") == "lowest" else ""
     last = max((row.get("time", 0) for row in left.journal + left.speed), default=0)
     return {
         "how": left.end.get("how"), "why": one_line(str(left.end.get("why")))[:300],
         "last": _time(last) if last else None, "done": len(left.epochs), "epochs": left.start.get("epochs"),
         "by": by + lowest, "best": best, "ranks": left.start.get("ranks", 1),
-        "value": f"{best[by]:.4f}" if best else "", "spent": str(datetime.timedelta(seconds=int(left.seconds()))),
+        "value": f"{best[by]:.4f}" if best else "", "range": _range(left, by, best[by]) if best else None,
+        "file": file if os.path.exists(os.path.join(left.folder, file)) else None,
+        "spent": str(datetime.timedelta(seconds=int(left.seconds()))),
         "device": machine.get("device") if isinstance(machine, dict) else None,
     }  # fmt: skip
+
+
+def _range(left, by, share):
+    """Return where the accuracy of all such images lies, 19 times of 20, if few of them were seen (Wilson's interval)."""
+    samples = sum(row[0] for row in left.scores.get("by_class", ()))
+    if by != "accuracy" or not 0 < samples < MANY:
+        return None
+    middle, width = share + 2 / samples, 2 * math.sqrt(share * (1 - share) / samples + 1 / samples**2)
+    low, high = ((middle + sign * width) / (1 + 4 / samples) for sign in (-1, 1))
+    return f"{low:.2f}", f"{high:.2f}", samples
 
 
 def _events(left, by, best):
@@ -112,7 +127,8 @@ def _commands(left):
             elif not equals:
                 next(rest, None)
     again = shlex.join([*kept, "--output_dir", f"output_dir/{left.start.get('job')}_again"])
-    return {"go_on": None if left.end.get("how") == "finished" else command, "again": again if kept else None}
+    use = shlex.join(["python", "-m", "launch", "export", left.folder, "--format", "torch"]) if left.scores else None
+    return {"go_on": None if left.end.get("how") == "finished" else command, "again": again if kept else None, "use": use}
 
 
 def options_of(left: Left) -> list[tuple[str, str, str]]:
@@ -198,6 +214,8 @@ def _speed(left: Left) -> Iterator[dict]:
     yield figure("phases", ("Seconds of each epoch", "每个 epoch 的秒数"), legend, [EPOCH, *map(words, phases)], rows, svg)
 
     rated = [row for row in left.speed if "images_per_s" in row]
+    one_step = left.start.get("global_batch")  # after one, at the beginning of an epoch, its batch had yet to be loaded
+    rated = [row for row in rated if row.get("images") != one_step] or rated
     minutes, rates = (
         [(row.get("time", 0) - left.speed[0].get("time", 0)) / 60 for row in rated],
         [row["images_per_s"] for row in rated],
@@ -240,10 +258,19 @@ def _classes(left: Left) -> list[tuple]:
     return [(name, samples, *(f"{fraction:.4f}" for fraction in fractions)) for name, (samples, *fractions) in rows]
 
 
+def _mistakes(left: Left) -> list[tuple]:
+    rows = left.scores.get("mistakes", {}).get("all", [])
+    return [(one["name"], one["class"], one["predicted"], f"{one['sure']:.0%}") for one in rows]
+
+
 def _galleries(left: Left) -> Iterator[tuple]:
     sheet = _picture(left, "mistakes")
+    seen = set()
     for row, kind in enumerate(("worst", "surest")):
         shots = left.scores.get("mistakes", {}).get(kind, [])[:SHOWN]
+        if {shot["id"] for shot in shots} <= seen:  # there are so few mistakes that both have the same
+            return
+        seen |= {shot["id"] for shot in shots}
         boxes = [(column * SIDE, row * SIDE, (column + 1) * SIDE, (row + 1) * SIDE) for column in range(len(shots))]
         yield kind, [{**shot, "image": _encoded(sheet.crop(box)) if sheet else None} for shot, box in zip(shots, boxes)]
 

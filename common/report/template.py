@@ -60,8 +60,11 @@ MACROS = """
 {%- else %}{{ t(of ~ " epochs are done", "已完成 " ~ of ~ " 个 epoch") }}{% endif %}
 {%- if o.best %}{{ t(". Best " ~ o.by ~ " " ~ o.value ~ ", in epoch " ~ o.best.epoch, "。最佳 " ~ o.by ~ " 为 " ~ o.value ~
   "（第 " ~ o.best.epoch ~ " 个 epoch）") }}{% endif %}
+{%- if o.file %}{{ t(", its weights: " ~ o.file, "，权重：" ~ o.file) }}{% endif %}
 {%- if o.device %}{{ t(", in " ~ o.spent ~ " on " ~ o.ranks ~ " × " ~ o.device, "，用时 " ~ o.spent ~ "，" ~ o.ranks ~ " × " ~ o.device) }}
-{%- endif %}{{ t(".", "。") }}{% endmacro -%}
+{%- endif %}{{ t(".", "。") }}
+{%- if o.range %}{{ t(" With " ~ o.range[2] ~ " test images it may be anything from " ~ o.range[0] ~ " to " ~ o.range[1] ~ ".",
+  "测试图像只有 " ~ o.range[2] ~ " 张，实际可能在 " ~ o.range[0] ~ " 到 " ~ o.range[1] ~ " 之间。") }}{% endif %}{% endmacro -%}
 {%- macro drawn(figure) %}<figure id="{{ figure.name }}"><figcaption id="of-{{ figure.name }}">{{ t(*figure.title) }}
 {%- for colour, en, zh in figure.legend %}{{ key(colour, en, zh) }}{% endfor %}</figcaption>
 <div role="img" aria-labelledby="of-{{ figure.name }}">{{ figure.svg | safe }}</div>
@@ -82,6 +85,7 @@ PAGE = (
 )
 
 ONE_RUN = """
+{%- set after = (" after epoch " ~ epoch, "（第 " ~ epoch ~ " 个 epoch 之后）") if epoch else ("", "") %}
 <h1><bdi>{{ left.name }}</bdi></h1>
 <p class="outcome" id="outcome">{{ result(outcome) }}</p>
 {% if left.start.synthetic %}<p class="warning">{{ t("The images are synthetic: the accuracy means nothing.", "图像是合成的：准确率没有意义。") }}</p>{% endif %}
@@ -97,7 +101,7 @@ ONE_RUN = """
 <div class="cards">{% for figure in speed %}{{ drawn(figure) }}{% endfor %}</div></section>{% endif %}
 
 {% if confusion.rows %}<section id="confusion">
-<h2>{{ t("Confusion matrix: rows are the true class, columns the predicted one", "混淆矩阵：行是真实类别，列是预测类别") }}</h2>
+<h2>{{ t("Confusion matrix" ~ after[0] ~ ": rows are the true class, columns the predicted one", "混淆矩阵" ~ after[1] ~ "：行是真实类别，列是预测类别") }}</h2>
 <div class="scroll" tabindex="0"><table class="heat"><thead><tr><td></td>
 {%- for name in confusion.names %}<th scope="col"><bdi>{{ name }}</bdi></th>{% endfor %}</tr></thead><tbody>
 {% for name, cells in confusion.rows %}<tr><th scope="row"><bdi>{{ name }}</bdi></th>{% for count, heat in cells %}
@@ -106,7 +110,7 @@ ONE_RUN = """
 {% if confusion.pairs %}<section id="confused"><h2>{{ t("The most frequent confusions", "最常见的混淆") }}</h2>
 {{ table([("True class", "真实类别"), ("Predicted", "预测类别"), ("How often", "次数"), ("Of the class", "占该类别")], confusion.pairs) }}
 </section>{% endif %}
-{% if classes %}<section id="classes"><h2>{{ t("Each class", "各类别") }}</h2>
+{% if classes %}<section id="classes"><h2>{{ t("Each class" ~ after[0], "各类别" ~ after[1]) }}</h2>
 <details{% if classes | length <= 30 %} open{% endif %}><summary>{{ t(classes | length ~ " classes, the worst first", classes | length ~ " 个类别，最差的在前") }}</summary>
 {{ table([("Class", "类别"), ("Images", "图像数"), ("Recall", "召回率"), ("Precision", "精确率"), ("F1", "F1")], classes) }}</details></section>{% endif %}
 
@@ -117,6 +121,13 @@ ONE_RUN = """
 {%- if shot.image %}<img src="{{ shot.image }}" width="64" height="64" alt="{{ shot.name }}: {{ shot.class }} → {{ shot.predicted }}">{% endif %}
 <figcaption><bdi>{{ shot.name }}</bdi><br>{{ t("is", "真实") }} <b><bdi>{{ shot.class }}</bdi></b><br>{{ t("given", "预测") }}
 <b><bdi>{{ shot.predicted }}</bdi></b> {{ "{:.0%}".format(shot.sure) }}</figcaption></figure>{% endfor %}</div></section>{% endfor %}
+
+{% if mistakes %}<section id="mistakes"><h2>{{ t("All mistakes" ~ after[0] ~ ", up to 1,000", "所有错误" ~ after[1] ~ "，最多 1,000 个") }}</h2>
+<details><summary>{{ mistakes | length }}</summary>{{ table([("Image", "图像"), ("True class", "真实类别"), ("Predicted", "预测类别"), ("Confidence", "置信度")], mistakes) }}</details></section>{% endif %}
+
+{% if data %}<section id="data"><h2>{{ t("Pictures of each class", "各类别的图像数") }}</h2>
+{% for reason, count, name in data.left_out %}<p class="soft">{{ t("Left out, " ~ reason ~ ": " ~ count ~ ", the first is " ~ name, "未使用（" ~ reason ~ "）：" ~ count ~ "，第一个是 " ~ name) }}</p>{% endfor %}
+<details{% if data.classes | length <= 30 %} open{% endif %}><summary>{{ data.classes | length }}</summary>{{ table([("Class", "类别"), ("Training", "训练"), ("Validation", "验证")], data.classes) }}</details></section>{% endif %}
 
 {% if restored %}<section id="restored"><h2>{{ t("Examples after the newest evaluation: " ~ restored.name, "最近一次评估的例子：" ~ restored.name) }}</h2>
 <div class="cards">{% for images in restored.rows %}<figure class="pair"><div class="frame">
@@ -129,6 +140,7 @@ ONE_RUN = """
 
 <section id="how"><h2>{{ t("How it ran", "运行方式") }}</h2>
 {% if go_on %}<p>{{ t("To go on:", "继续训练：") }}</p><pre>{{ go_on }}</pre>{% endif %}
+{% if use %}<p>{{ t("A network for any program:", "导出为任何程序可用的网络：") }}</p><pre>{{ use }}</pre>{% endif %}
 {% if again %}<p>{{ t("To start it again from the beginning:", "从头再训练一次：") }}</p><pre>{{ again }}</pre>{% endif %}
 {% if options %}{{ table([("Option", "选项"), ("Value", "值"), ("Default", "默认值")], options) }}{% endif %}
 {% if machine %}{{ table([("Machine and versions", "机器和版本"), ("", "")], machine) }}{% endif %}</section>

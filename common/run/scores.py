@@ -23,6 +23,7 @@ from common.stops import STOPS
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 SHOWN, SIDE = 24, 64  # of the worst mistakes, and of the surest: so many with a picture, this large
 KINDS = ("worst", "surest")
+ALL = 1000  # mistakes that are named, with the highest losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Scores:
         self._batches = []  # (losses, ids, labels, predicted, confidences)
         self._highest = [_Highest(pixels) for _ in KINDS]
         self.worst: list[tuple] = []  # (loss, sample id, label, predicted), the worst first
-        self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in KINDS}
+        self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in (*KINDS, "all")}  # the last without pictures
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, images: Any = None) -> None:
         """Add a batch; `ids` are those of the loader that gave it."""
@@ -83,10 +84,10 @@ class Scores:
         worst, _ = self._of_all_ranks(group, rows[order[:WORST]], 0, WORST)
         self.worst = [(loss, *map(int, rest)) for loss, *rest, _ in worst.tolist()]
         wrong = (rows[:, 2] != rows[:, 3]).nonzero().flatten()
-        for kind, highest, column in zip(KINDS, self._highest, (0, 4)):
-            own = wrong[rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:SHOWN]
-            found, places = self._of_all_ranks(group, rows[own], column, SHOWN)
-            pictures = self._pictures(group, highest, own.tolist(), places) if self._pixels else [None] * len(found)
+        for kind, highest, column, most in zip(self.mistakes, [*self._highest, None], (0, 4, 0), (SHOWN, SHOWN, ALL)):
+            own = wrong[rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:most]
+            found, places = self._of_all_ranks(group, rows[own], column, most)
+            pictures = self._pictures(group, highest, own.tolist(), places) if self._pixels and highest else [None] * len(found)
             self.mistakes[kind] = [
                 Mistake(int(number), int(label), int(given), loss, sure, picture)
                 for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
@@ -199,11 +200,11 @@ class Scores:
 
     def picture(self) -> Optional[torch.Tensor]:
         """Draw the mistakes of said(), kind after kind: squares of SIDE in rows of SHOWN, one row for each kind."""
-        if not self._pixels or not any(self.mistakes.values()):
+        if not self._pixels or not self.mistakes["all"]:
             return None
         sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
-        for row, found in enumerate(self.mistakes.values()):
-            for column, one in enumerate(found):
+        for row, kind in enumerate(KINDS):
+            for column, one in enumerate(self.mistakes[kind]):
                 sheet[:, row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE] = one.picture
         return sheet
 

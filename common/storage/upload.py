@@ -26,7 +26,7 @@ FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to he
 PART = 16 << 20  # larger files go in parts of this size
 NOTHING = re.compile("(?!)")  # matches no name
 CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})(?:-\d+)?\.(pt|json)")
-OF_AN_EPOCH = re.compile(r"epoch_\d+\.pth(?:\.sha256)?|report\.(?:json|txt)|examples/.*")  # what an evaluation leaves
+OF_AN_EPOCH = re.compile(r"epoch_\d+\.(?:pth(?:\.sha256)?|json)|report\.(?:json|txt)|examples/.*")  # what an evaluation leaves
 
 Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
 

@@ -6,6 +6,7 @@ A process that hangs or is stopped is ended, so that the platform can start it a
 import socket
 import sys
 import time
+from typing import Callable
 
 from common import heartbeat
 from common.errors import one_line, show
@@ -15,11 +16,11 @@ from common.watching.worker import Worker, stalled, summary, where
 LOOK_SECONDS = 0.2
 
 
-def start(rank: int) -> None:
-    """Fork the watcher of this process."""
+def start(rank: int, killed: Callable[[float, str], object]) -> None:
+    """Fork the watcher of this process, which calls `killed` with the reason when this one has died."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     try:
-        files, _ = beside.start(rank, lambda worker: _watch(worker, interactive), _unwatched)
+        files, _ = beside.start(rank, lambda worker: _watch(worker, interactive, killed), _unwatched)
         heartbeat.watched_as_single_rank(files)
         heartbeat.write_stacks()
     except OSError as error:  # no room for temporary files
@@ -30,8 +31,8 @@ def _unwatched() -> None:
     print("warning: the watcher of this process has ended: no line will say so if this one hangs", file=sys.stderr, flush=True)
 
 
-def _watch(worker: Worker, interactive: bool) -> None:
-    warned = False
+def _watch(worker: Worker, interactive: bool, killed: Callable[[float, str], object]) -> None:
+    warned, since = False, time.time()
     while worker.code is None:
         time.sleep(LOOK_SECONDS)
         worker.look()
@@ -44,6 +45,7 @@ def _watch(worker: Worker, interactive: bool) -> None:
             print(worker.stack(), end="", file=sys.stderr, flush=True)
             show(text)
             worker.process.end(1)
+            killed(since, text)
             return
         else:
             warned = False

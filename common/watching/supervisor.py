@@ -140,7 +140,7 @@ class Supervisor(Watch):
         threads = max(1, cores.count() // here.local_world_size)
         shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(threads))
         environments = {}
-        self.workers = []
+        self.workers, self.since = [], time.time()
         for index in range(here.local_world_size):
             worker = Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
             self.workers.append(worker)

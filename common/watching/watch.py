@@ -29,6 +29,7 @@ class Watch:
         self.suspects: list[tuple[float, dict]] = []
         self.stop_signal: Any = None
         self.verdict: Any = None  # what the first has decided
+        self.since = time.time()  # its workers are there
         self.beat_seconds = channel.beat_seconds(nodes)
 
     def name_of(self, node: int) -> str:

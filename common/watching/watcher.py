@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from typing import Callable
 
 from common import heartbeat
 from common.errors import STOP_SIGNALS, UserError, one_line, show
@@ -23,9 +24,9 @@ PARTING_SECONDS = 10  # how long the first watcher waits for the others to end, 
 
 
 class Watcher(Watch):
-    def __init__(self, here: World, worker: Worker):
+    def __init__(self, here: World, worker: Worker, killed: Callable[[float, str], object]):
         super().__init__(here.world_size, f"host {socket.gethostname()}")
-        self.here, self.rank, self.workers = here, worker.process, [worker]
+        self.here, self.rank, self.workers, self.killed = here, worker.process, [worker], killed
 
     def name_of(self, node: int) -> str:
         return f"rank {node}"
@@ -104,16 +105,19 @@ class Watcher(Watch):
         if self.here.local_rank == 0 and not (single and worker.reported_fault()):  # which the rank has said itself
             show(self.stopping(self.here.world_size))
         self.rank.end(self.verdict["code"])
+        if rank == 0:
+            self.killed(self.since, self.verdict["text"])
 
 
-def start(here: World) -> Beside:
-    """Fork the watcher of this rank, which ends when that is killed, as the others take it for lost then."""
+def start(here: World, killed: Callable[[float, str], object]) -> Beside:
+    """Fork the watcher of this rank, which ends when that is killed, as the others take it for lost then. That of rank 0 calls
+    `killed` with the reason when the job has ended with an error."""
 
     def lost() -> None:
         show(f"the watcher of rank {here.rank} has ended, so this rank does, too: start again, the run goes on where it saved")
         os._exit(1)
 
-    files, process = beside.start(here.rank, lambda worker: Watcher(here, worker).run(), lost)
+    files, process = beside.start(here.rank, lambda worker: Watcher(here, worker, killed).run(), lost)
     os.environ[heartbeat.FILES] = files
     heartbeat.write_stacks()
     return process

@@ -57,6 +57,7 @@ class Found:
     arguments: dict[str, Any]
     classes: list[str]
     accuracy: Optional[float]
+    epoch: Optional[int]  # that the accuracy is of
 
 
 def find(run: str) -> Found:
@@ -70,15 +71,18 @@ def find(run: str) -> Found:
         return _of_checkpoint(*checkpoint.read(run), run)
     epoch = re.fullmatch(r"epoch_(\d+)\.pth", os.path.basename(run))
     weights = checkpoint.read_weights(run)
+    if about := checkpoint.about_weights(run):
+        accuracy = about.get("metrics", {}).get("accuracy")
+        return Found(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
     there = None
     if epoch:
         with contextlib.suppress(UserError):  # all are damaged, as it has said; they would only tell more about these weights
             there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
     if not there:
-        return Found(run, weights, {}, [], None)
+        return Found(run, weights, {}, [], None, None)
     state, about, _ = there
     accuracy = next((row.get("accuracy") for row in _history(state) if row["epoch"] == int(epoch[1])), None) if epoch else None
-    return Found(run, weights, about["arguments"], about.get("classes", []), accuracy)
+    return Found(run, weights, about["arguments"], about.get("classes", []), accuracy, int(epoch[1]) if epoch else None)
 
 
 def _best(run):
@@ -97,7 +101,8 @@ def _best(run):
 
 def _of_checkpoint(state, about, path):
     accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
-    return Found(path, checkpoint.evaluated_weights(state), about["arguments"], about.get("classes", []), accuracy)
+    weights = checkpoint.evaluated_weights(state)
+    return Found(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
 
 
 def _history(state):
@@ -162,7 +167,7 @@ def export(options: argparse.Namespace) -> None:
         write_atomically(os.path.join(folder, name), content)
     if options.format != "modelarts":  # which takes one .pth file for the network
         checkpoint.write_weights(os.path.join(folder, "weights.pth"), found.weights)
-    score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f}"
+    score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
     print(f"{one_line(folder)}: {type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}")
 
 

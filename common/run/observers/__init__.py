@@ -79,4 +79,4 @@ class Observers:
         """The job is about to end with this error (common/moments.py)."""
         with contextlib.suppress(Exception):
             if self._newest and self._newest.plan.began:
-                self.tell("failed", self._newest, why=one_line(f"{type(error).__name__}: {error}")[:500])
+                self.tell("failed", self._newest, error=error)

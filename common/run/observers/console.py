@@ -4,6 +4,8 @@ A terminal shows a bar. A platform's log has a key=value line every few seconds,
 """
 
 import datetime
+import os
+import shlex
 import shutil
 import sys
 import time
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from common import optional, progress
-from common.errors import count
+from common.errors import UserError, count
 from common.run.clock import TRAINING
 from common.run.observers.records import Facts
 from common.run.saving import facts as told
@@ -26,7 +28,7 @@ class Console:
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._args, self._side_files, self._say = args, side_files, side_files.say
         self._bar: Any = None
-        self._epoch_began, self._advised, self._imported = time.monotonic(), False, False
+        self._epoch_began, self._advised, self._imported, self._classifies = time.monotonic(), False, False, False
 
     def resumed(self, facts: Facts) -> None:
         if facts.plan.limit(facts.position) or facts.plan.epoch_is_over(facts.position):
@@ -76,6 +78,7 @@ class Console:
 
     def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Any, skipped: int) -> None:
         self._close_bar()
+        self._classifies = scores is not None
         at = facts.position
         step, steps = facts.plan.step_of_the_epoch(at)
         what = facts.results.news(at) if whole else f" (within epoch {at.epoch + 1}, after {step} of its {steps} steps)"
@@ -91,8 +94,10 @@ class Console:
     def ended(self, _facts: Facts) -> None:
         self._close_bar()
 
-    def failed(self, _facts: Facts, **_: str) -> None:
+    def failed(self, _facts: Facts, error: BaseException) -> None:
         self._close_bar()
+        if not isinstance(error, UserError):
+            self._say(f"next: {told.command(self._args, sys.argv)}")
 
     def _close_bar(self):
         if self._bar:
@@ -111,9 +116,13 @@ class Console:
             if goes_on:
                 again = "with more of them, or without it, " if plan.steps_used_up(at) else ""
                 more = f"{why} is reached, {at.epoch} of {args.epochs} epochs are done: the same command {again}goes on. "
-            self._say(f"done: {facts.results.summary(at)}{more}{last_good}")
+            best = os.path.join(args.output_dir, f"epoch_{(at.best or {}).get('epoch')}.pth")
+            weights = f"Its weights: {best}. " if os.path.exists(best) else ""
+            self._say(f"done: {facts.results.summary(at)}{weights}{more}{last_good}")
         self._say(f"files: {output.what_is_there(args)}")
         longer = "with more --epochs the same command trains longer"
+        if self._classifies:
+            longer += f"; python -m launch export {shlex.quote(args.output_dir)} --format torch makes a network for any program"
         self._say(f"next: {told.command(args, sys.argv, without) if goes_on else longer}")
 
 

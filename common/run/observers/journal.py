@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from common import devices
-from common.errors import one_line
+from common import devices, heartbeat
+from common.errors import is_victim, one_line
 from common.files import open_regular
 from common.run.observers.records import Facts
 from common.run.side_files import SideFiles
@@ -54,8 +54,10 @@ class Journal:
     def ended(self, facts: Facts) -> None:
         self._row(facts, self._last[2])
 
-    def failed(self, _facts: Facts, why: str) -> None:
-        self._event("end", how="failed", why=why)
+    def failed(self, facts: Facts, error: BaseException) -> None:
+        if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):  # else they know the cause
+            why = one_line(f"{type(error).__name__}: {error}")[:500]
+            self._event("end", how="failed", why=why, **facts.position.row(facts.position.epoch))
 
     def picture(self, _facts: Facts, name: str, what: dict, **_: Any) -> None:
         self._event("picture", name=name, **what)

@@ -21,6 +21,7 @@ class Report:
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._folder, self._side_files, self._due = args.output_dir, side_files, 0.0
         self._scores: Any = None
+        self._epoch = 0  # that they are of
         self._written: Any = None  # the scores that are in the files
 
     def began(self, _facts: Facts, **_: Any) -> None:
@@ -28,7 +29,7 @@ class Report:
 
     def epoch_ended(self, facts: Facts, scores: Any, **_: Any) -> None:
         if scores is not None:
-            self._scores = scores
+            self._scores, self._epoch = scores, facts.position.epoch
             if facts.plan.limit(facts.position):  # before the checkpoint, after which a start does not evaluate again
                 self.text()
 
@@ -41,7 +42,7 @@ class Report:
     def ended(self, _facts: Facts) -> None:
         self.page()
 
-    def failed(self, _facts: Facts, **_: str) -> None:
+    def failed(self, _facts: Facts, **_: Any) -> None:
         self.page()
 
     def text(self) -> None:
@@ -68,7 +69,7 @@ class Report:
         if self._scores is None or self._scores is self._written:
             return
         said, picture = self._scores.as_json(), self._scores.picture()
-        self._side_files.write("report.json", json.dumps(said).encode() + b"\n")
+        self._side_files.write("report.json", json.dumps({"epoch": self._epoch, **said}).encode() + b"\n")
         if picture is not None:
             self._side_files.write(os.path.join("examples", "mistakes.png"), png(picture))
         self._written = self._scores

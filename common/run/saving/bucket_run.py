@@ -102,7 +102,7 @@ def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
-    """Return the path itself; weights in a bucket are fetched to `inputs`, with their digest, once per node."""
+    """Return the path itself; weights in a bucket are fetched to `inputs`, with the files beside them, once per node."""
     if not bucket.is_address(path):
         return path
     url, name = os.path.split(path)
@@ -110,8 +110,8 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
     def bring(_lease):
         place = bucket.Bucket(url, say)
-        items = {place.relative(item.key): item for item in place.items(place.below() + name)}
-        wanted = {here: items[here] for here in (name, name + checkpoint.DIGEST) if here in items}
+        items = {place.relative(item.key): item for item in place.items(place.below() + name.removesuffix(".pth"))}
+        wanted = {here: items[here] for here in (name, name + checkpoint.DIGEST, checkpoint.beside(name)) if here in items}
         if name not in wanted:
             raise UserError(f"--weights {path}: there is no {name} in {url}")
         os.makedirs(folder, exist_ok=True)

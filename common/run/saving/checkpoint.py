@@ -41,6 +41,9 @@ WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 NAME = re.compile(r"(\d{12})(?:-(\d+))?\.json")  # the second number is that of the start, in a bucket (starts.py)
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
+# What the other file beside weights of an epoch says of them: their epoch, its metrics, the classes, and options of the run.
+OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int}
+BESIDE = {"epoch": int, "metrics": dict, "classes": list, **OPTIONS}
 OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # the end of its files' names is the beginning of their digest
 # In its files of DenseNet: "norm.1.weight" of what is now norm1.
 OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
@@ -125,9 +128,23 @@ def _content(path):
         return file.read()
 
 
-def write_weights(path: str, weights: dict) -> None:
-    """Write the file of an epoch's weights, and beside it its digest, which the program sha256sum checks too."""
+def about_weights(path: str) -> dict[str, Any]:
+    """Return what is said beside this file of weights, of BESIDE; nothing where there is no such file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), files.open_regular(beside(path)) as file:
+        read = json.loads(file.read(files.MIB))
+        return {name: value for name, value in read.items() if type(value) is BESIDE.get(name)}
+    return {}
+
+
+def beside(path: str) -> str:
+    return re.sub(r"\.pth$", "", path) + ".json"
+
+
+def write_weights(path: str, weights: dict, about: Optional[dict] = None) -> None:
+    """Write a file of weights, what is to be said of them, and their digest, which the program sha256sum checks too."""
     content = encode(weights)
+    if about:
+        write_atomically(beside(path), json.dumps(about, indent=1, ensure_ascii=False).encode())
     remove(path + DIGEST)  # that of the weights that are replaced
     write_atomically(path, content)
     write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())
@@ -377,7 +394,7 @@ def surplus(names: Iterable[str], keep: int, about: dict, damaged: Collection[in
     numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"} - {*damaged})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}
     old = [name for name, match in found if int(match[1]) not in kept and (int(match[1]) in damaged or int(match[1]) < now)]
-    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.pth(\.sha256)?", name))]
+    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.(pth(\.sha256)?|json)", name))]
     weights = [(epoch, name) for epoch, name in weights if epoch <= about.get("epoch", epoch)]
     kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}
     old_weights = [name for epoch, name in sorted(weights) if epoch not in kept_epochs]

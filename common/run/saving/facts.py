@@ -1,9 +1,11 @@
 """Facts about a start for journal and manifests: its command, options that are not at their defaults, machine, versions."""
 
 import argparse
+import contextlib
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -79,10 +81,22 @@ def rate(parts: dict) -> float:
     return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
 
 
+def commit() -> dict[str, str]:
+    """Return the commit of the job's code, with -dirty where files have changed since; nothing where git knows none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "describe", "--always", "--dirty", "--exclude=*"]
+        return {"commit": subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()}
+    return {}
+
+
+def _short(value):
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
 def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
     args, at = run.args, run.position
     changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
-    shown = {name: HIDDEN if is_secret(name) else mask(vars(args)[name]) for name in changed}
+    shown = {name: HIDDEN if is_secret(name) else mask(_short(vars(args)[name])) for name in changed}
     return {
         "run": run.saving.id,
         "goes_on_from": goes_on_from,
@@ -97,9 +111,10 @@ def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
         "synthetic": args.input.synthetic,
         "job": args.job,
         "command": command(args, sys.argv),
-        "options": {name: [shown[name], str(default)] for name, default in changed.items()},
+        "options": {name: [shown[name], str(_short(default))] for name, default in changed.items()},
+        "data": args.data,
         "machine": machine(run.device),
-        "versions": versions(),
+        "versions": {**versions(), **commit()},
         "platform": args.world.platform,
         "nodes": args.world.num_nodes,
     }

@@ -16,7 +16,7 @@ LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
 # What a run writes, and nothing else: only this is ever deleted.
 LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/(\d{12}(-\d+)?\.(pt|json)|\.attempt)|\.starts/\d+/.*|epoch_\d+\.pth(\.sha256)?|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
+    r"checkpoints/(\d{12}(-\d+)?\.(pt|json)|\.attempt)|\.starts/\d+/.*|epoch_\d+\.(pth(\.sha256)?|json)|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
     r"curves\.png|report\.(txt|json|html)|nodes\.json|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )

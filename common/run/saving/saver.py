@@ -138,7 +138,7 @@ class Saving:
         try:
             if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
                 path = os.path.join(output_dir, f"epoch_{weights_of_epoch}.pth")
-                checkpoint.write_weights(path, checkpoint.evaluated_weights(state))
+                checkpoint.write_weights(path, checkpoint.evaluated_weights(state), _of_the_epoch(state, about))
             checkpoint.write(folder, state, about)
             self._damaged.discard(about["samples_seen"])
         except OSError as error:
@@ -188,6 +188,14 @@ class Saving:
             there, wanted = self._args.output_dir, self._args.output_url
             raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
         self._say(f"published to {self._args.output_url}")
+
+
+def _of_the_epoch(state, about):
+    """What is said beside its weights."""
+    row, options = state["run"]["history"][-1], about["arguments"]
+    metrics = {name: value for name, value in row.items() if name not in ("epoch", "steps", "samples")}
+    said = {name: options[name] for name in checkpoint.OPTIONS if options.get(name) is not None}
+    return {"epoch": row["epoch"], "metrics": metrics, "classes": about["classes"], **said}
 
 
 def _beyond(found, there):
