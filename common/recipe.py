@@ -23,9 +23,9 @@ NVIDIA = {
 # Of a small folder. Chosen on the pictures that tests/pictures.py draws (tests/benchmarks/RESULTS.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
 BATCH, STEPS = 32, 8  # the largest total batch, and how many of them an epoch has at least
-WARMUP = 0.1  # of the epochs
+WARMUP = 0.3  # of the epochs
 # {optimizer: (lr for a total batch of BATCH, by which power of the batch it grows, weight decay)}
-RATES = {"adamw": (3e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}
+RATES = {"adamw": (2e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}
 WITH_WEIGHTS = 0.1  # of that lr, so that what they have learnt is not lost: usual, and not chosen on those pictures
 
 

@@ -33,11 +33,11 @@ def make(kind: str, folder: str, number: int, seed: int = 0) -> list[str]:
     return classes
 
 
-def _ground(draw, darkest=100, lightest=220):
+def _ground(draw, darkest=100, lightest=220, noise=8):
     """A picture of a random size and colour, lighter to one side, and with noise."""
     width, height = (int(side) for side in draw.integers(90, 200, 2))
     light = np.linspace(draw.uniform(0.7, 1), draw.uniform(0.7, 1), width)[None, :, None]
-    pixels = draw.integers(darkest, lightest, 3) * light + draw.normal(0, 8, (height, width, 3))
+    pixels = draw.integers(darkest, lightest, 3) * light + draw.normal(0, noise, (height, width, 3))
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
@@ -51,24 +51,24 @@ def _shape(label, _number, draw):
     """Of any dark colour, not quite upright."""
     picture = _ground(draw)
     place = _place(picture, draw, 0.7, 0.99)
-    _paste(picture, label, place, draw, draw.integers(0, 90, 3))
+    _paste(picture, label, place, draw.uniform(-15, 15), draw.integers(0, 90, 3))
     return picture
 
 
 def _small_shape(label, _number, draw):
-    """Of any colour, on a ground of any other."""
-    picture = _ground(draw, 0, 256)
+    """Of any colour, on a ground of any other; upright."""
+    picture = _ground(draw, 0, 256, noise=0)
     place = _place(picture, draw, 0.35, 0.6)
     left, top, side = place
     ground = np.asarray(picture.crop((left, top, left + side, top + side)), int).mean(axis=(0, 1))
     colour = draw.integers(0, 256, 3)
-    while abs(colour - ground).max() < 80:
+    while abs(colour - ground).max() < 130:
         colour = draw.integers(0, 256, 3)
-    _paste(picture, label, place, draw, colour)
+    _paste(picture, label, place, 0, colour)
     return picture
 
 
-def _paste(picture, label, place, draw, colour):
+def _paste(picture, label, place, turned, colour):
     left, top, side = place
     mask = Image.new("L", (200, 200))
     pen = ImageDraw.Draw(mask)
@@ -78,7 +78,7 @@ def _paste(picture, label, place, draw, colour):
         pen.rectangle((45, 45, 155, 155), fill=255)
     else:
         pen.polygon(((100, 15), (174, 143), (26, 143)), fill=255)
-    mask = mask.rotate(float(draw.uniform(-15, 15)), Image.Resampling.BILINEAR).resize((side, side))
+    mask = mask.rotate(float(turned), Image.Resampling.BILINEAR).resize((side, side))
     picture.paste(tuple(int(value) for value in colour), (left, top), mask)
 
 

@@ -147,7 +147,7 @@ def test_a_small_folder_has_settings_of_its_own_which_one_line_spells_out():
     told = dict(re.findall(r"--(\w+) (\S+)", line.partition(" (")[0]))
     assert told.keys() == {*recipe.SMALL, "lr", "lr_batch", "weight_decay", "batch_size", "warmup"}
     assert all(str(vars(args)[name]) == value or float(value) == vars(args)[name] for name, value in told.items())
-    assert args.recipe == "small" and args.warmup == 2 and args.batch_size == 32
+    assert args.recipe == "small" and args.warmup == 6 and args.batch_size == 32
     assert {name for name in told if name not in args.changed} <= {"label_smoothing"}  # as ImageNet's
 
 

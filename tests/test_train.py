@@ -96,7 +96,7 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     assert lines[-2] == f"files: report.html, metrics.jsonl, curves.png, report.txt in {out}; TensorBoard in {out}/tensorboard"
     use = f"python -m launch export {out} --format torch makes a network for any program"
     assert lines[-1] == f"next: with more --epochs the same command trains longer; {use}"
-    assert f" Its weights: {out}/epoch_" in lines[-3]
+    assert re.search(r" in epoch (\d) \(epoch_\1\.pth\)\. last checkpoint ", lines[-3])
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):

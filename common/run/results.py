@@ -39,7 +39,9 @@ class Results:
         words += [f"{name} {row[name] - before[name]:+.4f}" for name in names if name in row and name in before]
         return f" ({', '.join(words)})"
 
-    def summary(self, at: Position) -> str:
-        """Return the best of them, at the end."""
-        which = "lowest" if self.best_is == "lowest" else "best"
-        return f"{which} {self.best_by} {at.best[self.best_by]:.4f} in epoch {at.best['epoch']}. " if at.best else ""
+    def summary(self, at: Position, weights: Optional[str] = None) -> str:
+        """Return the best of them, at the end. `weights`: the name of their file."""
+        if not at.best:
+            return ""
+        which, file = "lowest" if self.best_is == "lowest" else "best", f" ({weights})" if weights else ""
+        return f"{which} {self.best_by} {at.best[self.best_by]:.4f} in epoch {at.best['epoch']}{file}. "

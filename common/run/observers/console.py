@@ -116,9 +116,9 @@ class Console:
             if goes_on:
                 again = "with more of them, or without it, " if plan.steps_used_up(at) else ""
                 more = f"{why} is reached, {at.epoch} of {args.epochs} epochs are done: the same command {again}goes on. "
-            best = os.path.join(args.output_dir, f"epoch_{(at.best or {}).get('epoch')}.pth")
-            weights = f"Its weights: {best}. " if os.path.exists(best) else ""
-            self._say(f"done: {facts.results.summary(at)}{weights}{more}{last_good}")
+            name = f"epoch_{(at.best or {}).get('epoch')}.pth"
+            weights = name if os.path.exists(os.path.join(args.output_dir, name)) else None
+            self._say(f"done: {facts.results.summary(at, weights)}{more}{last_good}")
         self._say(f"files: {output.what_is_there(args)}")
         longer = "with more --epochs the same command trains longer"
         if self._classifies:
