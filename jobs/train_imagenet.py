@@ -33,7 +33,7 @@ from torch import distributed
 
 from common import arguments, devices, exact, recipe
 from common.arguments import COUNT, POSITIVE, boolean, number
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job
 from common.models import Average, classifiers
@@ -249,7 +249,7 @@ def as_trained(args):
     about = checkpoint.about_weights(path)
     found = {name: about[name] for name in names if name in about and name not in args.given}
     if found and distributed.get_rank() == 0:
-        say(f"as {checkpoint.beside(path)} says: {' '.join(f'--{name} {value}' for name, value in found.items())}")
+        say(one_line(f"as {checkpoint.beside(path)} says: {' '.join(f'--{name} {value}' for name, value in found.items())}"))
     return arguments.replaced(args, **found, given={**args.given, **(found if args.evaluate else {})})
 
 

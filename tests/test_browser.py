@@ -13,7 +13,7 @@ from tests.test_report import HOSTILE
 
 pytestmark = pytest.mark.rehearsal
 
-SECTIONS = ["curves", "events", "time", "confusion", "classes", "worst", "surest", "warnings", "how"]
+SECTIONS = ["curves", "events", "time", "confusion", "classes", "worst", "surest", "mistakes", "warnings", "how"]
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def outcome(left: Left) -> dict[str, Any]:
 def _range(left, by, share):
     """Return where the accuracy of all such images lies, 19 times of 20, if few of them were seen (Wilson's interval)."""
     samples = sum(row[0] for row in left.scores.get("by_class", ()))
-    if by != "accuracy" or not 0 < samples < MANY:
+    if by != "accuracy" or not (0 < samples < MANY and 0 <= share <= 1):
         return None
     middle, width = share + 2 / samples, 2 * math.sqrt(share * (1 - share) / samples + 1 / samples**2)
     low, high = ((middle + sign * width) / (1 + 4 / samples) for sign in (-1, 1))

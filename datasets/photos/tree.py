@@ -33,7 +33,7 @@ MOST_ASPECT = 100  # a longer picture, resized to a short side of 256, would nee
 HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
 MOST_HEADER = 20 << 20  # a colour profile can have 16 MiB
 THREADS = 16
-FORMAT = 4  # of the index; one of another format is made again
+FORMAT = 3  # of the index; one of another format is made again
 GOOD, SPECIAL = 0, 1
 BY_NAME = "named "  # with which the reason begins for a file that has no name of a picture
 

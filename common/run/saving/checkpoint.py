@@ -23,16 +23,7 @@ import torch
 
 from common import files, progress
 from common.errors import UserError, one_line
-from common.files import (
-    TEMPORARY,
-    give_name,
-    if_ours,
-    remove,
-    temporary,
-    unfinished,
-    write_aside,
-    write_atomically,
-)
+from common.files import TEMPORARY, give_name, if_ours, remove, temporary, unfinished, write_aside, write_atomically
 from common.ranks import collectives
 from common.tensors import BEGINNINGS, OldForm, Refused, check
 from common.tensors import read as read_tensors
