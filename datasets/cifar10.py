@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import hashlib
 import os
 from glob import escape, glob
 from typing import Any, Callable, Optional
@@ -14,7 +15,7 @@ from common.errors import UserError, one_line, require_folder
 from common.files import sha256
 from common.progress import warn
 from common.ranks.barrier import on_every_rank
-from common.storage import https
+from common.storage import https, index
 from common.storage.once import once_per_node
 from common.world.folders import INPUT_DIR, can_be_made, is_address
 from datasets import crops, synthetic, untrusted
@@ -105,11 +106,11 @@ def _find(args):
     root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
     if args.data_url:
         require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")
-    for folder in (os.path.join(root, FOLDER), root):
-        has_its_name = os.path.basename(folder) == FOLDER and os.path.isdir(folder)
-        if has_its_name or os.path.exists(os.path.join(folder, "data_batch_1")):
-            return folder
-    archive = os.path.join(root, ARCHIVE)
+    archive, folder = os.path.join(root, ARCHIVE), os.path.join(root, FOLDER)
+    if os.path.isdir(folder) and not (os.path.exists(archive) and _was_unpacked(folder, root, args)):
+        return folder
+    if os.path.basename(root) == FOLDER or os.path.exists(os.path.join(root, "data_batch_1")):
+        return root
     if args.data_url and not os.path.exists(archive):
         pictures = glob(os.path.join(escape(root), "*", "*.[jp][pn]*g")) or os.path.isdir(os.path.join(root, "train"))
         instead = "for pictures in folders by class take jobs/train_imagenet.py" if pictures else "or --custom_data true"
@@ -119,10 +120,11 @@ def _find(args):
         )
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = args.input_dir if can_be_made(args.input_dir) else os.path.join(args.output_dir, INPUT_DIR)
-    folder = os.path.join(root, FOLDER)
+        its_own = hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16]
+        folder = os.path.join(root, "unpacked", its_own, FOLDER)
 
     def prepare(held):
-        if os.path.isdir(folder):
+        if untrusted.is_unpacked(archive, folder):
             return
         if not os.path.exists(archive):
             https.download(URL, archive, SHA256, held.tell)
@@ -132,6 +134,13 @@ def _find(args):
 
     once_per_node(folder, prepare)
     return folder
+
+
+def _was_unpacked(folder, root, args):
+    """Whether a job has unpacked it there, perhaps from another archive than there is now; else it is the user's."""
+    if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
+        return True
+    return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched(root))
 
 
 def _read(folder, names):

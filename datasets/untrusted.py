@@ -9,6 +9,7 @@ strings and one array of uint8.
 
 import gzip
 import io
+import json
 import os
 import pickle
 import shutil
@@ -16,12 +17,15 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import MIB, open_regular
+
+NOTE = ".archive.json"  # in a folder that was unpacked: of which archive
 
 
 class _Bounded:
@@ -38,13 +42,27 @@ class _Bounded:
         return content
 
 
+def is_unpacked(archive: str, folder: str) -> bool:
+    """Whether the folder is what unpack() made of this archive, as it is now."""
+    try:
+        return Path(folder, NOTE).read_text() == _identity(archive, os.stat(archive))
+    except (OSError, ValueError):
+        return False
+
+
+def _identity(archive, status):
+    return json.dumps([os.path.realpath(archive), status.st_size, status.st_mtime_ns])
+
+
 def unpack(archive: str, folder: str, names: list[str], max_bytes: int, may_have: Sequence[str] = ()) -> None:
-    """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all; `may_have`: others."""
+    """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all; `may_have`: others. A folder
+    that is there is replaced."""
     parent = os.path.dirname(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
     try:
         with open_regular(archive) as file, gzip.open(file) as stream:
+            Path(unfinished, NOTE).write_text(_identity(archive, os.fstat(file.fileno())))
             bounded = _Bounded(stream, max_bytes)
             written = _write_members(bounded, unfinished, {*names, *may_have})
             while rest := bounded.read(MIB):  # tarfile stops before gzip's checksum, and after its own end there are only zeros
@@ -53,7 +71,10 @@ def unpack(archive: str, folder: str, names: list[str], max_bytes: int, may_have
         missing = sorted(set(names) - written)
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
+        if os.path.isdir(folder):
+            os.rename(folder, os.path.join(unfinished, ".replaced"))
         os.rename(unfinished, folder)
+        shutil.rmtree(os.path.join(folder, ".replaced"), ignore_errors=True)
     except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
         if is_of_the_system(error):
             raise TrainingFailed(f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again") from None

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 import types
@@ -95,6 +96,58 @@ def test_a_folder_with_the_archive_is_unpacked_once(archive, tmp_path):
     assert len(cifar10.load(arguments(data, tmp_path))[0]) == 20
 
 
+def another(path, tmp_path, count):
+    write_folder(tmp_path / f"of {count}" / "cifar-10-batches-py", count)
+    path.unlink(missing_ok=True)
+    write_archive(path, tmp_path / f"of {count}" / "cifar-10-batches-py")
+
+
+def test_an_archive_that_was_replaced_is_unpacked_again(tmp_path):
+    archive = tmp_path / "data" / "cifar-10-python.tar.gz"
+    archive.parent.mkdir()
+    for count in (4, 6, 6, 5):
+        another(archive, tmp_path, count) if not (tmp_path / f"of {count}").exists() else None
+        assert len(cifar10.load(arguments(archive.parent, tmp_path))[1]) == count
+    assert {path.name for path in archive.parent.iterdir()} == {
+        archive.name, "cifar-10-batches-py", "cifar-10-batches-py.lock"
+    }  # fmt: skip
+    shutil.rmtree(archive.parent / "cifar-10-batches-py")
+    write_folder(archive.parent / "cifar-10-batches-py", 7)  # the user's own counts, whatever lies beside it
+    assert len(cifar10.load(arguments(archive.parent, tmp_path))[1]) == 7
+
+
+@pytest.mark.usefixtures("reachable")
+def test_an_archive_that_was_replaced_in_its_bucket_is_unpacked_again(tmp_path, monkeypatch, store):
+    monkeypatch.chdir(tmp_path)
+    asked = arguments("s3://data/cifar-replaced", tmp_path)
+    asked.data_url = "s3://data/cifar-replaced"
+
+    def put(path, name):
+        store.client().put_object(Bucket="data", Key=f"cifar-replaced/{name}", Body=path.read_bytes())
+
+    for count in (4, 6):
+        another(tmp_path / "made.tar.gz", tmp_path, count)
+        put(tmp_path / "made.tar.gz", "cifar-10-python.tar.gz")
+        assert len(cifar10.load(asked)[1]) == count
+    shutil.rmtree("input_dir")
+    for path in (tmp_path / "of 4" / "cifar-10-batches-py").iterdir():
+        put(path, f"cifar-10-batches-py/{path.name}")
+    for _ in range(2):  # what the bucket has is not replaced by what it has packed
+        assert len(cifar10.load(asked)[1]) == 4
+
+
+def test_two_folders_that_cannot_be_written_to_are_two_data_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    roots = [tmp_path / "one", tmp_path / "other"]
+    monkeypatch.setattr(os, "access", lambda path, _: path not in map(str, roots))
+    for count, root in zip((4, 6), roots):
+        root.mkdir()
+        another(root / "cifar-10-python.tar.gz", tmp_path, count)
+    for count, root in [*zip((4, 6), roots)] * 2:
+        assert len(cifar10.load(arguments(root, tmp_path))[1]) == count
+        assert [path.name for path in root.iterdir()] == ["cifar-10-python.tar.gz"]
+
+
 def test_an_archive_that_finds_no_room_is_not_said_to_be_damaged(archive, tmp_path, monkeypatch):
     def full(*given):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -148,7 +201,7 @@ def test_an_archive_needs_the_batches_and_nothing_else(tmp_path):
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(archive_of(*good_members(["readme.html", "batches.meta"])))
     train, test = cifar10.load(arguments(tmp_path, tmp_path))
     assert len(train) == 5 * len(test) and sorted(path.name for path in (tmp_path / "cifar-10-batches-py").iterdir()) == sorted(
-        [*cifar10.TRAIN_FILES, *cifar10.TEST_FILES]
+        [untrusted.NOTE, *cifar10.TRAIN_FILES, *cifar10.TEST_FILES]
     )
 
 

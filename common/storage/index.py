@@ -91,6 +91,11 @@ class Index:
             self._file.close()
 
 
+def fetched(folder: str) -> set[str]:
+    """Return the names of the objects that the folder has."""
+    return set(_read(os.path.join(folder, FETCHING, INDEX)))
+
+
 def _read(path: str) -> dict[str, tuple]:
     """Return {name: (size, etag, time of its last change)}; a name that no object can have is left out."""
     known = {}
