@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 HIDDEN = "***"
+BUCKETS = ("s3://", "obs://", "oss://")
 
 # The words of a name whose value is a secret, as in API_KEY, api-key, apiKey and X-Amz-Signature.
 WORDS = {
@@ -40,13 +41,14 @@ def mask(text: object, *known: str) -> str:
 
 def _masked_address(found: "re.Match[str]") -> str:
     rest = found[2].rstrip(PUNCTUATION)
-    return found[1] + (_masked_rest(rest) if rest else "") + found[2][len(rest) :]
+    return found[1] + (_masked_rest(found[1], rest) if rest else "") + found[2][len(rest) :]
 
 
-def _masked_rest(rest: str) -> str:
+def _masked_rest(scheme: str, rest: str) -> str:
     """What comes after scheme://. A password may hold a slash, and a path an @: where both could be meant, all is hidden."""
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    place, mark, query = re.fullmatch(r"([^?#]*)([?#]?)(.*)", rest, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    marks = "?" if scheme in BUCKETS else "?#"  # a key may have a #
+    place, mark, query = re.fullmatch(rf"([^{marks}]*)([{marks}]?)(.*)", rest, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
     has_password = ":" in host and not re.fullmatch(r"(\[.*\]|[^:\[]*):\d*", host) and "@" in rest
     if has_password and "@" in query:
         return HIDDEN
@@ -73,7 +75,7 @@ def reasons(text: str) -> Iterator[str]:
     """Why a text that is to be sent or stored in the open looks like a secret."""
     for scheme, rest in ADDRESS.findall(text):
         rest = rest.rstrip(PUNCTUATION)
-        shown = _masked_rest(rest)
+        shown = _masked_rest(scheme, rest)
         if shown.startswith(HIDDEN):
             yield f"holds a user or a password ({scheme}{shown})"
         elif any(map(is_secret, IN_QUERY.findall(rest))):

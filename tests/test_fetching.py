@@ -17,6 +17,7 @@ from common import patience, storage
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket, download, index, listing, obstore
 from common.storage import etag as etag_module
+from common.world import folders
 from common.world.folders import FETCHING
 from tests.faultproxy import BODY_FAULTS, faults
 from tests.jobs import ROOT, environment
@@ -313,12 +314,33 @@ def test_a_file_that_is_gone_at_the_end_is_named(store, monkeypatch):
     assert same("got")
 
 
-@pytest.mark.parametrize(
-    "url", [f"s3://data/{FETCHING}/x", f"https://h/{FETCHING}/x.gz", f"https://h/a/{FETCHING}", "https://h/a/.."]
-)
-def test_an_address_that_leads_to_our_notes_is_refused(url):
+@pytest.mark.parametrize("url", [f"https://h/a/{FETCHING}", "https://h/a/.."])
+def test_a_file_that_would_be_our_notes_is_refused(url):
     with pytest.raises(UserError, match="cannot be the name of a f"):
         storage.fetch(url)
+
+
+ADDRESSES = [
+    "s3://b/a", "s3://b/a/b", "s3://b//a", "s3://b/a//b", "s3://b/a/./b", "s3://b/a/../b", "s3://B/a", "obs://b/a",
+    "s3://b/lr#0.1", "s3://b/lr#0.01", "s3://b/lr", "s3://b/lr?0.1", "s3://b/lr?0.01", "s3://b/%", "s3://b/%25", "s3://b/",
+    f"s3://b/{FETCHING}/x", f"s3://b/%{FETCHING}/x", "s3://b/%/x", "https://h/a.gz?v=1", "https://h/a.gz?v=2", "https://h/d/a.gz",
+    "https://h:81/a.gz", "https://h:82/a.gz", "s3://b/token=1", "s3://b/token=2",
+]  # fmt: skip
+
+
+def test_of_two_addresses_nothing_is_in_one_folder():
+    found = {folders.local_folder(url, "root") for url in ADDRESSES}
+    assert len(found) == len(ADDRESSES)
+    for folder in found:
+        assert os.path.normpath(folder) == folder and folder.startswith("root/") and FETCHING not in folder.split("/")
+    assert folders.local_folder("s3://b/a/", "root") == folders.local_folder("s3://b/a", "root") == "root/s3/b/a"
+
+
+def test_keys_with_any_signs_are_each_fetched(store):
+    for number, key in enumerate(("odd/lr#0.1/x", "odd/lr#0.01/x", "odd/g//x", "odd/h/x", "odd/q?1/x", "odd/./x")):
+        store.client().put_object(Bucket="data", Key=key, Body=b"%d" % number)
+        folder = storage.fetch(f"s3://data/{key[:-1]}")
+        assert Path(folder, "x").read_bytes() == b"%d" % number
 
 
 def test_a_full_disk_is_known_before_the_first_byte(store, monkeypatch):

@@ -20,8 +20,7 @@ from typing import Any, Callable, Optional
 from common import patience as time_limit
 from common.errors import TrainingFailed, UserError, one_line
 from common.patience import Patience, Say
-from common.secrets import mask
-from common.world.folders import BUCKETS
+from common.secrets import BUCKETS, mask
 
 THREADS = 16  # requests under way at a time
 
@@ -84,7 +83,7 @@ class Bucket:
         match = ADDRESS.fullmatch(url)
         if not match or "\0" in url:
             raise UserError(f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX")
-        self.scheme, self.name, self.prefix = match[1], match[2], (match[3] or "").strip("/")
+        self.scheme, self.name, self.prefix = match[1], match[2], (match[3] or "").removesuffix("/")
         self.say = say
         try:
             self.client, self.settings = _client(self.scheme)

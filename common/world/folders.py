@@ -6,15 +6,16 @@ survive a restart) and the TensorBoard events. If a platform names only the outp
 
 import argparse
 import fnmatch
+import hashlib
 import os
 import re
 import shutil
 import tempfile
-import urllib.parse
 from collections.abc import Mapping
 from typing import Optional
 
 from common.errors import UserError, of_a_file, one_line
+from common.secrets import BUCKETS, mask
 
 # The variables that name each place; the first that is set wins. A name ending in * is the first match in sorted order.
 DATA = [
@@ -31,7 +32,6 @@ CHECKPOINTS = ["PAI_OUTPUT_CHECKPOINTS", "AIP_CHECKPOINT_DIR"]
 TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSORBOARD_LOG_PATH"]
 
 # The addresses that are allowed there, besides a folder.
-BUCKETS = ("s3://", "obs://", "oss://")
 ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
 
 INPUT_DIR = "input_dir"  # where what is fetched goes, and indexes of data, unless --input_dir says otherwise
@@ -192,17 +192,18 @@ def is_name(name: object) -> bool:
 
 
 def local_folder(url: str, root: str) -> str:
-    """Return where what is at `url` is kept on this machine, e.g. input_dir/s3/bucket/prefix."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-    except ValueError as error:
-        raise UserError(f"{one_line(url)[:200]} is not an address: {one_line(error)}") from None
-    words = [parts.scheme, parts.hostname or "", *parts.path.strip("/").split("/")]
-    if parts.scheme in ("http", "https"):
-        words.pop()  # the file goes into the folder
-    words = [word for word in words if word not in ("", ".")]
-    if not all(map(is_name, words)):
-        raise UserError(
-            f"{one_line(url)[:200]} has a part that cannot be the name of a folder: give an address without '..' and {FETCHING}"
-        )
-    return os.path.join(root, *words)
+    """Return where what is at `url` is kept here, e.g. input_dir/s3/bucket/prefix; for each address it is another folder."""
+    scheme, _, rest = mask(url).partition("://")
+    if scheme in ("http", "https"):  # the file goes into the folder
+        rest = re.split("[?#]", rest)[0]
+        rest = rest.rpartition("/")[0] or rest
+    words = list(map(_as_folder, rest.removesuffix("/").split("/")))
+    if mask(url) != url:  # what is hidden tells addresses apart, too
+        words.append("%" + hashlib.sha256(url.encode()).hexdigest()[:16])
+    return os.path.join(root, scheme, *words)
+
+
+def _as_folder(word):
+    """Return the name of a folder for any part of an address; of two parts two names."""
+    word = word.replace("%", "%25")
+    return f"%{word}" if word.lower() in ("", ".", "..", FETCHING) else word
