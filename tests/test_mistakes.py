@@ -122,7 +122,7 @@ def test_the_lowest_value_is_the_best_where_the_job_says_so(trained, tmp_path):
     done = trained((RUN, RUN.replace("optimizer=", 'best_by="loss", best_is="lowest", optimizer=')))
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     best = min(rows, key=lambda row: row["loss"])
-    assert f"done: lowest loss {best['loss']:.4f} in epoch {best['epoch']}. " in done.stdout
+    assert f"done: lowest loss {best['loss']:.4f} in epoch {best['epoch']} (epoch_{best['epoch']}.pth). " in done.stdout
     assert f"Best loss (lowest) {best['loss']:.4f}, in epoch {best['epoch']}" in (tmp_path / "out" / "report.html").read_text()
 
 

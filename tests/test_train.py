@@ -298,6 +298,7 @@ def test_a_loss_that_is_no_number_stops_and_enters_no_checkpoint(tmp_path):
         line,
     ), line
     assert "last checkpoint" in line or "no checkpoint yet" in line
+    assert done.stdout.splitlines()[-1].startswith(f"next: python {command('train')[1]} --custom_data true")
     for path in (tmp_path / "out" / "checkpoints").glob("*.pt"):
         assert all(torch.isfinite(tensor).all() for tensor in torch.load(path, weights_only=True)["model"].values())
 

@@ -51,7 +51,6 @@ def test_a_killed_or_stopped_rank_is_named_and_the_others_stop(tmp_path, number,
     log = (tmp_path / "log").read_text()
     assert re.search(rf"error: {line}; stopping all 2 ranks", log) and "Traceback" not in log, log
     wait_for(lambda: not processes_of(tmp_path), None, "the end of the watchers")
-    assert f"next: python {words[1]}" in log or number == signal.SIGSTOP  # whom nothing has told to end
     ends = [
         row for row in map(json.loads, (tmp_path / "out" / "journal.jsonl").read_text().splitlines()) if row["event"] == "end"
     ]
@@ -63,7 +62,7 @@ def test_a_watcher_that_is_killed_ends_the_job_and_ps_tells_it_from_its_rank(tmp
     with ranks(tmp_path, command("train_ddp", *LONG, "--save_steps", 1)) as both:
         wait_for(saved(tmp_path, 64), both[0], "a step")
         shown = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0") for pid in children(both[rank])}
-        (watcher,) = [pid for pid, words in shown.items() if words == b"anyrank: watcher of rank %d" % rank]
+        (watcher,) = [pid for pid, words in shown.items() if words == b"watcher of rank %d" % rank]
         os.kill(watcher, signal.SIGKILL)
         assert both[rank].wait(PATIENCE) == 1 and both[1 - rank].wait(PATIENCE) == 1
     assert f"error: the watcher of rank {rank} has ended, so this rank does, too" in (tmp_path / "log").read_text()

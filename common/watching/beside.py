@@ -135,12 +135,14 @@ def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) 
 def _name_this_process(name):
     """Write the name over the command that this process has from its rank, for ps."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    ctypes.memmove(begin, name.encode().ljust(end - begin, b"\0"), end - begin)
+    room = end - begin - 1  # what the last byte is else, the kernel takes for a part of a longer name
+    if room > 0:
+        ctypes.memmove(begin, name.encode()[:room].ljust(room + 1, b"\0"), room + 1)
 
 
 def _watch(worker, watch, folder) -> NoReturn:
     try:
-        _name_this_process(f"anyrank: watcher of rank {worker.rank}")
+        _name_this_process(f"watcher of rank {worker.rank}")
         for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2):  # they are for the rank, which says what it does
             signal.signal(number, signal.SIG_IGN)
         watch(worker)

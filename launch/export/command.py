@@ -172,4 +172,4 @@ def export(options: argparse.Namespace) -> None:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, indent=1, ensure_ascii=False).encode()
+    return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")  # of a name that is no UTF-8

@@ -135,7 +135,7 @@ def write_weights(path: str, weights: dict, about: Optional[dict] = None) -> Non
     """Write a file of weights, what is to be said of them, and their digest, which the program sha256sum checks too."""
     content = encode(weights)
     if about:
-        write_atomically(beside(path), json.dumps(about, indent=1, ensure_ascii=False).encode())
+        write_atomically(beside(path), json.dumps(about, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
     remove(path + DIGEST)  # that of the weights that are replaced
     write_atomically(path, content)
     write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())
