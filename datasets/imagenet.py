@@ -150,9 +150,10 @@ def _find(args):
     if args.data_backend.startswith("packed"):
         remote = args.data_backend == "packed-remote"
         root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
-        return [
-            packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))
-        ], False
+        found = [packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))]
+        for part in found if is_address(args.data_url) and not remote else ():
+            packed.verify_once(part)
+        return found, False
     root = storage.fetch(args.data_url, inputs=args.input_dir)
     require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
     if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -20,14 +21,15 @@ import pytest
 import torch
 from PIL import Image
 
-from common import patience
+from common import arguments, patience
 from common.errors import TrainingFailed, UserError
 from common.storage import once
+from datasets import imagenet
 from datasets.photos import packed, splits, tree
 from launch.pack import command as pack
 from tests import pictures
 from tests.faultproxy import faults
-from tests.jobs import PATIENCE, ROOT, environment, wait_for
+from tests.jobs import PATIENCE, ROOT, environment, module_of, wait_for
 
 SMALL_SHARDS = 0.05  # MiB: about eight of the pictures below
 
@@ -388,6 +390,18 @@ def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole
         assert "train-0" in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_shard_that_ends_within_a_sample_is_no_error_of_the_way(url, store, monkeypatch):
+    """There is nothing to wait for."""
+    samples = packed.load(url, "val")
+    number = int(np.flatnonzero(samples.shard == 0)[0])
+    short = b"x" * int(samples.offset[number] + 1)
+    store.client().put_object(Bucket="data", Key="shorter/val-000000.tar", Body=short)
+    samples.folder = "s3://data/shorter"
+    with faults(store, lambda request: None, monkeypatch) as proxy, pytest.raises(OSError, match=r"\.tar ends before byte"):
+        samples.read(number)
+    assert len(proxy.objects()) == 1
+
+
 def test_a_shorter_object_is_named(url, store):
     samples = packed.load(url, "val")
     store.client().put_object(Bucket="data", Key="short/val-000000.tar", Body=b"x")
@@ -395,6 +409,35 @@ def test_a_shorter_object_is_named(url, store):
     number = int(np.flatnonzero(samples.shard == 0)[0])
     with pytest.raises(OSError, match=r"val-000000\.tar ends before byte"):
         samples.read(number)
+
+
+def test_a_wrong_shard_of_pixels_is_refused_after_the_fetch_and_a_right_one_verified_once(root, store, reached, monkeypatch):
+    run(root, "s3://data/pixels", "--form", "raw", "--shard_mb", SMALL_SHARDS)
+    words = ["--data_backend", "packed", "--data_url", "s3://data/pixels", "--recipe", "imagenet"]
+    args = arguments.parse(module_of("train_imagenet").options(), words, environ={})
+    imagenet.load(args)
+    with monkeypatch.context() as unread:
+        unread.setattr(packed, "sha256", None)
+        imagenet.load(args)
+    client = store.client()
+    content = client.get_object(Bucket="data", Key="pixels/train-000001.tar")["Body"].read()
+    client.put_object(Bucket="data", Key="pixels/train-000001.tar", Body=content[:-20000] + bytes(20000))
+    with pytest.raises(UserError, match=r"train-000001\.tar is not the shard that the index names, though of its size"):
+        imagenet.load(args)
+
+
+def test_pictures_that_are_others_now_are_named_with_the_shards_to_delete(root, tmp_path):
+    shutil.copytree(root, "changed")
+    run("changed", "pack", "--shard_mb", SMALL_SHARDS)
+    (path, *_) = sorted(Path("changed").glob("train/n1.of.three/*.JPEG"))
+    status, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[:-40] + b"x" + content[-39:])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    error = run("changed", "--verify", "pack", check=1).stderr
+    (shard,) = re.findall(r"delete the shards that have them, (train-\d{6}\.tar) and so on, and pack it again", error)
+    Path("pack", shard).unlink()
+    run("changed", "pack", "--shard_mb", SMALL_SHARDS)
+    assert "are the pictures of changed" in run("changed", "--verify", "pack").stdout
 
 
 def test_packed_into_a_bucket_and_started_again(store, reached, root, whole, tmp_path, monkeypatch):

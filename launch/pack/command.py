@@ -222,7 +222,11 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
         )
     images = sum(map(len, parts))
     if changed:
-        raise TrainingFailed(f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: pack it again")
+        names = ", ".join(sorted({os.path.basename(name.partition(".tar:")[0]) + ".tar" for name in changed})[:5])
+        raise TrainingFailed(
+            f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: delete the shards that have them, "
+            f"{names} and so on, and pack it again"
+        )
     same = f", and are the pictures of {one_line(root)}" if root else ""
     print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{same} ({progress.describe()})")
 
