@@ -168,7 +168,7 @@ def made() -> Path:
         (folder / "own.txt").write_text("".join(f"{path}\n" for path in sorted(site.iterdir())))
         before = subprocess.check_output([*pip[:3], "freeze"])
         for job in JOBS:
-            (folder / "requirements.txt").write_text(requirements.text(job))
+            (folder / "requirements.txt").write_text(requirements.text(f"jobs/{job}"))
             subprocess.run([*pip, "-r", folder / "requirements.txt"], check=True)
         after = subprocess.check_output([*pip[:3], "freeze"])
         changed = set(before.split()) - set(after.split())

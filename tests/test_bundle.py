@@ -137,12 +137,26 @@ def deep(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_a_module_in_a_package_of_a_package_works(deep, empty, form):
+@pytest.mark.parametrize("without_init", [False, True])
+def test_a_module_in_a_package_of_a_package_works(deep, empty, form, without_init):
+    for name in ("outer/__init__.py", "outer/inner/__init__.py") if without_init else ():
+        (deep.parent.parent / "common" / name).unlink()
     boot = empty / "jobs" / "deep.py" if form == "folder" else empty / "deep.py"
     words = ["--folder", str(empty)] if form == "folder" else ["-o", str(boot)]
     assert bundle.main([str(deep), *words]) == 0
     done = run([sys.executable, str(boot)], cwd=empty, env=environment())
-    assert done.stdout == "outer is imported\ninner is imported\ncommon.outer.inner.deep\n", done.stderr
+    imported = "" if without_init else "outer is imported\ninner is imported\n"
+    assert done.stdout == f"{imported}common.outer.inner.deep\n", done.stderr
+
+
+def test_the_packages_beside_are_those_of_the_newest_bundle(empty, capsys):
+    for job in ("train_dpex", "train"):
+        assert bundle.main([str(ROOT / "jobs" / f"{job}.py"), "-o", str(empty / f"{job}.py")]) == 0
+        assert "or with requirements.txt and pip-requirements.txt beside it" in capsys.readouterr().out
+    assert "ray" not in (empty / "requirements.txt").read_text()
+    (empty / "requirements.txt").write_text("of somebody else")
+    assert bundle.main([str(ROOT / "jobs" / "train.py"), "-o", str(empty / "train.py")]) == 0
+    assert (empty / "requirements.txt").read_text() == "of somebody else"
 
 
 @pytest.mark.parametrize("where", ["jobs/deep.py", "common/outer/inner/deep.py"])

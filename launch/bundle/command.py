@@ -131,7 +131,7 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
     places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in modules_of(job)}}
-    packages = requirements.text(job)
+    packages = requirements.text(job.resolve())
     size = sum(path.stat().st_size for path in places.values()) + len(requirements.NAMES) * len(packages)
     folders = {str(parent) for place in places for parent in Path(place).parents} - {"."}
     limits = [
@@ -166,15 +166,15 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    packages = requirements.text(options.job)
+    packages = requirements.text(Path(options.job).resolve())
     beside = [name for name in requirements.NAMES if _lay(out.parent / name, packages)]
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}")
 
 
 def _lay(path: Path, text: str) -> bool:
-    """Write the file where there is none; somebody else's stays. Returns whether it has this text."""
-    if not path.exists():
+    """Write the file, also in place of another job's; somebody else's stays. Returns whether it has this text."""
+    if not path.exists() or requirements.MADE.match(path.read_text(errors="replace")):
         path.write_text(text)
     return path.read_text(errors="replace") == text
 

@@ -4,6 +4,7 @@ A traceback names them as FILE/common/job.py, with their line numbers in the rep
 """
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -21,10 +22,19 @@ class Bundle(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(self, fullname, path=None, target=None):
         place = self._place(fullname)
         if not place:
-            return None
+            return self._without_init(fullname)
         folders = [os.path.join(self.path, os.path.dirname(place))] if self.is_package(fullname) else None
         file = os.path.join(self.path, place)
         return importlib.util.spec_from_file_location(fullname, file, loader=self, submodule_search_locations=folders)
+
+    def _without_init(self, fullname):
+        """Return what a folder of modules without __init__.py is."""
+        folder = fullname.replace(".", "/") + "/"
+        if not any(place.startswith(folder) for place in self.sources):
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [os.path.join(self.path, folder)]
+        return spec
 
     def is_package(self, fullname: str) -> bool:
         return self._place(fullname).endswith("__init__.py")

@@ -14,22 +14,24 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # ModelArts' older pages have the second name, so there is one of each.
 NAMES = ("requirements.txt", "pip-requirements.txt")
 
-OF_JOBS = {"train_dali.py": ("nvidia-dali-cuda120",), "train_dpex.py": ("ray",)}
+OF_IMPORTS = {"dali": "nvidia-dali-cuda120", "dpex": "ray"}  # {the module of datasets that a job imports itself: package}
 OF_ADDRESSES = "boto3"
 
 TEXT = """\
 # Of {job}: what it cannot train without, and an engine for PyTorch lacks. Nothing here changes torch, torchvision or numpy.
 # Left out where it is missing, with a line in the log: what matplotlib, tensorboard, scikit-learn and jinja2 make.
 """
+MADE = re.compile("# Of .*: what it cannot train without, ")  # how a file of ours begins
 UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
 def text(job: Union[str, Path], at_addresses: bool = False) -> str:
-    """Return the file for this job. `at_addresses`: it reads or writes s3://, obs:// or oss:// itself."""
-    name = os.path.basename(job)
-    lines = [wanted(package) for package in OF_JOBS.get(name, ())]
+    """Return the file for this job, a path below ROOT or a whole one. `at_addresses`: it reads or writes in a bucket itself."""
+    imports = r"^\s*(from datasets import .*\b{name}\b|(from|import) datasets\.{name}\b)"
+    source = (ROOT / job).read_text(encoding="utf-8")
+    lines = [wanted(OF_IMPORTS[name]) for name in OF_IMPORTS if re.search(imports.format(name=name), source, re.MULTILINE)]
     lines.append(wanted(OF_ADDRESSES) if at_addresses else UNUSED + wanted(OF_ADDRESSES))
-    return TEXT.format(job=name) + "".join(f"{line}\n" for line in lines)
+    return TEXT.format(job=os.path.basename(job)) + "".join(f"{line}\n" for line in lines)
 
 
 def wanted(package: str) -> str:
