@@ -41,12 +41,13 @@ def boolean(text: str) -> bool:
     return value
 
 
-def as_meant(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: bool = True) -> list[str]:
     """Return the words in the form that argparse reads: underscores in names, `=` before values, a bare boolean as true.
 
     Without the blanks that are typed around a value in a console; an option whose field was left empty is not given.
     """
     given, words = [], list(reversed(argv))
+    trimmed = str.strip if from_a_console else str
     while words:
         word = words.pop()
         name, equals, value = word.partition("=")
@@ -55,13 +56,13 @@ def as_meant(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
         if action is None or action.nargs == 0 or not name.startswith("--"):
             given.append(word)
         elif equals:
-            given += _with_value(name, value)
+            given += _with_value(name, trimmed(value))
         elif action.type is boolean and (not words or words[-1].strip().lower() not in YES_OR_NO):
             given.append(f"{name}=true")
         elif not words or words[-1].startswith("--"):
             given.append(name)  # without the value that it needs
         else:
-            given += _with_value(name, words.pop())
+            given += _with_value(name, trimmed(words.pop()))
     return given
 
 
@@ -72,7 +73,6 @@ def _our_name(parser, name):
 
 
 def _with_value(name, value):
-    value = value.strip()
     if not value:
         return []
     return [name if value == "--" else f"{name}={value}"]  # `--` would be taken for the end of the options

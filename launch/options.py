@@ -16,7 +16,8 @@ class Parser(argparse.ArgumentParser):
     """Reads words as a job does (common/typed.py); its errors quote no secret, such as the value of an unknown option."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(typed.as_meant(self, sys.argv[1:] if args is None else list(args)), namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(typed.as_meant(self, words, from_a_console=False), namespace)
 
     def error(self, message: str) -> NoReturn:
         takes_a_job = any(action.dest == "job" for action in self._actions)

@@ -220,6 +220,8 @@ def test_whole_weights_are_exported_where_all_checkpoints_are_damaged(cifar, tmp
     epoch = sorted(run.glob("epoch_*.pth"))[0]
     words = [epoch, "--format", "torch", "--output", tmp_path / "out"]
     assert export.main(list(map(str, words))) == 0
+    said = refused(capsys, run, *words[1:])
+    assert "checkpoints are damaged; give an epoch_N.pth of the run" in said.replace("all 2", "") and "--overwrite" not in said
     epoch.with_suffix(".json").unlink()  # as of runs of version 0.2.0
     assert "does not say its classes: give --classes FILE" in refused(capsys, *words)
     (tmp_path / "names").write_text("".join(f"class {number}\n" for number in range(10)))

@@ -241,6 +241,14 @@ def test_the_help_says_what_is_allowed():
         assert words in told
 
 
+def test_blanks_around_the_value_of_a_variable_arrive():
+    words = ["jobs/train.py", "--platform", "local", "--env", "A= b\t", "--env=C=-d ", "--nodes", "2"]
+    options = submit.parser().parse_args(words)
+    asked = submit.ask(options, [], datetime.datetime(2026, 1, 1))
+    assert asked.environment == {"A": " b\t", "C": "-d "} and asked.nodes == 2
+    assert not wrong(asked)
+
+
 def test_several_mistakes_are_all_said():
     assert len(wrong(ask("modelarts", nodes=0, flavor=None, code_url="s3://bkt/code", env=("A",)))) == 4
 

@@ -89,7 +89,7 @@ def _best(run):
     """Return the best checkpoint of a run where it is kept, else the newest."""
     inner = os.path.join(run, "checkpoints")
     folder = inner if os.path.isdir(inner) else run
-    newest = checkpoint.newest(folder)
+    newest = checkpoint.newest(folder, remedy="give an epoch_N.pth of the run, which is verified by its own digest")
     if not newest:
         raise UserError(f"{one_line(run)} holds no checkpoint: give the output folder of a run, a checkpoint or an epoch_N.pth")
     best = (newest[1].get("best") or {}).get("samples_seen")

@@ -236,7 +236,7 @@ def _variables(request: Request) -> Iterator[str]:
             yield f"--env {name[:40]}: give NAME=VALUE"
         elif ITS_VARIABLES.fullmatch(name):
             yield f"--env {name} is set by the platform: leave it out"
-        elif not value.isprintable():
+        elif not value.replace("\t", " ").isprintable():
             yield f"--env {name}: the value has a character that cannot be printed"
 
 

@@ -324,8 +324,9 @@ def _are_alike(about, manifest):
         return False
 
 
-def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str]]:
-    """Return (state, about, path) of the newest valid checkpoint, or None; warn of every newer one that is damaged."""
+def newest(folder: str, say: Callable = print, remedy: str = AFRESH) -> Optional[tuple[dict, dict, str]]:
+    """Return (state, about, path) of the newest valid checkpoint, or None; warn of every newer one that is damaged. `remedy`:
+    what to do if all are."""
     existing = _manifests(folder)
     for _, _, manifest in reversed(existing):
         path = os.path.join(folder, re.sub(r"json$", "pt", manifest))
@@ -334,7 +335,7 @@ def newest(folder: str, say: Callable = print) -> Optional[tuple[dict, dict, str
         except UserError as error:
             say(f"warning: {error}; trying the one before it")
     if existing:
-        raise UserError(f"all {len(existing)} checkpoints in {folder} are damaged; {AFRESH}")
+        raise UserError(f"all {len(existing)} checkpoints in {folder} are damaged; {remedy}")
     return None
 
 
