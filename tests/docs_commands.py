@@ -98,6 +98,7 @@ NOT_RUN = {
         "python tests/check_ledger.py --samples 256 --global_batch 32 out",
     ],
     "reads what a run has left; tests/test_export.py": [
+        "python jobs/train_imagenet.py --data_url /data/flowers --evaluate true --weights output_dir/train_imagenet/epoch_12.pth",
         "python -m launch export output_dir/train_imagenet --format torch",
         "python -m launch export output_dir/train_imagenet --format onnx",
         "python -m launch export output_dir/train_imagenet --format modelarts --output dist/model_package",

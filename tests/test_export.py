@@ -292,17 +292,20 @@ def test_preprocess_needs_nothing_of_this_repository_and_no_torch(folders, tmp_p
     assert np.abs(apart).max() <= 1
 
 
-def test_the_page_has_a_program_that_answers(folders, photographs, monkeypatch, capsys):
+def test_the_page_has_a_program_that_answers(folders, photographs, monkeypatch, capsys, tmp_path):
     """docs/your_own.md, run in the folder, with a photograph in it."""
     page = (ROOT / "docs" / "your_own.md").read_text()
     (program,) = [text for text in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "preprocess" in text]
-    monkeypatch.chdir(folders["photos", "torch"])
-    monkeypatch.syspath_prepend(".")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "export").symlink_to(folders["photos", "torch"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["program.py", "photo.jpg"])
     monkeypatch.setitem(sys.modules, "preprocess", None)
     monkeypatch.delitem(sys.modules, "preprocess")
     shutil.copy(next((photographs / "val" / "class1").iterdir()), "photo.jpg")
     exec(compile(program, "program.py", "exec"), {})
-    assert re.fullmatch(r"class1 \d+\.\d%\n", capsys.readouterr().out)
+    assert re.fullmatch(r"photo.jpg class1 \d+\.\d%\n", capsys.readouterr().out)
 
 
 def test_what_a_platform_runs_is_in_a_python_that_it_has(folders):

@@ -94,8 +94,8 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     assert lines[-3].startswith("done: best accuracy") and lines[-3].endswith("/out/checkpoints/000000000512.pt")
     out = finished[0] / "out"
     assert lines[-2] == f"files: report.html, metrics.jsonl, curves.png, report.txt in {out}; TensorBoard in {out}/tensorboard"
-    use = f"python -m launch export {out} --format torch makes a network for any program"
-    assert lines[-1] == f"next: with more --epochs the same command trains longer; {use}"
+    use = f"cd {ROOT} && python -m launch export {out} --format torch"
+    assert lines[-1] == f"next: with more --epochs the same command trains longer. A network for any program: {use}"
     assert re.search(r" in epoch (\d) \(epoch_\1\.pth\)\. last checkpoint ", lines[-3])
 
 

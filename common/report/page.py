@@ -127,7 +127,7 @@ def _commands(left):
             elif not equals:
                 next(rest, None)
     again = shlex.join([*kept, "--output_dir", f"output_dir/{left.start.get('job')}_again"])
-    use = shlex.join(["python", "-m", "launch", "export", left.folder, "--format", "torch"]) if left.scores else None
+    use = left.start.get("use") if left.scores else None
     return {"go_on": None if left.end.get("how") == "finished" else command, "again": again if kept else None, "use": use}
 
 

@@ -102,6 +102,7 @@ ONE_RUN = """
 
 {% if confusion.rows %}<section id="confusion">
 <h2>{{ t("Confusion matrix" ~ after[0] ~ ": rows are the true class, columns the predicted one", "混淆矩阵" ~ after[1] ~ "：行是真实类别，列是预测类别") }}</h2>
+{% if outcome.best and epoch and epoch != outcome.best.epoch %}<p class="soft">{{ t("The best weights are those of epoch " ~ outcome.best.epoch ~ ".", "最好的权重是第 " ~ outcome.best.epoch ~ " 个 epoch 的。") }}</p>{% endif %}
 <div class="scroll" tabindex="0"><table class="heat"><thead><tr><td></td>
 {%- for name in confusion.names %}<th scope="col"><bdi>{{ name }}</bdi></th>{% endfor %}</tr></thead><tbody>
 {% for name, cells in confusion.rows %}<tr><th scope="row"><bdi>{{ name }}</bdi></th>{% for count, heat in cells %}
@@ -126,7 +127,8 @@ ONE_RUN = """
 <details><summary>{{ mistakes | length }}</summary>{{ table([("Image", "图像"), ("True class", "真实类别"), ("Predicted", "预测类别"), ("Confidence", "置信度")], mistakes) }}</details></section>{% endif %}
 
 {% if data %}<section id="data"><h2>{{ t("Pictures of each class", "各类别的图像数") }}</h2>
-{% for reason, count, name in data.left_out %}<p class="soft">{{ t("Left out, " ~ reason ~ ": " ~ count ~ ", the first is " ~ name, "未使用（" ~ reason ~ "）：" ~ count ~ "，第一个是 " ~ name) }}</p>{% endfor %}
+{% for reason, count, name in data.left_out %}<p>{{ t("Left out, " ~ reason ~ ": " ~ count ~ ", the first is " ~ name, "未使用（" ~ reason ~ "）：" ~ count ~ "，第一个是 " ~ name) }}</p>
+{%- else %}<p>{{ t("Nothing was left out.", "没有未使用的文件。") }}</p>{% endfor %}
 <details{% if data.classes | length <= 30 %} open{% endif %}><summary>{{ data.classes | length }}</summary>{{ table([("Class", "类别"), ("Training", "训练"), ("Validation", "验证")], data.classes) }}</details></section>{% endif %}
 
 {% if restored %}<section id="restored"><h2>{{ t("Examples after the newest evaluation: " ~ restored.name, "最近一次评估的例子：" ~ restored.name) }}</h2>

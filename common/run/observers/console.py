@@ -5,7 +5,6 @@ A terminal shows a bar. A platform's log has a key=value line every few seconds,
 
 import datetime
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -121,8 +120,8 @@ class Console:
             self._say(f"done: {facts.results.summary(at, weights)}{more}{last_good}")
         self._say(f"files: {output.what_is_there(args)}")
         longer = "with more --epochs the same command trains longer"
-        if self._classifies:
-            longer += f"; python -m launch export {shlex.quote(args.output_dir)} --format torch makes a network for any program"
+        if self._classifies and (use := told.use(args.output_dir)):
+            longer += f". A network for any program: {use}"
         self._say(f"next: {told.command(args, sys.argv, without) if goes_on else longer}")
 
 

@@ -59,6 +59,16 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
     return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"
 
 
+def use(folder: str) -> Optional[str]:
+    """Return the command that makes a network for any program of the best weights in an output folder; None in a bundle."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "launch").is_dir():
+        return None
+    here = os.getcwd() == str(root)
+    words = ["python", "-m", "launch", "export", folder if here else os.path.abspath(folder), "--format", "torch"]
+    return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
+
+
 def manifest(run: Any) -> dict[str, Any]:
     """What a checkpoint says of the run."""
     return {
@@ -113,6 +123,7 @@ def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
         "command": command(args, sys.argv),
         "options": {name: [shown[name], str(_short(default))] for name, default in changed.items()},
         "data": args.data,
+        "use": use(args.output_dir),
         "machine": machine(run.device),
         "versions": {**versions(), **commit()},
         "platform": args.world.platform,
