@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 
 import pytest
 import torch
@@ -259,6 +260,42 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
             publishing.finish(at_most=0.5)
         proxy.plan = lambda request: None
         publishing.finish()  # its thread would go on in the tests after this one
+
+
+def test_a_credential_that_expires_is_one_warning_and_then_the_end(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(upload, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setenv(patience.VARIABLE, "1")
+    fault, said, saved = [None], [], threading.Event()
+    with faults(store, lambda request: fault[0], monkeypatch):
+        publisher = upload.Publisher(str(tmp_path), "s3://data/runs/expires", said.append)
+        publisher.start()
+        fault[0] = "expired"
+        for number in itertools.count():
+            (tmp_path / f"{number}").write_text("another file to send each time")
+            publisher.saved(lambda names: [])
+            if saved.wait(0.05) or publisher.failures.refused:
+                break
+        assert publisher.failures.refused.startswith("403 ExpiredToken")
+        assert [line[:60] for line in said] == ["warning: results cannot be published now, the next attempt f"]
+        fault[0] = None
+        publisher.finish()
+    assert f"{number}" in remote_names(store, "runs/expires/")
+
+
+@pytest.mark.rehearsal
+def test_a_job_whose_credential_expires_saves_and_ends_and_goes_on_with_another(store, monkeypatch, tmp_path):
+    with faults(store, lambda request: "expired" if expired(proxy) else None, monkeypatch) as proxy:
+        words = ["--epochs", 3000, "--save_steps", 2, "--patience", 10]
+        done = run_here(tmp_path, "s3://data/runs/renewed", *words, check=2)
+    assert done.stderr.splitlines()[-1].startswith("error: s3://data/runs/renewed refuses the results: 403 ExpiredToken")
+    assert done.stdout.count("warning: results cannot be published") == 1
+    (trained,) = re.findall(r"^epoch=(\d+)/3000 steps.*", done.stdout, re.MULTILINE)[-1:]
+    again = run_here(tmp_path, "s3://data/runs/renewed", "--epochs", int(trained) + 1)
+    assert "going on from" in again.stdout and "published to s3://data/runs/renewed" in again.stdout
+
+
+def expired(proxy):
+    return sum(request.method == "PUT" and "/checkpoints/" in request.path for request in proxy.log) > 4
 
 
 def test_a_wrong_body_is_refused_by_the_store(store):

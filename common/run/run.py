@@ -359,6 +359,7 @@ class Run:
             return
         self.show("save")
         self.saving.save(self.state, facts.manifest(self), weights_of_epoch)
+        self.saving.require_published()
 
     def state(self) -> dict:
         """What a checkpoint holds."""

@@ -93,6 +93,10 @@ class Bucket:
             raise _refusal(error, f"connect to {self.scheme}://{self.name}") or UserError(describe(error)) from None
         self.endpoint = mask(self.client.meta.endpoint_url)  # for messages
 
+    def renew(self) -> None:
+        """Look for the credential again: a role or a program may have put a new one where boto3 finds it."""
+        self.client, self.settings = _client(self.scheme)
+
     def below(self) -> str:
         """What the keys of everything below the address begin with."""
         return f"{self.prefix}/" if self.prefix else ""

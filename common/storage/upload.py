@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
@@ -31,6 +32,24 @@ OF_AN_EPOCH = re.compile(r"epoch_\d+\.(?:pth(?:\.sha256)?|json)|report\.(?:json|
 Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
 
 
+class Failures:
+    """Why looks in a row have failed; `refused`: the same, once the store has refused all for longer than --patience."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._why = self.refused = ""
+        self._refused_since = 0.0
+
+    def is_news(self, error: Exception) -> bool:
+        before, now = self._why, time.monotonic()
+        self._why = re.sub(r"^.* answered ", "", one_line(error))  # without what was asked for, which is another file each time
+        self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
+        self.refused = self._why if self._refused_since and now - self._refused_since > limit() else ""
+        return self._why != before
+
+
 class Publisher:
     """Copies the changes of a folder, or of one file, to a bucket.
 
@@ -49,6 +68,7 @@ class Publisher:
         self._patience = Patience()
         self._starts = starts
         self._later = self.taken_over = False  # there is a later start; and what this one has overwritten is made good
+        self.failures = Failures()
 
     def start(self) -> None:
         """Publish in the background from now on; UserError at once where the bucket cannot be written to."""
@@ -102,10 +122,16 @@ class Publisher:
             try:
                 self._patience.good()
                 self._sync(background=True)
+                self.failures.end()
             except TakenOver:  # which the next save says
                 return
             except Exception as error:  # the training goes on, and the next look tries again
-                self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
+                if self.failures.is_news(error):
+                    self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
+                with contextlib.suppress(UserError):
+                    self._bucket.renew()
+                    if self._starts:
+                        self._starts.bucket.renew()
 
     # --- One look at the folder ---
 

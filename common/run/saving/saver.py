@@ -157,6 +157,15 @@ class Saving:
         if files.taken_over() or (self._publisher and self._publisher.taken_over):
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
+    def require_published(self) -> None:
+        """Raise an error, when all is saved here, where the bucket has refused the results for longer than --patience."""
+        if self._publisher and (why := self._publisher.failures.refused):
+            self.wait()
+            raise UserError(
+                f"{self._args.output_url} refuses the results: {why}. Mend that and start again: the run "
+                f"goes on from the newest checkpoint there, or on this machine from that in {self._args.checkpoint_dir}"
+            )
+
     # --- Publishing ---
 
     def _start_publishing(self):

@@ -57,7 +57,7 @@ class Starts:
     """This start, with its number, among all starts of the run in the bucket."""
 
     def __init__(self, bucket: Bucket):
-        self._bucket = bucket
+        self.bucket = bucket
         self.number = 0
         self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
 
@@ -73,12 +73,12 @@ class Starts:
             numbers += [int(match[2] or 1) for match in map(NUMBERED.fullmatch, self._names("checkpoints/")) if match]
             self.number = max(numbers, default=0) + 1
             marker = f"{FOLDER}{self.number}-{own}{'-afresh' if afresh and self.number > 1 else ''}"
-            self._bucket.ask("put_object", self._bucket.below() + marker, Body=b"")
+            self.bucket.ask("put_object", self.bucket.below() + marker, Body=b"")
         for match in filter(None, map(COPY.fullmatch, there)):
             self._older.setdefault(match[2], []).append(match[0])
 
     def _names(self, below: str = FOLDER, patience: Optional[Patience] = None) -> list[str]:
-        return [self._bucket.relative(item.key) for item in self._bucket.items(self._bucket.below() + below, patience)]
+        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.below() + below, patience)]
 
     def checkpoints(self) -> list[tuple[int, int]]:
         return checkpoints([*self._names(), *self._names("checkpoints/")])
