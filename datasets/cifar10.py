@@ -139,7 +139,7 @@ def _find(args):
 def _was_unpacked(folder, root, args):
     """Whether a job has unpacked it there, perhaps from another archive than there is now; else it is the user's."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
-        return True
+        return os.access(root, os.W_OK)  # else somebody has prepared it
     return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched(root))
 
 

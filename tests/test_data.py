@@ -136,6 +136,14 @@ def test_an_archive_that_was_replaced_in_its_bucket_is_unpacked_again(tmp_path, 
         assert len(cifar10.load(asked)[1]) == 4
 
 
+def test_a_prepared_folder_that_cannot_be_written_to_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "input_dir" / "cifar-10-batches-py", 7)
+    another(tmp_path / "input_dir" / "cifar-10-python.tar.gz", tmp_path, 4)
+    monkeypatch.setattr(os, "access", lambda path, _: False)
+    assert len(cifar10.load(arguments(None, tmp_path))[1]) == 7
+
+
 def test_two_folders_that_cannot_be_written_to_are_two_data_sets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     roots = [tmp_path / "one", tmp_path / "other"]

@@ -270,6 +270,7 @@ def test_a_credential_that_expires_is_one_warning_and_then_the_end(store, monkey
         publisher = upload.Publisher(str(tmp_path), "s3://data/runs/expires", said.append)
         publisher.start()
         fault[0] = "expired"
+        monkeypatch.setattr(bucket, "_client", None)  # whatever goes wrong where a new credential is looked for
         for number in itertools.count():
             (tmp_path / f"{number}").write_text("another file to send each time")
             publisher.saved(lambda names: [])

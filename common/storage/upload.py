@@ -42,7 +42,8 @@ class Failures:
         self._why = self.refused = ""
         self._refused_since = 0.0
 
-    def is_news(self, error: Exception) -> bool:
+    def add(self, error: Exception) -> bool:
+        """Add one; returns whether it is another than the one before."""
         before, now = self._why, time.monotonic()
         self._why = re.sub(r"^.* answered ", "", one_line(error))  # without what was asked for, which is another file each time
         self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
@@ -126,9 +127,9 @@ class Publisher:
             except TakenOver:  # which the next save says
                 return
             except Exception as error:  # the training goes on, and the next look tries again
-                if self.failures.is_news(error):
+                if self.failures.add(error):
                     self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
-                with contextlib.suppress(UserError):
+                with contextlib.suppress(Exception):  # a profile that is just being written, for instance
                     self._bucket.renew()
                     if self._starts:
                         self._starts.bucket.renew()
