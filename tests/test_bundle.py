@@ -132,7 +132,7 @@ def deep(tmp_path, monkeypatch):
     for place, text in sources.items():
         (tmp_path / "repository" / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "repository" / place).write_text(text)
-    monkeypatch.setattr(bundle, "ROOT", tmp_path / "repository")
+    monkeypatch.setattr(bundle.imports, "ROOT", tmp_path / "repository")
     return tmp_path / "repository" / "jobs" / "deep.py"
 
 
@@ -149,14 +149,81 @@ def test_a_module_in_a_package_of_a_package_works(deep, empty, form, without_ini
     assert done.stdout == f"{imported}common.outer.inner.deep\n", done.stderr
 
 
-def test_the_packages_beside_are_those_of_the_newest_bundle(empty, capsys):
-    for job in ("train_dpex", "train"):
-        assert bundle.main([str(ROOT / "jobs" / f"{job}.py"), "-o", str(empty / f"{job}.py")]) == 0
+def test_the_packages_beside_are_those_of_the_newest_bundle(deep, empty, capsys):
+    for package in ("scipy", "json"):
+        (deep.parent / f"{package}_job.py").write_text(f"import {package}\n{DEEP_JOB}")
+        assert bundle.main([str(deep.parent / f"{package}_job.py"), "-o", str(empty / f"{package}_job.py")]) == 0
         assert "or with requirements.txt and pip-requirements.txt beside it" in capsys.readouterr().out
-    assert "ray" not in (empty / "requirements.txt").read_text()
+        assert bool(re.search("^scipy$", (empty / "requirements.txt").read_text(), re.MULTILINE)) == (package == "scipy")
     (empty / "requirements.txt").write_text("of somebody else")
-    assert bundle.main([str(ROOT / "jobs" / "train.py"), "-o", str(empty / "train.py")]) == 0
+    assert bundle.main([str(deep), "-o", str(empty / "deep.py")]) == 0
     assert (empty / "requirements.txt").read_text() == "of somebody else"
+
+
+def add(path, text):
+    path.write_text(f"{path.read_text()}{text}\n")
+
+
+def test_packages_of_ones_own_are_asked_for(deep, empty, capsys):
+    add(deep, "import json, scipy, sklearn.metrics, torch, numpy.linalg, PIL.Image")
+    add(deep.parent.parent / "common/outer/inner/deep.py", "import dateutil, of_a_friend")
+    assert bundle.main([str(deep), "-o", str(empty / "deep.py")]) == 0
+    assert "not tried, because of_a_friend is not installed here" in capsys.readouterr().out
+    wanted = [line for line in (empty / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert wanted == [
+        "python-dateutil" if sys.version_info >= (3, 10) else "dateutil",
+        "of_a_friend",
+        "scipy",
+        "scikit-learn>=1.3.2",
+    ]
+
+
+def test_what_is_beside_common_and_not_in_it_is_refused(deep, empty, capsys):
+    (deep.parent.parent / "mine").mkdir()
+    (deep.parent.parent / "mine" / "layers.py").write_text("")
+    add(deep.parent.parent / "common/outer/inner/deep.py", "from mine import layers")
+    assert bundle.main([str(deep), "-o", str(empty / "deep.py")]) == 2
+    assert f"deep.py imports mine from {deep.parent.parent}, which a bundle leaves out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["Path(__file__).with_name('words.txt')", "Path(__file__).parent / 'texts' / 'words.txt'"])
+@pytest.mark.parametrize("where", ["jobs", "common/outer/inner"])
+def test_files_that_a_module_reads_beside_itself_go_along_in_a_folder(deep, empty, capsys, words, where):
+    folder = deep.parent.parent / where
+    place = folder / ("texts/words.txt" if "texts" in words else "words.txt")
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("good morning")
+    (folder / "private.txt").write_text("no module names this")
+    add(folder / "deep.py", f"from pathlib import Path\n\nprint(({words}).read_text())")
+    assert bundle.main([str(deep), "-o", str(empty / "deep.py")]) == 2
+    assert (
+        "words.txt is read by a module in its folder, and one file cannot hold both: give --folder" in capsys.readouterr().err
+    )
+    assert bundle.main([str(deep), "--folder", str(empty)]) == 0
+    done = run([sys.executable, str(empty / "jobs" / "deep.py")], cwd=empty, env=environment())
+    assert "good morning" in done.stdout and not list(empty.rglob("private.txt")), done.stderr
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("open('settings.json')", "FileNotFoundError: .*settings.json"),
+        ("__import__('common.later')", "ModuleNotFoundError: No module named 'common.later'"),
+        (
+            "__import__('jinja2')",
+            "a module imports jinja2, which the platform may lack: import it in the job, so that it is asked for",
+        ),
+    ],
+)
+def test_a_bundle_that_does_not_start_alone_is_not_called_done(deep, empty, capsys, form, line, why):
+    (deep.parent.parent / "common" / "later.py").write_text("")
+    add(deep, line)
+    boot = empty / ("jobs/deep.py" if form == "folder" else "deep.py")
+    assert bundle.main([str(deep), *(["--folder", str(empty)] if form == "folder" else ["-o", str(boot)])]) == 2
+    said = capsys.readouterr()
+    assert re.search(rf"deep\.py is written, but does not show its --help in an empty folder: {why}", said.err)
+    assert boot.exists() and not said.out
 
 
 @pytest.mark.parametrize("where", ["jobs/deep.py", "common/outer/inner/deep.py"])
@@ -187,6 +254,15 @@ def test_every_job_runs_alone_in_an_empty_folder(empty, name):
     options = [*TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1, "--output_dir", empty / "out"]
     done = run_forked([write(empty, name), *options], empty)
     assert "done: " in done.stdout and any((empty / "out").glob(LEAVES.get(name[:-3], "checkpoints/*")))
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("name", JOBS)
+def test_a_copy_of_a_job_under_another_name_runs_alone_in_an_empty_folder(empty, tmp_path, name):
+    shutil.copy(ROOT / "jobs" / name, tmp_path / "mine.py")
+    assert bundle.main([str(tmp_path / "mine.py"), "-o", str(empty / "mine.py")]) == 0
+    options = [*TINY, *SMALLER.get(name[:-3], []), "--max_steps", 1, "--output_dir", empty / "out"]
+    assert "done: " in run_forked([empty / "mine.py", *options], empty).stdout
 
 
 @pytest.mark.rehearsal
@@ -268,8 +344,8 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
         assert not (empty / "other").exists()
 
 
-def test_a_bundle_says_by_which_version_it_was_made(tmp_path):
-    job, old = str(ROOT / "jobs" / "train.py"), tmp_path / "train.py"
+def test_a_bundle_says_by_which_version_it_was_made(deep, tmp_path):
+    job, old = str(deep), tmp_path / "deep.py"
     assert bundle.main([job, "-o", str(old)]) == 0 and bundle.main([job, "--folder", str(tmp_path / "code")]) == 0
     assert re.search(rf"^# .* Made by python -m launch bundle of anyrank {VERSION}\.$", old.read_text(), re.MULTILINE)
     assert f"of anyrank {VERSION}" in (tmp_path / "code" / bundle.MARKER).read_text()

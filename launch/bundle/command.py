@@ -8,13 +8,12 @@ sources give the same bytes.
 """
 
 import argparse
-import ast
-import functools
 import hashlib
-import os
 import re
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Union
 
@@ -22,11 +21,10 @@ from common.arguments import boolean
 from common.errors import UserError, one_line
 from common.version import VERSION
 from launch import engines
-from launch.bundle import requirements
+from launch.bundle import imports, requirements
+from launch.bundle.imports import modules_of
 from launch.options import exit_code, missing_job, new_parser
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-OURS = ("common", "datasets")
 LOADER = "launch/bundle/importer.py"
 
 # The line by which a job finds the repository, and what a bundle has in its place.
@@ -43,61 +41,10 @@ MARKER = ".bundle"  # in a folder that this verb has written
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 
 
-def modules_of(job: Union[str, Path]) -> list[str]:
-    """Return the files of ours that a job needs, sorted, as paths below ROOT."""
-    places: set[str] = set()
-    left = [Path(job)]
-    while left:
-        for name in _imports(left.pop()):
-            new = _files_of(name) - places
-            places |= new
-            left += [ROOT / place for place in new]
-    return sorted(places)
-
-
-@functools.lru_cache(maxsize=1)
-def option_names(job: Union[str, Path]) -> list[str]:
-    """What the job and its modules write as --NAME: its options, found without starting it, and a few words more."""
-    found: set[str] = set()
-    for path in [Path(job), *(ROOT / place for place in modules_of(job))]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.update(re.findall(r"^--([A-Za-z]\w*)", node.value))
-    return sorted(found)
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports: each may be a module of ours, or a name in one."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                raise UserError(
-                    f"{one_line(path)}:{node.lineno}: `{ast.unparse(node)}` is a relative import, which does not work in a "
-                    "bundle: import it by its full name, such as common.files"
-                )
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _files_of(name: str) -> set[str]:
-    """Return the module of this name and the packages around it: Python imports a package before what is in it."""
-    words = name.split(".")
-    paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
-    places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
-    return {place for place in places if (ROOT / place).is_file()}
-
-
 def _read_job(job: Path) -> str:
-    """Read the job's text. A module in its own folder is refused: it is on Python's path here, and is not in a bundle."""
     if wrong := missing_job(job):
         raise UserError(wrong)
-    for name in (name.split(".")[0] for name in _imports(job)):
-        if (job.parent / f"{name}.py").is_file() or (job.parent / name / "__init__.py").is_file():
-            raise UserError(
-                f"{one_line(job.name)} imports {name} from its own folder, which a bundle leaves out: "
-                "move it to common or datasets, or into the job"
-            )
+    imports.refuse_what_is_left_out(job)
     return job.read_text(encoding="utf-8")
 
 
@@ -108,13 +55,17 @@ def bundle(job: Union[str, Path]) -> str:
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
     places = modules_of(job)
-    sources = {place: (ROOT / place).read_text(encoding="utf-8") for place in [*places, LOADER]}
+    sources = {place: (imports.ROOT / place).read_text(encoding="utf-8") for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
         FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
         f"\n\n# The modules that {job.name} imports, each as it is in its repository. {MADE_BY} of anyrank {VERSION}.\n"
         f"# Digest of the sources: {digest.hexdigest()}\n",
     ]
+    if beside := [path for place in places for path in imports.files_beside(imports.ROOT / place)] + imports.files_beside(job):
+        raise UserError(
+            f"{one_line(beside[0])} is read by a module in its folder, and one file cannot hold both: give --folder FOLDER"
+        )
     for place, source in sources.items():
         if "'''" in source or (source and not source.endswith("\n")):
             raise UserError(f"{place} cannot be bundled: it has three single quotes in a row, or no line end at its end")
@@ -130,7 +81,10 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
-    places = {f"jobs/{job.name}": job, **{place: ROOT / place for place in modules_of(job)}}
+    places = {f"jobs/{job.name}": job, **{place: imports.ROOT / place for place in modules_of(job)}}
+    for place, path in list(places.items()):
+        beside = imports.files_beside(path)
+        places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
     packages = requirements.text(job.resolve())
     size = sum(path.stat().st_size for path in places.values()) + len(requirements.NAMES) * len(packages)
     folders = {str(parent) for place in places for parent in Path(place).parents} - {"."}
@@ -156,20 +110,43 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
 def run(options: argparse.Namespace) -> None:
     if options.engine:
         engines.read(options.engine)
+    job = Path(options.job).resolve()
     if options.folder:
         count, size = write_folder(options.job, options.folder, options.overwrite)
-        print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{os.path.basename(options.job)}")
+        untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
+        print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{job.name}{untried}")
         return
-    out = Path(options.output or f"dist/{os.path.basename(options.job)}")
+    out = Path(options.output or f"dist/{job.name}")
     text = bundle(options.job)
     if out.exists() and MADE_BY not in out.read_text(errors="replace"):
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    packages = requirements.text(Path(options.job).resolve())
+    packages = requirements.text(job)
     beside = [name for name in requirements.NAMES if _lay(out.parent / name, packages)]
+    untried = try_out(out, requirements.needed(job))
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
-    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}")
+    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}{untried}")
+
+
+def try_out(boot: Path, needed: set[str]) -> str:
+    """Run --help in an empty folder, without those packages that are installed here and not asked for."""
+    lacking = sorted(requirements.OF_OURS - needed)
+    code = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = [{str(boot.resolve())!r}, '--help']; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    with tempfile.TemporaryDirectory() as empty:
+        done = subprocess.run([sys.executable, "-EBc", code], cwd=empty, stdin=subprocess.DEVNULL, capture_output=True)
+    if not done.returncode:
+        return ""
+    said = (done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", said)
+    if missing and missing[1] in requirements.OF_AN_ENGINE | needed:
+        return f"; not tried, because {missing[1]} is not installed here"
+    if refused := re.search(r"import of (\w+) halted", said):
+        said = f"a module imports {refused[1]}, which the platform may lack: import it in the job, so that it is asked for"
+    raise UserError(f"{one_line(boot)} is written, but does not show its --help in an empty folder: {one_line(said)}")
 
 
 def _lay(path: Path, text: str) -> bool:

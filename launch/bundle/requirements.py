@@ -4,18 +4,28 @@ An engine's torch, torchvision, torch_npu and numpy fit each other and its drive
 that would bring another numpy. A job lists what it cannot train without; the rest is optional (common/optional.py).
 """
 
+import importlib.metadata
 import os
 import re
 from pathlib import Path
 from typing import Union
+
+from launch.bundle import imports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # ModelArts' older pages have the second name, so there is one of each.
 NAMES = ("requirements.txt", "pip-requirements.txt")
 
-OF_IMPORTS = {"dali": "nvidia-dali-cuda120", "dpex": "ray"}  # {the module of datasets that a job imports itself: package}
+OF_AN_ENGINE = {"torch", "torchvision", "torch_npu", "numpy", "PIL"}
+# What modules of this repository import where it is there, and do without where it is not.
+OF_OURS = {
+    *("awscrt", "boto3", "botocore", "isal", "jinja2", "kspeed", "matplotlib", "nvidia", "obstore", "pymemcache", "ray"),
+    *("simplejpeg", "sklearn", "tensorboard", "torchft", "tqdm", "urllib3"),
+}
+OF_JOBS = {"datasets.dali": "nvidia", "datasets.dpex": "ray"}  # {what a job imports: what it cannot train without}
 OF_ADDRESSES = "boto3"
+PACKAGES = {"nvidia": "nvidia-dali-cuda120", "sklearn": "scikit-learn"}
 
 TEXT = """\
 # Of {job}: what it cannot train without, and an engine for PyTorch lacks. Nothing here changes torch, torchvision or numpy.
@@ -27,16 +37,33 @@ UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 def text(job: Union[str, Path], at_addresses: bool = False) -> str:
     """Return the file for this job, a path below ROOT or a whole one. `at_addresses`: it reads or writes in a bucket itself."""
-    imports = r"^\s*(from datasets import .*\b{name}\b|(from|import) datasets\.{name}\b)"
-    source = (ROOT / job).read_text(encoding="utf-8")
-    lines = [wanted(OF_IMPORTS[name]) for name in OF_IMPORTS if re.search(imports.format(name=name), source, re.MULTILINE)]
-    lines.append(wanted(OF_ADDRESSES) if at_addresses else UNUSED + wanted(OF_ADDRESSES))
+    lines = [wanted(package_of(name)) for name in sorted(needed(imports.ROOT / job))]
+    if (boto3 := wanted(OF_ADDRESSES)) not in lines:
+        lines.append(boto3 if at_addresses else UNUSED + boto3)
     return TEXT.format(job=os.path.basename(job)) + "".join(f"{line}\n" for line in lines)
 
 
+def needed(job: Path) -> set[str]:
+    """Return the names of the modules that the job cannot train without, and an engine may lack."""
+    names = imports.packages_in(job)
+    for place in imports.modules_of(job):
+        names |= imports.packages_in(imports.ROOT / place) - OF_OURS
+    imported = [f"{name}." for name in imports.names_in(job)]
+    names |= {name for module, name in OF_JOBS.items() if any(dotted.startswith(f"{module}.") for dotted in imported)}
+    return names - OF_AN_ENGINE
+
+
+def package_of(name: str) -> str:
+    """Return what pip calls the package with this module; the module's own name where nothing here says."""
+    if name in OF_OURS:
+        return PACKAGES.get(name, name)
+    installed = getattr(importlib.metadata, "packages_distributions", dict)()  # since Python 3.10
+    return installed.get(name, [name])[0]
+
+
 def wanted(package: str) -> str:
-    """Return the line for it in requirements.txt or in an extra of pyproject.toml, which say from which version on."""
+    """Return its line in requirements.txt or in an extra of pyproject.toml, which say from which version on, or its name."""
     for file, line in (("requirements.txt", rf"^({package}[>=;].*)$"), ("pyproject.toml", rf'"({package}>=[^"]*)"')):
         if found := re.search(line, (ROOT / file).read_text(), re.MULTILINE):
             return found[1]
-    raise LookupError(package)
+    return package

@@ -1,0 +1,107 @@
+"""What a job imports, found without starting it: modules of ours, which a bundle carries, and packages, which it asks for."""
+
+import ast
+import functools
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Union
+
+from common.errors import UserError, one_line
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OURS = ("common", "datasets")
+READS_BESIDE = re.compile(r"\b(__file__|pkgutil|importlib\.resources|from importlib import resources)\b")
+
+
+def modules_of(job: Union[str, Path]) -> list[str]:
+    """Return the files of ours that a job needs, sorted, as paths below ROOT."""
+    places: set[str] = set()
+    left = [Path(job)]
+    while left:
+        for name in names_in(left.pop()):
+            new = _files_of(name) - places
+            places |= new
+            left += [ROOT / place for place in new]
+    return sorted(places)
+
+
+@functools.lru_cache(maxsize=1)
+def option_names(job: Union[str, Path]) -> list[str]:
+    """What the job and its modules write as --NAME: its options, found without starting it, and a few words more."""
+    paths = [Path(job), *(ROOT / place for place in modules_of(job))]
+    return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
+
+
+def _nodes(path: Path) -> list[ast.AST]:
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@functools.lru_cache(maxsize=500)
+def _parse(source: str, name: str) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(source, name)) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Constant))]
+
+
+def _texts_in(path: Path) -> list[str]:
+    return [node.value for node in _nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports: each may be a module of ours, or a name in one."""
+    for node in _nodes(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise UserError(
+                    f"{one_line(path)}:{node.lineno}: `{ast.unparse(node)}` is a relative import, which does not work in a "
+                    "bundle: import it by its full name, such as common.files"
+                )
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files_of(name: str) -> set[str]:
+    """Return the module of this name and the packages around it: Python imports a package before what is in it."""
+    words = name.split(".")
+    paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
+    places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
+    return {place for place in places if (ROOT / place).is_file()}
+
+
+def refuse_what_is_left_out(job: Path) -> None:
+    """Refuse modules in the job's own folder or beside common: they are on Python's path here, and not in a bundle."""
+    for path in (job, *(ROOT / place for place in modules_of(job))):
+        for name in sorted({name.split(".")[0] for name in names_in(path)}):
+            for folder in {job.parent.resolve(), ROOT}:
+                ours = folder == ROOT and name in OURS
+                if not ours and ((folder / f"{name}.py").is_file() or any((folder / name).glob("*.py"))):
+                    where = "its own folder" if folder == path.parent.resolve() else one_line(folder)
+                    raise UserError(
+                        f"{one_line(path.name)} imports {name} from {where}, which a bundle leaves out: "
+                        "move it to common or datasets, or into the job"
+                    )
+
+
+def packages_in(path: Path) -> set[str]:
+    """Return what a file imports that is neither Python's nor ours, whether or not it is installed here."""
+    names = {name.split(".")[0] for name in names_in(path)}
+    return {name for name in names - {*OURS, *sys.builtin_module_names} if not _is_pythons(name)}
+
+
+def _is_pythons(name: str) -> bool:
+    spec = PathFinder.find_spec(name)
+    place = Path(spec.origin) if spec and spec.origin else Path()
+    return Path(sysconfig.get_path("stdlib")) in place.parents and not {"site-packages", "dist-packages"} & {*place.parts}
+
+
+def files_beside(path: Path) -> list[Path]:
+    """Return the files, no Python, that a module names and reads in its own folder: `Path(__file__).with_name("words.txt")`."""
+    source = "".join(line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path."))
+    if not READS_BESIDE.search(source):
+        return []
+    named = [path.parent / text for text in _texts_in(path) if re.fullmatch(r"\w[\w./-]*", text)]
+    found = {file for place in named for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()}
+    return sorted(file for file in found if file.suffix not in (".py", ".pyc"))
