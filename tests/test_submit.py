@@ -1,5 +1,6 @@
 """Submissions as data: what each platform's request holds, which mistakes are refused, and what is run really runs."""
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -247,6 +248,15 @@ def test_blanks_around_the_value_of_a_variable_arrive():
     asked = submit.ask(options, [], datetime.datetime(2026, 1, 1))
     assert asked.environment == {"A": " b\t", "C": "-d "} and asked.nodes == 2
     assert not wrong(asked)
+
+
+@pytest.mark.parametrize("value", ["-y", "--epochs", "-0.5"])
+def test_a_value_that_looks_like_an_option_arrives_as_a_value(value):
+    asked = ask("slurm", arguments=(f"--weights={value}", "--lr", "0.1"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--weights"), parser.add_argument("--lr"), parser.add_argument("--epochs")
+    parsed = parser.parse_args(request.command(asked, "/code")[3:])
+    assert (parsed.weights, parsed.lr, parsed.epochs) == (value, "0.1", None)
 
 
 def test_several_mistakes_are_all_said():

@@ -318,7 +318,7 @@ def test_a_sagemaker_container_becomes_the_job(tmp_path):
     )
     pid, argv, named = json.loads(started.communicate(timeout=PATIENCE)[0])
     assert pid == started.pid  # a signal to the container's first process is one to the job
-    assert argv == ["--epochs", "2", "--lr", "0.1"]
+    assert argv == ["--epochs=2", "--lr=0.1"]
     assert named == {
         "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_MODEL_DIR": f"{base}/model",
         "SM_OUTPUT_DATA_DIR": f"{base}/output/data", "SM_CHANNEL_TRAINING": f"{base}/input/data/training",

@@ -51,7 +51,7 @@ def main() -> None:
             "a package index, or an image that has these packages",
             f"{base}/output/failure",
         )
-    options = [word for name, value in told["hyperparameters"].items() for word in (f"--{name}", value)]
+    options = [f"--{name}={value}" for name, value in told["hyperparameters"].items()]
     os.environ.update(environment(base, told["resourceconfig"], dict(os.environ)))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-u", os.path.join(code, sys.argv[1]), *options])

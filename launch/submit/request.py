@@ -125,8 +125,9 @@ class Request:
 
     @property
     def options(self) -> list[str]:
-        """Return the job's options as --NAME VALUE."""
-        return [word for name, value in self.pairs for word in (f"--{name}", value or "")]
+        """Return the job's options as --NAME VALUE, or as one word where the value would be taken for an option."""
+        pairs = [(f"--{name}", value or "") for name, value in self.pairs]
+        return [word for name, value in pairs for word in ([f"{name}={value}"] if value.startswith("-") else [name, value])]
 
 
 # --- Mistakes --------------------------------------------------------------------------------------------------------
