@@ -146,7 +146,7 @@ def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undistu
     assert run.end(0, 1, 2) == [0, 0, 0]
     assert_same_bits(run.state(), undisturbed)
     run.assert_every_sample_once()
-    assert "the run is under way, led from 127.0.0.1: this node joins it" in run.log(0)
+    assert re.search(r"the run is under way, led by node [12] at 127.0.0.1: this node joins it", run.log(0))
     written = [path.parent for path in run.folder.glob("node*/out/journal.jsonl")]  # of those that have led
     told = [row[2] for folder in written for row in shown(folder).tables["events"]]
     assert any(re.match(r"node 0 \(rank 0\) is lost; node 0 \(rank 0\) has joined \([\d.]+ s\)", text) for text in told), told
@@ -174,7 +174,38 @@ def test_a_node_that_comes_back_finds_a_run_that_goes_on_without_node_0(nodes, u
     assert run.end(1, 2) == [0, 0]
     assert_same_bits(run.state(), undisturbed)
     run.assert_every_sample_once()
-    assert "the run is under way, led from 127.0.0.1: this node joins it" in run.log(2)
+    assert "the run is under way, led by node 1 at 127.0.0.1: this node joins it" in run.log(2)
+
+
+@pytest.mark.rehearsal
+def test_a_node_that_joins_names_the_one_that_is_lost_meanwhile(nodes):
+    run = nodes(2, "--min_nodes", 1)
+    run.wait_for("epoch=2/20", 0)
+    run.kill(0)
+    run.wait_for(r"node 0 \(rank 0\) is lost: 1 rank went on", 1)
+    run.running[0] = run.start(0)
+    run.wait_for("led by node 1 at 127.0.0.1: this node joins it", 0)
+    run.kill(1)
+    assert run.end(0) == [1] and "error: node 1 (rank 1) is lost" in run.log(0)
+
+
+@pytest.mark.rehearsal
+def test_a_node_that_comes_back_after_the_end_says_so(nodes):
+    run = nodes(2, "--min_nodes", 1)
+    run.wait_for("epoch=2/20", 0)
+    run.kill(1)
+    assert run.end(0) == [0]
+    run.options = (*run.options, "--join_seconds", "1")
+    run.running[1] = run.start(1)
+    assert run.end(1) == [2] and "no node of the run that this one was part of answers: it is over, or node 0" in run.log(1)
+
+
+@pytest.mark.rehearsal
+def test_a_loss_before_the_first_step_ends_all(nodes):
+    run = nodes(2, "--min_nodes", 1)
+    run.wait_for("starting rank 1 of 2", 1)
+    run.kill(1)
+    assert run.end(0) == [1] and "error: node 1 (rank 1) is lost; stopping all 2 ranks" in run.log(0)
 
 
 @pytest.mark.rehearsal

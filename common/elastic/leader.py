@@ -67,7 +67,7 @@ class Leader:
         parent = self._parent
         if parent.hub:
             for node in set(parent.hub.connections) - self._greeted:
-                go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "later": True}
+                go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "led_by": parent.node}
                 parent.hub.connections[node].tell(go=go)
                 self._greeted.add(node)
             self._seek_node_0(now)

@@ -70,9 +70,9 @@ class ElasticSupervisor(supervisor.Supervisor):
             except channel.Elsewhere as elsewhere:
                 address, port = elsewhere.args
         self.connection, go = self._join(address, port)
-        if go.get("later"):
-            self.say(f"the run is under way, led from {self.connection.peer}: this node joins it")
-        self.comes_later, self.address = bool(go.get("later")), self._own_address()
+        self.comes_later, self.led_by, self.address = "led_by" in go, go.get("led_by", 0), self._own_address()
+        if self.comes_later:
+            self.say(f"the run is under way, led by node {self.led_by} at {self.connection.peer}: this node joins it")
         return go
 
     def _join(self, address, port):
@@ -80,7 +80,8 @@ class ElasticSupervisor(supervisor.Supervisor):
         how = self.hello, self.join_seconds, self.say, self.key
         connection = channel.greets(address, port)
         until = time.monotonic() + SEEK_SECONDS
-        for host, its_port in self._noted_places() if not connection else []:
+        places = self._noted_places() if not connection else []
+        for host, its_port in places:
             if time.monotonic() > until:  # of many machines that are lost each would take a second
                 break
             if there := channel.greets(host, its_port):
@@ -88,6 +89,8 @@ class ElasticSupervisor(supervisor.Supervisor):
                     return channel.join(host, its_port, *how, there)
                 except UserError as error:
                     self.say(f"warning: {error}")
+        if places:
+            self.say("no node of the run that this one was part of answers: it is over, or node 0 has yet to start it again")
         return channel.join(address, port, *how, connection)
 
     def _noted_places(self):
@@ -168,6 +171,8 @@ class ElasticSupervisor(supervisor.Supervisor):
             show("; ".join(self.lost_workers))
             return 1
         elif self._all_finished():
+            if not self.own_finished():
+                self.say("the others have finished the run before this node could take part")
             return 0
         return None
 

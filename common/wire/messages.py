@@ -54,7 +54,9 @@ REPORT = record(
     optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),
     restart=lambda value: type(value) is bool, stack_of=RANK,
 )  # fmt: skip
-GO = record(optional=("later",), attempt=whole(0, 10**6), address=is_address, port=PORT, later=is_true)
+GO = record(
+    optional=("led_by",), attempt=whole(0, 10**6), address=is_address, port=PORT, led_by=RANK
+)  # a run that is under way
 
 
 def several(form: Callable, most: int = 10**6) -> Callable:
