@@ -48,6 +48,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(rest[: server.cuts.pop(0)] if server.cuts else rest)
         self.close_connection = True
 
+    def do_HEAD(self):
+        if "Last-Modified" not in self.server.headers:
+            self.send_error(403)
+            return
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(self.server.body)), **self.server.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
     def log_message(self, *_):
         pass
 
@@ -68,6 +77,27 @@ def serve():
 
 BODY = bytes(range(256)) * 40000
 DIGEST = hashlib.sha256(BODY).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "body, changed, again",
+    [
+        (b"old file", "Thu, 01 Jan 2026 00:00:00 GMT", 0),
+        (b"new file", "Fri, 01 Jan 2999 00:00:00 GMT", 1),
+        (b"a longer file", "Thu, 01 Jan 2026 00:00:00 GMT", 1),
+        (b"a longer file", "when it suits me", 0),
+        (b"a longer file", None, 0),  # a server that answers no such question
+    ],
+)
+def test_a_file_that_was_replaced_on_the_server_is_fetched_again(serve, tmp_path, body, changed, again):
+    server = serve(b"old file")
+    url = server.url.replace("cifar-10-python.tar.gz", "data.bin")
+    path = tmp_path / "data" / "data.bin"
+    storage.fetch(url, str(path.parent))
+    server.body = body
+    server.headers = {"Last-Modified": changed} if changed else {}
+    storage.fetch(url, str(path.parent))
+    assert path.read_bytes() == (body if again else b"old file") and len(server.asked) == 1 + again
 
 
 @pytest.mark.parametrize("ranges", [True, False])

@@ -1,6 +1,7 @@
 """Fetch one file from a web server. The file has its name only when it is whole and verified."""
 
 import contextlib
+import email.utils
 import gzip
 import http.client
 import os
@@ -79,6 +80,24 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
         os.unlink(part)
         raise UserError(f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or {ELSEWHERE}")
     os.replace(part, path)
+
+
+def is_replaced(url: str, path: str) -> bool:
+    """Whether the server has another file now: of another length, or younger than `path`. False where it does not say."""
+    try:
+        request = urllib.request.Request(url, method="HEAD")
+        with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
+            length, changed = stated_length(url, answer), answer.headers.get("Last-Modified")
+        younger = bool(changed) and email.utils.parsedate_to_datetime(changed).timestamp() > os.path.getmtime(path)
+        return younger or length not in (None, os.path.getsize(path))
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        http.client.HTTPException,
+        UserError,
+    ):  # no Internet, or an address that answers only once
+        return False
 
 
 def _damage(archive: str) -> str:

@@ -32,7 +32,12 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
             if not is_name(name):
                 raise UserError(f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address")
             path, lease = os.path.join(folder, name), os.path.join(index.notes(folder), name)
-            once.once_per_node(lease, lambda held: os.path.exists(path) or https.download(url, path, tell=held.tell))
+
+            def fetch_file(held: once.Lease) -> None:
+                if not os.path.exists(path) or https.is_replaced(url, path):
+                    https.download(url, path, tell=held.tell)
+
+            once.once_per_node(lease, fetch_file)
     except OSError as error:
         text = f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}"
         raise of_a_file(error, text) from None
