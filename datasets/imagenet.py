@@ -123,7 +123,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     _compare_classes(found[0], found[-1])
     args, settings = _settled(args, found, before)
     if collectives.rank_and_size()[0] == 0:
-        for line in [*lines, *(splits.remarks(*found) if len(found) > 1 else ()), *([settings] if settings else ())]:
+        slower = decode.slower() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()
+        for line in [*lines, *(splits.remarks(*found) if len(found) > 1 else ()), *slower, *([settings] if settings else ())]:
             progress.say(line)
     train, val = (spread(files, limit) for files in (found[0], found[-1]))
     if args.data_backend.endswith("kspeed"):

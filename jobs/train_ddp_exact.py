@@ -97,7 +97,8 @@ def main():
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if norms.over_all_ranks(args):
         model = norms.synchronised(model)
-    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
+    if torch.distributed.get_world_size() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     ### end DDP ###
     ### EXACT: the global batch becomes that of all shares, of which this rank computes some; test batches stay whole ###
     shares = exact.Shares(args, model, train_sampler, test_sampler)

@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import time
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 try:
@@ -45,6 +46,7 @@ from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
 
 LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
+LATENCIES = 20  # batches of an evaluation that are timed; for the others the host does not wait
 
 
 def main():
@@ -83,9 +85,11 @@ def main():
     if norms.over_all_ranks(args):
         network = norms.synchronised(network)
     ema = Average(network, args.ema) if args.ema else None
-    # Averages the gradients over all ranks.
-    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
-    devices.compile_network(args, model)
+    model: Any = network
+    if world_size > 1:  # averages the gradients over all ranks
+        model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
+    accumulates = (args.total_batch or 0) > args.batch_size * max(world_size, args.shares or 0)
+    devices.compile_network(args, model, accumulates)
     # The same bits on any number of ranks: each computes some shares of the total batch, all of which are added in one order.
     # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks are lost or join.
     divided = args.exact or args.min_nodes
@@ -344,7 +348,7 @@ def evaluate_alone(args, network, loader, classes, autocast):
 
 @torch.no_grad()
 def evaluate(model, loader, classes, autocast):
-    """Over the validation samples of all ranks, each counted once; the latency is rank 0's, of a batch, in milliseconds."""
+    """Over the validation samples of all ranks, each counted once; latencies: rank 0's first batches, in milliseconds."""
     model.eval()
     for buffer in model.buffers():  # the running statistics of rank 0, which the checkpoint has
         distributed.broadcast(buffer, 0)
@@ -353,8 +357,9 @@ def evaluate(model, loader, classes, autocast):
         began = time.perf_counter()
         with autocast:
             output = model(images)
-        devices.synchronize(loader.device)
-        seconds.append(time.perf_counter() - began)
+        if len(seconds) < LATENCIES:
+            devices.synchronize(loader.device)
+            seconds.append(time.perf_counter() - began)
         scores.add(output, labels, loader.ids, images)
 
     scores.all_reduce()

@@ -55,7 +55,9 @@ def main():
     watch.lap("data")
 
     network = Restorer(args.width).to(device).to(memory_format=devices.layout(device))
-    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    model = network
+    if distributed.get_world_size() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     devices.compile_network(args, model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, **devices.fused(device))
     loss_fn = torch.nn.L1Loss()

@@ -25,6 +25,17 @@ def test_without_a_compiler_it_is_refused(monkeypatch):
         devices.compile_network(argparse.Namespace(compile=True), torch.nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("version, cut", [((2, 8), False), ((2, 9), True)])
+def test_an_older_torch_does_not_cut_the_network_into_parts_whose_gradients_get_mixed_up(monkeypatch, version, cut):
+    from torch import _dynamo
+
+    monkeypatch.setattr(devices.kinds, "TORCH", version)
+    monkeypatch.setenv("CXX", "g++")
+    with _dynamo.config.patch(optimize_ddp=True):
+        devices.compile_network(argparse.Namespace(compile=True), torch.nn.Linear(1, 1))
+        assert _dynamo.config.optimize_ddp is cut
+
+
 @pytest.mark.rehearsal  # two minutes
 @pytest.mark.parametrize(("job", "options"), [("train", []), ("train_ddp", ["--nproc_per_node", "2", "--batch_size", "32"])])
 def test_the_weights_are_nearly_those_without_it_and_a_run_goes_on_with_it(tmp_path, job, options):

@@ -10,9 +10,22 @@ import pytest
 from common import arguments, world
 from datasets import cifar10
 from launch import blocks, local
-from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, command, environment, final_state, run, run_job
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    TINY,
+    Popen,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    run,
+    run_forked,
+    run_job,
+)
 from tests.objectstore import free_port
 from tests.ranks import TWO, check_ledger
+from tests.test_train import SMALLER
 
 
 def test_two_processes_do_what_one_does_only_faster(two_ranks):
@@ -24,6 +37,24 @@ def test_two_processes_do_what_one_does_only_faster(two_ranks):
     report = (folder / "out" / "report.txt").read_text()
     assert re.search(r"accuracy +0\.\d+ +256\.0", report), report
     assert json.loads((folder / "out" / "checkpoints" / "000000000512.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("job", ["train_ddp", "train_imagenet", "train_restore"])
+def test_one_rank_alone_needs_no_wrapper_and_has_the_same_bits(tmp_path, job):
+    for name in ("common", "datasets"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = (ROOT / "jobs" / f"{job}.py").read_text()
+    wrapped = re.sub(
+        r"if (torch\.distributed\.get_world_size\(\)|distributed\.get_world_size\(\)|world_size) > 1:", "if True:", text
+    )
+    assert wrapped.count("if True:") == text.count("if True:") + 1
+    (tmp_path / "jobs").mkdir()
+    for name, source in (("plain", text), ("wrapped", wrapped)):
+        (tmp_path / "jobs" / f"{name}.py").write_text(source)
+        options = [*TINY, *SMALLER.get(job, []), "--max_steps", 4, "--output_dir", tmp_path / name / "out"]
+        run_forked([tmp_path / "jobs" / f"{name}.py", *options], tmp_path)
+    assert_same_bits(final_state(tmp_path / "plain"), final_state(tmp_path / "wrapped"))
 
 
 @pytest.mark.rehearsal

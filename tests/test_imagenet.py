@@ -1,5 +1,6 @@
 """The flagship as whole jobs: it learns, goes on to the same bits from every backend, evaluates, profiles, and says what is wrong."""
 
+import contextlib
 import json
 import math
 import re
@@ -130,6 +131,19 @@ def test_on_two_devices_it_sees_the_same_batches_in_fewer_portions(trained, phot
     mine, theirs = (steps_that_count([folder / "out"]) for folder in (tmp_path, trained[0]))
     sets = [[{place: set(ids) for place, ids in steps.items()} for steps in epochs.values()] for epochs in (mine, theirs)]
     assert not list(complaints(mine, 48, 16)) and sets[0] == sets[1]
+
+
+def test_only_the_first_batches_of_an_evaluation_wait_for_the_device(job, monkeypatch):
+    waits = []
+    monkeypatch.setattr(job.devices, "synchronize", waits.append)
+    loader = Batches([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))] * 30)
+    scores, latency = job.evaluate(torch.nn.Linear(3, 2), loader, ["a", "b"], contextlib.nullcontext())
+    assert len(waits) == job.LATENCIES == 20 and int(scores.confusion.sum()) == 60 and latency["latency_max"] > 0
+
+
+class Batches(list):
+    device, pixels, file_of = torch.device("cpu"), None, None
+    ids = torch.zeros(2)
 
 
 def test_evaluation_alone_gives_the_numbers_of_the_training(trained, photographs, tmp_path):

@@ -316,6 +316,16 @@ ODD = {
 }
 
 
+def test_what_a_missing_codec_costs_is_said(monkeypatch):
+    assert not list(decode.slower())
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", None)
+    assert [
+        line.startswith("photographs are decoded by Pillow, which takes about twice as long") for line in decode.slower()
+    ] == [True]
+    monkeypatch.setattr(sys, "platform", "darwin")  # there is none for it
+    assert not list(decode.slower())
+
+
 def with_and_without_codec(content, special, monkeypatch):
     """The picture, or None where it cannot be decoded."""
     pictures = []

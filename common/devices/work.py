@@ -48,8 +48,11 @@ def grad_scaler() -> Any:
     return GradScaler
 
 
-def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
-    """Compile the network in place with --compile true: kernels of several operations, which a GPU replays as a graph."""
+def compile_network(args: argparse.Namespace, model: torch.nn.Module, accumulates: bool = False) -> None:
+    """Compile the network in place with --compile true: kernels of several operations, which a GPU replays as a graph.
+
+    `accumulates`: gradients of several batches are added up, which a graph would overwrite with those of the next batch.
+    """
     if not args.compile:
         return
     if isinstance(model, torch.nn.DataParallel):
@@ -58,7 +61,11 @@ def compile_network(args: argparse.Namespace, model: torch.nn.Module) -> None:
     variable, programs = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++", "clang++", "c++"))
     if not os.environ.get(variable) and not any(map(shutil.which, programs)):
         raise UserError(f"--compile true needs a compiler: install {programs[0]}, or leave the option out")
-    model.compile(mode="reduce-overhead" if on_gpu else None)
+    if kinds.TORCH < (2, 9):  # there the parts into which DistributedDataParallel is cut may overwrite each other's gradients
+        from torch import _dynamo
+
+        _dynamo.config.optimize_ddp = False
+    model.compile(mode="reduce-overhead" if on_gpu and not accumulates else None)
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:

@@ -72,7 +72,7 @@ def capture_without_triton(module):
         # The statistics of norms are written inside the graphs, as Inductor does it.
         torch._dynamo.config.cudagraph_backend_keep_input_mutation = True
         torch._dynamo.config.cudagraph_backend_support_input_mutation = True
-        compile_in_place(self, backend="cudagraphs", dynamic=dynamic)
+        compile_in_place(self, backend="cudagraphs" if mode == "reduce-overhead" else "aot_eager", dynamic=dynamic)
 
     module.Module.compile = compile
 
