@@ -56,7 +56,8 @@ bench: $(VENV)/ready
 
 # On a machine with a GPU, where it goes on from the rows that are done: make gpu MINUTES=9 ONLY="step kills"
 gpu: $(VENV)/ready
-	$(BIN)/python -m tests.gpu --out output_dir/gpu --budget $(or $(MINUTES),40) $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m tests.gpu --out output_dir/gpu --budget $(or $(MINUTES),40) $(if $(ONLY),--only $(ONLY)); code=$$?; \
+	$(BIN)/python -m tests.gpu --page output_dir/gpu/rows.jsonl && exit $$code
 
 # Every job and verb on torch 2.1.0, in an environment as ModelArts makes it, for the table of docs/platforms.md.
 engine: $(VENV)/ready

@@ -4,17 +4,21 @@ import argparse
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 
+from datasets import cifar10
 from tests.gpu import __main__ as runner
-from tests.gpu import judge, report, runs
-from tests.gpu.table import ROWS
-from tests.jobs import PATIENCE
+from tests.gpu import judge, measured, report, rows, runs, table
+from tests.gpu.table import ROWS, SLICES
+from tests.jobs import PATIENCE, TINY
 
 ONES, NAN = torch.ones(3), torch.tensor([1.0, 1.0, float("nan")])
 FELL = ([8.0, 4.0, 4.0], [False, False, True])  # the scale before and after two steps, and whether the weights moved
@@ -79,24 +83,51 @@ def test_numbers_are_judged_on_a_gpu_and_not_on_a_stand_in(found, on_a_gpu, rehe
 
 
 def run(folder, *words):
-    words = [sys.executable, "-m", "tests.gpu", "--out", folder, *words]
+    words = [sys.executable, "-m", "tests.gpu", "--out", folder, "--work", folder / "work", *words]
     return subprocess.run(words, cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, "REHEARSAL_GPUS": "0"})  # fmt: skip
 
 
-def test_a_row_that_is_done_is_not_done_again_and_a_failed_one_is_the_exit_code(tmp_path):
-    rows = [{"row": name, "verdict": "passed", "seconds": 1.0, "judged": []} for name in ("step", "quality")]
+def test_a_row_that_has_passed_is_not_done_again_and_a_failed_one_is_the_exit_code(tmp_path):
+    rows = [
+        {"row": name, "verdict": verdict, "seconds": 1.0, "judged": []}
+        for name, verdict in (("step", "passed"), ("dali", "missing"))
+    ]
     results = tmp_path / "rows.jsonl"
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(tmp_path, "--only", "step", "quality")
-    assert done.returncode == 0 and "2 passed" in done.stdout and results.read_text().count("\n") == 2
+    done = run(tmp_path, "--only", "step", "dali")
+    assert done.returncode == 0 and "1 passed, 1 missing" in done.stdout and results.read_text().count("\n") == 2
     results.write_text(json.dumps({**rows[0], "verdict": "failed", "why": "2 is not below 1"}) + "\n")
-    done = run(tmp_path, "--only", "step")
-    assert done.returncode == 1 and "2 is not below 1" in done.stdout
+    done = run(tmp_path, "--only", "step", "--budget", "0.01")
+    assert done.returncode == 1 and "2 is not below 1" in done.stdout and "no time left" in done.stdout
 
 
 def test_without_time_nothing_begins(tmp_path):
     done = run(tmp_path, "--only", "step", "--budget", "0.01")
     assert "no time left; the same command goes on from here" in done.stdout and not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_slice_leaves_two_files_with_its_rows_and_their_logs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(runner.SLICES, "behaviour", table.Slice("", [["quality"], ["dali"]], minutes=PATIENCE / 60))
+    monkeypatch.setattr(runner.report, "facts", lambda: {"gpu": "none"})
+    monkeypatch.setattr(
+        sys, "argv", ["", "--slice", "behaviour", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        runner.main()
+    assert ended.value.code == 1 and sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.tgz", "rows.jsonl"]
+    rows = runner.read(tmp_path / "out" / "rows.jsonl")
+    assert {row["row"] for row in rows} == {"quality", "dali"} and all(row["gpu"] == "none" for row in rows)
+    with tarfile.open(tmp_path / "out" / "logs.tgz") as logs:
+        assert {"quality/log", "dali/log", "quality/result.json"} <= set(logs.getnames())
+
+
+def test_the_slices_have_every_row_once_and_are_listed(capsys, monkeypatch):
+    rows = [row for part in SLICES.values() for lane in part.lanes for row in lane]
+    assert sorted(rows) == sorted(ROWS) and all(part.minutes <= 8 for part in SLICES.values())
+    monkeypatch.setattr(sys, "argv", ["", "--slice"])
+    runner.main()
+    assert all(re.search(rf"^{name} +7.5 minutes: ", capsys.readouterr().out, re.MULTILINE) for name in list(SLICES)[:1])
 
 
 def test_a_row_ends_with_its_time_and_what_it_has_started_ends_with_it(tmp_path):
@@ -122,27 +153,76 @@ def test_a_wheel_may_come_in_pieces(tmp_path):
         (wheels / f"{name}.{number:02}").write_bytes(whole[first : first + 100])
     out = tmp_path / "out"
     out.mkdir()
-    environment = runner.with_wheels(argparse.Namespace(wheels=wheels, out=out))
+    environment = runner.with_wheels(argparse.Namespace(wheels=wheels, work=out))
     code = "import handed_over; print(handed_over.here)"
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout == "1\n"
 
 
-def test_the_page_has_a_line_for_each_row(tmp_path):
+WITH = {"driver": "580", "torch": "2.11.0", "cudnn": 91000, "python": "3.12.3", "cpu": "a Xeon", "commit": "abc1234"}
+FOUND = {"verdict": "passed", "seconds": 9.0, "judged": [{}, {}], "figures": {"error": 1}, **WITH}
+
+
+def test_the_page_has_the_newest_row_of_each_name_and_gpu(tmp_path):
     rows = [
+        {**FOUND, "row": "step", "gpu": "NVIDIA H100", "at": "2026-01-02 03:04"},
         {
+            **FOUND,
             "row": "step",
-            "verdict": "passed",
-            "seconds": 9.0,
-            "at": "2026-01-02 03:04",
-            "judged": [{}, {}],
-            "figures": {"error": 1},
+            "gpu": "NVIDIA H100",
+            "at": "2026-01-03 03:04",
+            "verdict": "failed",
+            "why": "2 is not below 1",
         },
-        {"row": "dali", "verdict": "missing", "seconds": 1.0, "at": "2026-01-02 03:05", "why": "not installed: nvidia.dali"},
+        {**FOUND, "row": "step", "gpu": "NVIDIA H200", "at": "2026-01-01 03:04"},
+        {**FOUND, "row": "quality", "gpu": "Rehearsal GPU", "at": "2026-01-01 03:04"},
     ]
-    report.write(rows, tmp_path / "GPU.md")
-    page = (tmp_path / "GPU.md").read_text()
-    assert "| step | passed | 9 | error 1 |" in page and "| dali | missing | 1 | not installed: nvidia.dali |" in page
-    assert f"torch {torch.__version__}" in page and "2026-01-02 03:04 to 2026-01-02 03:05" in page
+    kept, page = tmp_path / "gpu.jsonl", tmp_path / "GPU.md"
+    report.keep(rows[:1], kept, page)
+    report.keep(rows[1:], kept, page)
+    report.keep(rows, kept, page)  # nothing twice
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == rows[:3]
+    text = page.read_text()
+    assert text.count("| step |") == 2 and "quality" not in text and text.index("## NVIDIA H100") < text.index("## NVIDIA H200")
+    assert (
+        "| step | failed | 9 | 2 is not below 1; error 1 | 2026-01-03 03:04, torch 2.11.0, cuDNN 91000, driver 580, Python 3.12.3, a Xeon, abc1234 |"
+        in text
+    )
+
+
+def test_the_page_is_that_of_the_rows_that_are_kept(tmp_path):
+    report.keep([], report.KEPT, tmp_path / "GPU.md")
+    assert (tmp_path / "GPU.md").read_text() == report.PAGE.read_text()
+
+
+def test_an_epoch_that_ends_in_a_measured_window_is_an_error_and_not_a_figure(tmp_path):
+    words = [sys.executable, "-m", "tests.gpu.measured", 3, 9, "jobs/train.py", *TINY, "--max_samples", 160, "--batch_size", 32]
+    done = subprocess.run(
+        [*map(str, words), "--output_dir", tmp_path / "out"], cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 1 and "an epoch ended after step 5, which lies in the measured window from 3 to 9" in done.stderr
+
+
+def test_a_job_is_measured_in_three_windows(tmp_path):
+    words = [sys.executable, "-m", "tests.gpu.measured", 3, 9, "jobs/train.py", *TINY, "--max_samples", 160, "--batch_size", 16]
+    done = subprocess.run(
+        [*map(str, words), "--output_dir", tmp_path / "out"], cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
+    found = rows.last_json(done.stdout)
+    assert done.returncode == 0 and len(found["images/s"]) == 3 and min(found["images/s"]) > 0, done.stderr
+
+
+def test_one_epoch_of_cifar_has_as_many_images_as_the_window_takes():
+    images = np.arange(5 * 12, dtype=np.uint8).reshape(5, 3, 2, 2)
+    data = cifar10.ImageArrays(images, np.arange(5), ["a"])
+    train, test = measured.repeated(lambda args: (data, data), 12)(None)
+    assert len(train) == 12 and len(test) == 5 and train.labels.tolist() == [*range(5), *range(5), 0, 1]
+    assert torch.equal(train.images[7], data.images[2]) and train.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_printed_behind_the_result_does_not_hide_it():
+    assert rows.last_json('{"a": 1}\n[W1127] a warning\n') == {"a": 1}
+    with pytest.raises(RuntimeError, match="no line is JSON: nothing"):
+        rows.last_json("nothing")
 
 
 def test_each_row_fits_in_a_slice_of_nine_minutes():

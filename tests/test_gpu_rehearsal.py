@@ -151,7 +151,21 @@ print(json.dumps(found))
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_of_make_gpu_comes_to_its_end(tmp_path, row):
     """Numbers mean nothing here, so they are not judged; how the programs behave is."""
-    words = [sys.executable, "-m", "tests.gpu", "--out", tmp_path, "--rounds", "1", "--slower", "4", "--only", row]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.gpu",
+        "--out",
+        tmp_path,
+        "--work",
+        tmp_path / "work",
+        "--rounds",
+        "1",
+        "--slower",
+        "4",
+        "--only",
+        row,
+    ]
     printed = rehearse(ROOT, *words, seconds=2400, OMP_NUM_THREADS="2")
     (found,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert found["verdict"] in ("passed", "not judged"), printed

@@ -1,8 +1,10 @@
 """What the jobs are measured beside: the loops that people write, on batches that are on the GPU already.
 
-Each returns images a second. The reference loop is that of torchvision's documentation: SGD, label smoothing, autocast, channels last.
+Each returns images a second, in three windows. The reference loop is that of torchvision's documentation: SGD, label smoothing, autocast, channels last.
 """
 
+import json
+import multiprocessing
 import os
 import time
 
@@ -12,24 +14,33 @@ from common.models import resnet18
 
 GPU = torch.device("cuda")
 WARM_UP = 20
+SECONDS = 1.2  # of warming up, until the clocks are high, and of each window
 
 
-def rate(step, images, steps, warm_up=WARM_UP):
+def rate(step, images):
     """`step()` over and over, timed after some that warm up."""
-    for _ in range(warm_up):
-        step()
-    torch.cuda.synchronize()
+    timed(step, 3)  # what is tuned at first
+    steps, seconds = timed(step, WARM_UP)
+    steps, seconds = timed(step, max(5, int(SECONDS * steps / seconds)))
+    count = max(5, int(SECONDS * steps / seconds))
+    return [count * images / timed(step, count)[1] for _ in range(3)]
+
+
+def timed(step, count):
+    """(count, the seconds that so many took)"""
     began = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(count):
         step()
     torch.cuda.synchronize()
-    return steps * images / (time.perf_counter() - began)
+    return count, time.perf_counter() - began
 
 
-def show(figure):
-    """Print it and end at once. Autograd's thread may still have to let go of a Python object of the last backward pass; where the
-    interpreter is taken apart at that moment, the process is aborted."""
-    print(figure, flush=True)
+def show(figures):
+    """Print them and end at once. Autograd's thread may still have to let go of a Python object of the last backward pass; where the
+    interpreter is taken apart at that moment, the process is aborted. Loader workers would hold the pipe until they notice."""
+    print(json.dumps(figures), flush=True)
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0)
 
 
@@ -53,11 +64,11 @@ def cifar(batch, half):
     return step
 
 
-def plain_cifar(batch=128, half=False, steps=200):
-    return rate(cifar(batch, half), batch, steps)
+def plain_cifar(batch=128, half=False):
+    return rate(cifar(batch, half), batch)
 
 
-def captured_cifar(batch=128, half=False, steps=200):
+def captured_cifar(batch=128, half=False):
     """The same step as one CUDA graph."""
     step, beside = cifar(batch, half), torch.cuda.Stream()
     with torch.cuda.stream(beside):
@@ -67,16 +78,16 @@ def captured_cifar(batch=128, half=False, steps=200):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return rate(graph.replay, batch, steps)
+    return rate(graph.replay, batch)
 
 
-def reference(batches, steps, classes=1000, warm_up=WARM_UP):
-    """torchvision's reference loop with float16 and a scaler, on these (images, labels)."""
+def reference(batches, classes=1000, dtype="float16"):
+    """torchvision's reference loop in half precision, with a scaler for float16, on these (images, labels)."""
     import torchvision
 
     model = torchvision.models.resnet50(num_classes=classes).to(GPU).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    loss_fn, scaler = torch.nn.CrossEntropyLoss(label_smoothing=0.1), torch.amp.GradScaler("cuda")
+    loss_fn, scaler = torch.nn.CrossEntropyLoss(label_smoothing=0.1), torch.amp.GradScaler("cuda", enabled=dtype == "float16")
     torch.backends.cudnn.benchmark = True
     seen = 0
 
@@ -85,7 +96,7 @@ def reference(batches, steps, classes=1000, warm_up=WARM_UP):
         images, labels = next(batches)
         seen = len(images)
         images, labels = images.to(GPU, non_blocking=True), labels.to(GPU, non_blocking=True)
-        with torch.autocast("cuda", torch.float16):
+        with torch.autocast("cuda", getattr(torch, dtype)):
             loss = loss_fn(model(images.to(memory_format=torch.channels_last)), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -93,7 +104,7 @@ def reference(batches, steps, classes=1000, warm_up=WARM_UP):
         scaler.update()
 
     step()
-    return rate(step, seen, steps, warm_up)
+    return rate(step, seen)
 
 
 def noise(batch, size=224):
@@ -120,16 +131,18 @@ def photographs(folder, batch, workers):
 
 
 def loading(batches, seconds):
-    """Images a second of a loader alone, each batch on the GPU."""
+    """Of a loader alone, each batch on the GPU."""
     next(batches)
-    torch.cuda.synchronize()
-    began, seen = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        images, labels = next(batches)
-        images.to(GPU, non_blocking=True), labels.to(GPU, non_blocking=True)
-        seen += len(images)
-    torch.cuda.synchronize()
-    return seen / (time.perf_counter() - began)
+    rates = []
+    for _ in range(3):
+        began, seen = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds / 3:
+            images, labels = next(batches)
+            images.to(GPU, non_blocking=True), labels.to(GPU, non_blocking=True)
+            seen += len(images)
+        torch.cuda.synchronize()
+        rates.append(seen / (time.perf_counter() - began))
+    return rates
 
 
 def decoding(folder, batch=128):
@@ -143,4 +156,4 @@ def decoding(folder, batch=128):
     def step():
         io.decode_jpeg(files[:batch], device="cuda")
 
-    return rate(step, min(batch, len(files)), 20)
+    return rate(step, min(batch, len(files)))

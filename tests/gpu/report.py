@@ -1,11 +1,21 @@
-"""The results of `make gpu` for a reader: a line while it runs, a table at its end, and tests/benchmarks/GPU.md."""
+"""The results of `make gpu` for a reader: a line while it runs, a table at its end, and what is kept of them: gpu.jsonl and GPU.md."""
 
+import json
 import platform
+import re
 import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from tests.jobs import ROOT
+
+KEPT = ROOT / "tests" / "benchmarks" / "gpu.jsonl"
+PAGE = KEPT.with_name("GPU.md")
 
 WHAT = """# On a GPU
 
-Written by `make gpu` (`python -m tests.gpu --out FOLDER --budget MINUTES`). A row that is not here has not been run on a GPU.
+Made from gpu.jsonl by `python3 -m tests.gpu --page`: the newest row of each name on each GPU. A row that is not here has not been run on a
+GPU. Two ranks on one GPU talk through Gloo, so nothing here shows NCCL with two ranks.
 """
 
 
@@ -24,23 +34,44 @@ def table(rows):
     return "\n".join([*lines, ", ".join(f"{number} {verdict}" for verdict, number in counts.items())])
 
 
-def write(rows, path):
-    lines = [WHAT, f"{machine()}; {min(row['at'] for row in rows)} to {max(row['at'] for row in rows)}.\n"]
-    lines += ["| row | verdict | seconds | what was found |", "|---|---|---|---|"]
-    for row in rows:
-        figures = "; ".join(f"{name} {value}" for name, value in row.get("figures", {}).items())
-        found = "; ".join(filter(None, [row.get("why", ""), figures])) or f"{len(row.get('judged', []))} checks hold"
-        lines.append(f"| {row['row']} | {row['verdict']} | {row['seconds']:.0f} | {found.replace('|', '/')[:600]} |")
-    path.write_text("\n".join(lines) + "\n")
+def keep(new, kept=KEPT, page=PAGE):
+    """Add the rows that are not there yet, but none of a stand-in, and write the page."""
+    rows = [json.loads(text) for text in kept.read_text().splitlines()] if kept.exists() else []
+    rows += [row for row in new if row not in rows and "Rehearsal" not in row["gpu"]]
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    newest = {(row["gpu"], row["row"]): row for row in sorted(rows, key=lambda row: row["at"])}
+    lines = [WHAT, *([] if rows else ["No row has been run yet."])]
+    for gpu in sorted({gpu for gpu, _ in newest}):
+        lines += [f"## {gpu}\n", "| row | verdict | seconds | what was found | when, and with what |", "|---|---|---|---|---|"]
+        lines += [cells(row) for (name, _), row in newest.items() if name == gpu]
+        lines.append("")
+    page.write_text("\n".join(lines).rstrip() + "\n")
 
 
-def machine():
+def cells(row):
+    figures = "; ".join(f"{name} {value}" for name, value in row.get("figures", {}).items())
+    found = "; ".join(filter(None, [row.get("why", ""), figures])) or f"{len(row.get('judged', []))} checks hold"
+    where = f"{row['at']}, torch {row['torch']}, cuDNN {row['cudnn']}, driver {row['driver']}, Python {row['python']}, {row['cpu']}, {row['commit']}"
+    found, where = (re.sub(r"\s+", " ", text).replace("|", "/")[:600] for text in (found, where))
+    return f"| {row['row']} | {row['verdict']} | {row['seconds']:.0f} | {found} | {where} |"
+
+
+def facts():
+    """What every row states of the machine; nothing here begins to use the GPU."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    gpu, _, driver = query[0].partition(", ") if query else ("no GPU", "", "unknown")
+    processor = re.search("^model name[^:]*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "gpu": gpu, "driver": driver, "torch": metadata.version("torch"), "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(), "cpu": processor[1] if processor else platform.machine(),
+        "commit": output("git", "-C", ROOT, "rev-parse", "--short", "HEAD").strip() or "unknown",
+    }  # fmt: skip
+
+
+def output(*words):
     try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
+        return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=30).stdout
     except OSError:
-        driver = "unknown"
-    return f"{', '.join(gpus) or 'no GPU'}, driver {driver}, torch {torch.__version__}, Python {platform.python_version()}"
+        return ""

@@ -1,5 +1,6 @@
 """What a row of `make gpu` is, and what it may ask for. A row measures, and hands what it measured to a function of judge.py."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -55,14 +56,24 @@ class Row:
 
 
 def need(*modules: str) -> None:
-    absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    absent = [module for module in modules if not is_there(module)]
     if absent:
         raise Missing(f"not installed: {', '.join(absent)}")
 
 
+def is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
 def last_json(printed: str) -> Any:
-    """The last line of a program that prints JSON at its end."""
-    return json.loads(printed.strip().splitlines()[-1])
+    """The last line of a program that is JSON: behind it may be a warning of what ends later."""
+    for line in reversed(printed.strip().splitlines()):
+        with contextlib.suppress(ValueError):
+            return json.loads(line)
+    raise RuntimeError(f"no line is JSON: {printed[-500:]}")
 
 
 Measure = Callable[[Row], None]

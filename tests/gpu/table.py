@@ -1,4 +1,4 @@
-"""The rows of `make gpu`, the most important first, and the seconds that each may take."""
+"""The rows of `make gpu`, the most important first, and the seconds that each may take; slices of them that take eight minutes."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,7 @@ class Entry:
 
 ROWS = {
     "machine": Entry(machine.the_doctor_sees_what_the_driver_says, 120),
-    "jobs": Entry(runs.every_job_runs, 400),
-    "waiting": Entry(runs.no_step_waits_for_the_gpu, 400),
+    "jobs": Entry(runs.every_job_runs_and_no_step_waits, 400),
     "batches": Entry(machine.batches_are_those_of_the_cpu, 60),
     "step": Entry(machine.a_step_is_that_of_the_cpu, 90),
     "buffers": Entry(machine.buffers_are_not_read_after_they_were_given_back, 120),
@@ -26,7 +25,7 @@ ROWS = {
     "devices": Entry(runs.a_checkpoint_goes_on_on_the_other_device, 150),
     "trace": Entry(runs.a_trace_of_the_gpu, 90),
     "quality": Entry(machine.quality_is_that_of_the_cpu, 60),
-    "compile": Entry(runs.compiled_jobs_learn_the_same_and_are_compiled_once, 240),
+    "compile": Entry(runs.compiled_jobs_learn_the_same_and_are_compiled_once, 400),
     "cifar speed": Entry(speed.training_on_cifar, 400),
     "resnet50 speed": Entry(speed.resnet50_on_noise, 400),
     "dali": Entry(machine.dali_gives_the_same_batches, 90),
@@ -34,7 +33,39 @@ ROWS = {
     "loaders": Entry(speed.loaders, 300),
     "start": Entry(speed.from_the_start_to_the_first_step, 90),
     "checkpoint stall": Entry(speed.a_checkpoint_is_saved_meanwhile, 60),
-    "thirty epochs": Entry(speed.thirty_epochs_of_cifar, 120),
+    "thirty epochs": Entry(speed.thirty_epochs_of_cifar, 200),
     "speedrun": Entry(speed.speedrun_beside_airbench, 240),
     "pages": Entry(runs.commands_of_the_pages, 240),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    about: str  # what it shows, and what has to lie beside it
+    lanes: list[list[str]]  # rows one after the other; the lanes beside each other
+    minutes: float = 7.5
+
+
+SLICES = {
+    "behaviour": Slice(
+        "whether everything works; needs nothing beside it",
+        [
+            ["machine", "jobs", "trace"],
+            ["compile", "overflow"],
+            ["step", "batches", "quality", "buffers", "kills", "devices"],
+            ["exact", "two ranks", "pages"],
+        ],
+    ),
+    "resnet50": Slice(
+        "ResNet-50, both half precisions, eager and compiled; needs nothing beside it",
+        [["start", "resnet50 speed", "checkpoint stall"]],
+    ),
+    "cifar": Slice("a step of the CIFAR jobs beside plain loops; needs nothing beside it", [["cifar speed"]]),
+    "photographs": Slice(
+        "all cores feeding one GPU; --data FOLDER with imagenet/{train,val}, --wheels FOLDER with nvImageCodec's",
+        [["photographs speed", "loaders", "dali"]],
+    ),
+    "accuracy": Slice(
+        "94 % beside airbench94, and thirty epochs; --data FOLDER with cifar-10-batches-py", [["speedrun", "thirty epochs"]]
+    ),
 }
