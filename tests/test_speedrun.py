@@ -69,6 +69,21 @@ def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(mon
     assert torch.equal(first, ~second) and 0 < first.sum() < 60
 
 
+def test_a_network_that_was_compiled_is_used_again_and_has_the_bits_of_a_new_one(monkeypatch):
+    monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (5, 0.0, 0.6, {16: 1}))
+    arguments = type("Arguments", (), {"net": "small", "target": 0.8})
+    data = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (20,))
+    compiled = speedrun.run(arguments, torch.device("cpu"), data, seed=0, steps_of_a_size=1)
+    again = speedrun.run(arguments, torch.device("cpu"), data, seed=1, compiled=compiled)
+    new = speedrun.run(arguments, torch.device("cpu"), data, seed=1)
+    assert again is compiled and new is not compiled
+    for name, value in new.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert [norm.momentum for norm in again.modules() if hasattr(norm, "momentum")] == [
+        norm.momentum for norm in new.modules() if hasattr(norm, "momentum")
+    ]
+
+
 # --- The optimizer and the networks ------------------------------------------------------------------------------------
 
 
@@ -185,7 +200,7 @@ def test_it_learns_synthetic_images_and_keeps_its_runs(tmp_path, monkeypatch, ca
 
 def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
     kept = {}
-    monkeypatch.setattr(speedrun, "run", lambda args, device, train, seed: kept.update(trained=train))
+    monkeypatch.setattr(speedrun, "run", lambda args, device, train, seed, compiled: kept.update(trained=train))
     monkeypatch.setattr(speedrun, "accuracy", lambda model, *data: kept.update(tested=data) or 0.0)
     monkeypatch.setattr(speedrun, "HELD_OUT", 100)
     main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}")
@@ -220,7 +235,7 @@ def test_norms_and_biases_alone_learn_fast(monkeypatch):
 def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tmp_path):
     there = []
 
-    def run(args, device, train, seed):
+    def run(args, device, train, seed, compiled):
         there.append(
             [item["Key"] for item in store.client().list_objects_v2(Bucket="data", Prefix="speed/").get("Contents", [])]
         )
@@ -238,16 +253,13 @@ def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tm
     assert [json.loads(line)["seed"] for line in lines] == [0, 1, 7]
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--held_out=true"], "holds out 5000 of the training images, and there are 5000"),
-        (["--target=0.94"], "no recipe for --net small --target 0.94"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, options, words):
-    with pytest.raises(UserError, match=words):
-        main(monkeypatch, f"--output_dir={tmp_path}", *options)
+def test_there_is_a_recipe_for_each_network_and_target():
+    assert sorted(speedrun.RECIPES) == [(net, target) for net in sorted(speedrun.NETS) for target in (0.80, 0.94)]
+
+
+def test_so_few_images_that_none_would_be_left_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="holds out 5000 of the training images, and there are 5000"):
+        main(monkeypatch, f"--output_dir={tmp_path}", "--held_out=true")
 
 
 def test_the_doctor_is_sent_to_another_job(tmp_path, monkeypatch, capsys):
