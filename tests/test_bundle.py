@@ -149,6 +149,15 @@ def test_a_module_in_a_package_of_a_package_works(deep, empty, form, without_ini
     assert done.stdout == f"{imported}common.outer.inner.deep\n", done.stderr
 
 
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_job_that_is_a_link_is_bundled_under_the_name_that_was_given(deep, empty, form, monkeypatch):
+    link = deep.with_name("link.py")
+    link.symlink_to("deep.py")
+    monkeypatch.chdir(empty)
+    assert bundle.main([str(link), *(["--folder", "out"] if form == "folder" else [])]) == 0
+    assert (empty / ("out/jobs/link.py" if form == "folder" else "dist/link.py")).exists()
+
+
 def test_the_packages_beside_are_those_of_the_newest_bundle(deep, empty, capsys):
     for package in ("scipy", "json"):
         (deep.parent / f"{package}_job.py").write_text(f"import {package}\n{DEEP_JOB}")
@@ -194,6 +203,7 @@ def test_files_that_a_module_reads_beside_itself_go_along_in_a_folder(deep, empt
     place.parent.mkdir(exist_ok=True)
     place.write_text("good morning")
     (folder / "private.txt").write_text("no module names this")
+    (place.parent / ".private.txt").write_text("hidden, in the folder that a module may name")
     add(folder / "deep.py", f"from pathlib import Path\n\nprint(({words}).read_text())")
     assert bundle.main([str(deep), "-o", str(empty / "deep.py")]) == 2
     assert (
@@ -201,7 +211,7 @@ def test_files_that_a_module_reads_beside_itself_go_along_in_a_folder(deep, empt
     )
     assert bundle.main([str(deep), "--folder", str(empty)]) == 0
     done = run([sys.executable, str(empty / "jobs" / "deep.py")], cwd=empty, env=environment())
-    assert "good morning" in done.stdout and not list(empty.rglob("private.txt")), done.stderr
+    assert "good morning" in done.stdout and not list(empty.rglob("*private.txt")), done.stderr
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])

@@ -90,14 +90,8 @@ def is_replaced(url: str, path: str) -> bool:
             length, changed = stated_length(url, answer), answer.headers.get("Last-Modified")
         younger = bool(changed) and email.utils.parsedate_to_datetime(changed).timestamp() > os.path.getmtime(path)
         return younger or length not in (None, os.path.getsize(path))
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        http.client.HTTPException,
-        UserError,
-    ):  # no Internet, or an address that answers only once
-        return False
+    except (OSError, ValueError, TypeError, http.client.HTTPException, UserError):
+        return False  # no Internet, or an address that answers only once
 
 
 def _damage(archive: str) -> str:

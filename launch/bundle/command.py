@@ -110,7 +110,7 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
 def run(options: argparse.Namespace) -> None:
     if options.engine:
         engines.read(options.engine)
-    job = Path(options.job).resolve()
+    job = Path(options.job).absolute()
     if options.folder:
         count, size = write_folder(options.job, options.folder, options.overwrite)
         untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))

@@ -104,4 +104,5 @@ def files_beside(path: Path) -> list[Path]:
         return []
     named = [path.parent / text for text in _texts_in(path) if re.fullmatch(r"\w[\w./-]*", text)]
     found = {file for place in named for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()}
-    return sorted(file for file in found if file.suffix not in (".py", ".pyc"))
+    hidden = {file for file in found if any(part.startswith(".") for part in file.relative_to(path.parent).parts)}
+    return sorted(file for file in found - hidden if file.suffix not in (".py", ".pyc"))
