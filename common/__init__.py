@@ -1,1 +1,1 @@
-"""What every job shares."""
+"""Code that all jobs share."""

@@ -1,8 +1,8 @@
 """The command-line options of a job: their groups and defaults. typed.py defines how they may be typed.
 
 parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
-args = arguments.parse(parser)                       # args.world: where this process is; args.input: what it will read;
-                                                     # args.given: the options that were given, as they were
+args = arguments.parse(parser)                       # args.world: node and rank of this process; args.input: its data;
+                                                     # args.given: {option: value} as on the command line
 """
 
 import argparse
@@ -21,7 +21,7 @@ from common.typed import boolean
 from common.version import VERSION
 from common.world import folders
 
-LARGEST = 2**53  # what comes behind computes with whole numbers as it does with floats
+LARGEST = 2**53  # whole numbers stay below it, so that a float holds each of them exactly
 
 
 def number(
@@ -31,7 +31,7 @@ def number(
     below: Optional[float] = None,
     at_most: Optional[float] = None,
 ) -> Callable[[str], Any]:
-    """Return a type for argparse: a finite `kind` (int or float) inside the stated bounds."""
+    """Return a `type` for argparse that accepts a finite int or float within these bounds; an int also below LARGEST."""
     bounds = [
         ("at least", at_least, operator.ge),
         ("above", above, operator.gt),
@@ -63,17 +63,17 @@ POSITIVE = number(float, above=0)
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What a job will read, as far as its arguments tell, before anything is opened."""
+    """The data that a job will read, as far as its arguments tell before anything is opened."""
 
-    address: Optional[str] = None  # of data in a bucket or on a web server
-    fetched: bool = True  # whether they are copied to this machine before the training
+    address: Optional[str] = None  # of the data, if they are in a bucket or on a web server
+    fetched: bool = True  # whether the data at that address are copied to this machine before training
     synthetic: bool = False
     remedies: tuple[str, ...] = ()  # suggestions that could make the loader faster
-    needs: tuple[str, ...] = ()  # what its loader needs of the device (common/devices/kinds.py)
+    needs: tuple[str, ...] = ()  # features that its loader needs of the device, as in common/devices/kinds.py
 
 
 class Arguments(argparse.Namespace):
-    """The options of a job, read-only after parsing. All parts of a job therefore see the same values."""
+    """The parsed options of a job. They cannot be set, so that no part of a job changes them for another; see replaced()."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -83,10 +83,10 @@ class Arguments(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a job's options. `reads(args)` returns the Input: the data set sets it, and another loader may replace it.
+    """The parser of a job's options. The module of the data set or loader sets `reads(args)`, which returns the Input.
 
     `recipes`: {value of --recipe: {option: default}}. `respell(parser, words)` translates the options of another program. It
-    returns the words for this parser, and remarks about options without a meaning here.
+    returns the words for this parser, and remarks on options that have no effect here.
     """
 
     reads: Callable[..., Input] = staticmethod(lambda args: Input())
@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The job's docstring as it is written, and the default of every option that has one."""
+    """Formats --help: the job's docstring as it is written, and the default of each option that has one."""
 
     def _get_help_string(self, action):
         if action.type is boolean and action.default is not None:
@@ -118,13 +118,13 @@ def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
 
 
 def add_compile(group: argparse._ArgumentGroup) -> None:
-    """Add the option of jobs that call devices.compile_network."""
+    """Add --compile, for jobs that call devices.compile_network()."""
     does = "torch.compile the network: faster steps, after first ones that take a minute"
     group.add_argument("--compile", type=boolean, default=False, help=does)
 
 
 def bare_parser(doc: Optional[str], data: str) -> Parser:
-    """Return the options of a program with its own training loop: device and seed, data and output, what platforms append."""
+    """Return a parser for a program with a training loop of its own (jobs/speedrun.py). `data`: the help of --data_url."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     absent = {
         "doctor": False,
@@ -138,7 +138,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "print_freq": None,
         "run_epochs": None,
     }
-    # Only some jobs have options for these, need what not every device has, or say what their data are (for the report).
+    # For jobs that have no such options, need no special device, or do not describe their data for the report.
     parser.set_defaults(**absent, needs=(), data=None)
     rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
 
@@ -178,7 +178,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
 
 
 def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Parser:
-    """Return the options of every job; `data`: the help of --data_url. A job sets its own defaults with set_defaults."""
+    """Return a parser with the options of a training job. `data`: help of --data_url; `workers`: default of --workers."""
     parser = bare_parser(doc, data)
 
     add = group(parser, "training").add_argument
@@ -219,13 +219,13 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
 
 
 def explain(parser: Parser, **texts: str) -> None:
-    """Replace the help of options that mean something else in this job."""
+    """Replace the help of options whose meaning differs in this job: option=text."""
     for action in parser._actions:
         action.help = texts.get(action.dest, action.help)
 
 
 def also_named(parser: Parser, names: Mapping[str, str]) -> None:
-    """Add other names of options: {other name: option}, both without dashes."""
+    """Accept other names for options: {other name: option}, both without dashes."""
     for name, meant in names.items():
         action = parser._option_string_actions[f"--{meant}"]
         action.option_strings = [*action.option_strings, f"--{name}"]
@@ -233,12 +233,12 @@ def also_named(parser: Parser, names: Mapping[str, str]) -> None:
 
 
 def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
-    """Return the group of options whose title begins so."""
+    """Return the group of options whose title begins with `title`."""
     return next(group for group in parser._action_groups if (group.title or "").startswith(title))
 
 
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Return the arguments, with folders and the place of this process as the platform gives them. A mistake exits with 2."""
+    """Parse the options; find the folders and the place of this process. A wrong option ends the process with exit code 2."""
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.as_meant(parser, words)
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
@@ -264,7 +264,7 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     if args.world.rank == 0 and not heartbeat.has_parent():
         for remark in remarks:
             print(remark, flush=True)
-        if not args.doctor:  # which says it in a table
+        if not args.doctor:  # the doctor reports it in its table
             folders.require_writable(args.output_dir)
     args.input = parser.reads(args)
     moments.announce("world", args)
@@ -272,12 +272,12 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
 
 
 def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
-    """Return the arguments with other values, where a job settles what was left open; args.given still says what was asked."""
+    """Return a copy of the arguments with these values replaced or added. args.given stays, unless it is one of them."""
     return Arguments(**{**vars(args), **values})
 
 
 def _which_device(args):
-    """--device says the same as --enable_gpu, and which kind."""
+    """Set --enable_gpu according to --device, if that is given; raise UserError if the two contradict each other."""
     if args.device and args.enable_gpu in (None, args.device != "cpu"):
         args.enable_gpu = args.device != "cpu"
     elif args.device:
@@ -285,7 +285,7 @@ def _which_device(args):
 
 
 def plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of vars(args), or of args.given, that a checkpoint can hold; without secrets."""
+    """Return the strings, numbers, booleans and None among vars(args) or args.given, with secrets masked."""
     values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None)))}
     return {
         name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)

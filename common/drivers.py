@@ -1,6 +1,6 @@
 """The devices and driver versions of this machine, as the drivers report them. This module does not import torch.
 
-NVIDIA's own library reports NVIDIA's devices, because gVisor and WSL have no /dev/nvidia0. Ascend's devices are files.
+NVIDIA's library (NVML) counts its GPUs, because gVisor and WSL have no /dev/nvidia0. Ascend's NPUs are files in /dev.
 """
 
 import ctypes
@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Optional
 
-NVIDIA = Path("/sys/module/nvidia/version")  # also where no GPU was given to this container
+NVIDIA = Path("/sys/module/nvidia/version")  # exists even if this container was given no GPU
 DEVICES = Path("/dev")
-ASCEND = Path("/usr/local/Ascend")  # where the driver lies, and CANN unless ASCEND_HOME_PATH names another place
+ASCEND = Path("/usr/local/Ascend")  # the folder of the driver, and of CANN unless ASCEND_HOME_PATH names another
 
 
 def nvidia() -> Optional[str]:
@@ -23,7 +23,7 @@ def nvidia() -> Optional[str]:
 
 
 def gpus() -> int:
-    """Return the number of GPUs that this container may use, before CUDA_VISIBLE_DEVICES hides some of them."""
+    """Return the number of NVIDIA GPUs that this container may use, including those that CUDA_VISIBLE_DEVICES hides."""
     library, number = _library(), ctypes.c_uint()
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
 
@@ -55,7 +55,7 @@ def cann() -> Optional[str]:
 
 
 def _stated(file):
-    """Return the version that a file states in lines such as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]."""
+    """Return the version in a file, as in Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]; None without one."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

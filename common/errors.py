@@ -23,7 +23,7 @@ from common.secrets import mask
 STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
 
 
-# Where platforms show why a job failed, beside the end of its log: {file: what is there on this platform alone}.
+# Files that platforms show as the reason of a failure: {file: a path that exists only on its platform}.
 SHOWN = {
     "/opt/ml/output/failure": "/opt/ml/output",  # SageMaker, which shows 1024 characters
     "/dev/termination-log": "/dev/termination-log",  # Kubernetes
@@ -43,7 +43,7 @@ class TrainingFailed(RuntimeError):
     exit_code = 1
 
 
-# What a full or failing disk, or a limit of the system, answers: nothing was asked for wrongly, and later it may go well.
+# Errors of a full or failing disk, or of a limit of the system: the request was right, and may succeed later.
 OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 
 
@@ -52,12 +52,12 @@ def is_of_the_system(error: BaseException) -> bool:
 
 
 def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
-    """Return the error with this text: the request is impossible, or the system has failed, and a platform may start again."""
+    """Return TrainingFailed(text) if the system has failed, so that a restart may help; else UserError(text)."""
     return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
 
 
 def require_folder(name: str, folder: str, advice: str) -> None:
-    """Raise an error that says whether the folder that was given as `name` is missing, is no folder, or cannot be read."""
+    """Raise an error that ends with `advice` if the folder, given as `name`, is missing, is no folder, or cannot be read."""
     try:
         os.scandir(folder).close()
     except FileNotFoundError:
@@ -69,21 +69,21 @@ def require_folder(name: str, folder: str, advice: str) -> None:
 
 
 class SampleError(Exception):
-    """A data set could not give a sample. No RuntimeError, so that its text is never taken for that of a lost connection."""
+    """A data set gave no sample. Not a RuntimeError, so that is_victim() does not take its text for a lost connection."""
 
     @property
     def line(self) -> str:
-        """Return the number of the sample and its error. Torch puts the traceback of a loader's worker before them."""
+        """The sample and its error, without the traceback that torch puts before them in a loader process."""
         return str(self).rpartition(f"{type(self).__name__}: ")[2].strip()
 
 
 def one_line(text: object) -> str:
-    """Return `text` without secrets and control characters: a file name must not be able to forge a line of the log."""
+    """Return `text` with secrets masked and control characters escaped, so that no file name can forge a line of the log."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))
 
 
 def show(text: object) -> None:
-    """Say why the job ends: as the last line of its log, and where the platform looks for it."""
+    """Print why the job ends as a line on stderr, and write it to the file in which the platform looks for the reason."""
     line = f"error: {one_line(text)}"
     print(line, file=sys.stderr, flush=True)
     for path, there in SHOWN.items():
@@ -93,7 +93,7 @@ def show(text: object) -> None:
 
 
 def _write_first(path: str, line: str) -> None:
-    """The first cause stays, where a node's processes were started one by one; one of an earlier start is replaced."""
+    """Write the line, unless another process has done so since this one was started: on a node, the first cause is kept."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     with open(file, "w", errors="replace") as opened:
         try:
@@ -109,7 +109,7 @@ def _write_first(path: str, line: str) -> None:
 
 
 def _started() -> float:
-    """When this process was, by the clock of files; the kernel counts from the start of the machine."""
+    """Return when this process was started, in seconds since the epoch as for files; the kernel counts from boot."""
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -121,7 +121,7 @@ def count(number: int, one: str, several: Optional[str] = None) -> str:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether this is a collective that broke because another rank was lost."""
+    """Whether this looks like the error of a collective or connection that broke because another rank was lost."""
     names = {kind.__name__ for kind in type(error).__mro__}
     spoken = re.search(r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE)
     return "DistError" in names or (isinstance(error, RuntimeError) and spoken is not None)

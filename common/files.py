@@ -1,8 +1,8 @@
-"""Atomic files: each is whole under its name or not there. Safe access where somebody else may have planted a file.
+"""Atomic writes: a file is whole under its name or not there. Safe access where another user may have planted a link or a pipe.
 
-A frozen machine may continue hours later, between a check and the write after it. A start that claims a folder therefore makes
-a subfolder of its own. It writes each file there and then renames it to its place; it also moves a file there to delete it. The
-next start takes this subfolder away, so all later writes of the earlier start fail and change nothing.
+A run may be started again while an earlier start of it is still there, such as on a frozen machine that continues hours later.
+Each start therefore makes a subfolder of its own in the folder that it claims. It writes a file there and renames it to its
+place, and it moves a file there to delete it. The next start takes this subfolder away, so later writes of the old one fail.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ from common.errors import UserError
 
 MIB = 1 << 20
 TEMPORARY = ".unfinished"  # the ending of a file that is being written
-CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: its own in there}
+CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: the subfolder through which it writes}
 
 
 class TakenOver(UserError):
-    """Another start has claimed the folder, or it is gone. A UserError, as a restart would end that other start."""
+    """The folder was moved, deleted, or claimed by another start. A UserError, as a restart would take it from that start."""
 
     def __init__(self, place: str):
         gone = [folder for folder, own in CLAIMED.items() if _is_gone(own)]
-        moved = any(not os.path.isdir(folder) or not os.listdir(folder) for folder in gone)  # another start leaves something
+        moved = any(not os.path.isdir(folder) or not os.listdir(folder) for folder in gone)  # a start leaves its subfolder
         why = "the folder was moved or deleted" if moved else "another start of this run writes there by now"
         super().__init__(f"{place}: {why}, so this one ends")
 
 
 def claim(folder: str, name: str = "start", also: str = "") -> list[str]:
-    """From here on this process writes in the folder, and whoever has claimed it under this name before cannot any more.
+    """Claim a folder for this process. An earlier process that has claimed it under this `name` can no longer write in it.
 
-    `also`: another folder that goes with it. Returns what the one before had not finished, until tidy() removes it.
+    `also`: a folder to claim with it. Returns the unfinished files of earlier starts, which remain until tidy() is called.
     """
     folder = os.path.realpath(folder)
     own = os.path.join(folder, f".{name}-{secrets.token_hex(6)}")
@@ -50,11 +50,11 @@ def claim(folder: str, name: str = "start", also: str = "") -> list[str]:
         if other != own:
             try:
                 os.rename(other, os.path.join(own, os.path.basename(other)))
-            except OSError:  # yet another start has been faster, or this disk renames no folders
+            except OSError:  # a third start was faster, or this disk cannot rename folders
                 shutil.rmtree(other, ignore_errors=True)
     CLAIMED[folder] = own
     if also and os.stat(also).st_dev == os.stat(own).st_dev:
-        CLAIMED[os.path.realpath(also)] = own  # at one moment, so that of two starts one has both
+        CLAIMED[os.path.realpath(also)] = own  # one subfolder for both, so that one of two starts at a time gets both
     elif also:
         claim(also, name)
     found = [os.path.join(where, name) for where, _, names in os.walk(own) for name in names]
@@ -62,26 +62,26 @@ def claim(folder: str, name: str = "start", also: str = "") -> list[str]:
 
 
 def tidy() -> None:
-    """Remove what claim() has taken away."""
+    """Remove the subfolders of earlier starts that claim() has moved into its own."""
     for own in CLAIMED.values():
         for other in glob.glob(os.path.join(glob.escape(own), ".*")):
             shutil.rmtree(other, ignore_errors=True)
 
 
 def release() -> None:
-    """What this process has claimed; the folders of its own go."""
+    """Give up all claims of this process, and remove its subfolders."""
     for own in CLAIMED.values():
         shutil.rmtree(own, ignore_errors=True)
     CLAIMED.clear()
 
 
 def taken_over() -> bool:
-    """Whether another start has claimed what this one had."""
+    """Whether a folder that this process has claimed was moved, deleted, or claimed by another start."""
     return any(map(_is_gone, CLAIMED.values()))
 
 
 def _is_gone(folder: str) -> bool:
-    """Whether the folder is gone; False where the disk fails."""
+    """Whether the folder no longer exists; False if the disk cannot tell."""
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +92,7 @@ def _is_gone(folder: str) -> bool:
 
 
 def _own(path: str) -> tuple[str, str]:
-    """Return (the folder that this process has claimed and that holds the path, its own in there), or empty."""
+    """Return (the claimed folder that holds `path`, this process's subfolder for it); ("", "") if there is none."""
     where = os.path.realpath(os.path.dirname(path)) + os.sep
     folder, own = max((pair for pair in CLAIMED.items() if where.startswith(pair[0] + os.sep)), default=("", ""))
     with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def _own(path: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def if_ours(path: str) -> Iterator[None]:
-    """TakenOver in place of the error that an operation on the path ends with, where that is why."""
+    """Raise TakenOver in place of an OSError of the body if the claim on the folder of `path` is lost."""
     try:
         yield
     except OSError:
@@ -114,7 +114,7 @@ def if_ours(path: str) -> Iterator[None]:
 
 
 def temporary(path: str) -> str:
-    """Return where a file is until it is whole."""
+    """Return where a file is while it is written: in this process's subfolder if it has claimed the folder."""
     folder, own = _own(path)
     if not own:
         return path + TEMPORARY
@@ -123,7 +123,7 @@ def temporary(path: str) -> str:
 
 
 def unfinished(path: str) -> list[str]:
-    """Return where this file may be, of whichever start, while it has not its name yet."""
+    """Return the files, of any start, that were written for this path and do not have their name yet."""
     folder, name = os.path.split(path)
     places = [path + TEMPORARY]
     for inside in (".start-*", os.path.join(".start-*", ".*")):
@@ -132,14 +132,14 @@ def unfinished(path: str) -> list[str]:
 
 
 def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
-    """The file exists under its name whole or not at all, even after a power cut."""
+    """Write a file that is whole under its name or leaves there what was before, even after a power cut."""
     write_aside(path, content)
     with _or_nothing(path):
         give_name(path)
 
 
 def write_aside(path: str, content: Union[bytes, memoryview]) -> None:
-    """Write the whole file under its temporary name; where that fails, nothing of it stays on the disk, which may be full."""
+    """Write a file under its temporary name and flush it to the disk. If that fails it is removed, as the disk may be full."""
     with if_ours(path), _or_nothing(path), create(temporary(path)) as file:
         file.write(content)
         file.flush()
@@ -157,10 +157,10 @@ def _or_nothing(path):
 
 
 def give_name(path: str) -> None:
-    """The file that write_aside() wrote appears under its name, and replaces what had it."""
+    """Rename the file that write_aside() wrote to its name, replacing a file that has it."""
     with if_ours(path):
         os.replace(temporary(path), path)
-    with contextlib.suppress(OSError):  # some mounted stores cannot; the digest in a manifest still tells an incomplete file
+    with contextlib.suppress(OSError):  # some mounted stores cannot; a manifest's digest still tells an incomplete file
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -169,14 +169,14 @@ def give_name(path: str) -> None:
 
 
 def create(path: str) -> BinaryIO:
-    """Create a new file, to write and read. What has its name is removed: a link that was planted there is not followed."""
+    """Create a file, to write and read. A file that has its name is removed, so that no link that was planted is followed."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b")
 
 
 def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
-    """Append all of it, or nothing where that fails."""
+    """Append all of the content; if that fails, cut the file back to its size before and raise the error."""
     size, left = file.seek(0, os.SEEK_END), memoryview(content)
     try:
         while left:
@@ -188,7 +188,7 @@ def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
 
 
 def drop_half_a_line(file: io.FileIO) -> None:
-    """Drop the last line, which a kill or a lost machine may have cut off: the next one would be appended to it."""
+    """Drop a last line without a line end, which a kill has cut off, so that the next line is not appended to it."""
     end = file.seek(0, os.SEEK_END)
     if end and file.seek(end - 1) and file.read(1) != b"\n":
         file.seek(0)
@@ -196,7 +196,7 @@ def drop_half_a_line(file: io.FileIO) -> None:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a file to read; OSError for a pipe, which would block until somebody writes, or a device, which may never end."""
+    """Open a regular file to read. Raises OSError for anything else: a pipe might block, and a device might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -213,7 +213,7 @@ def sha256(path: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Remove the file, if it is there."""
+    """Remove the file if it exists. Raises TakenOver if the claim on its folder is lost."""
     own = _own(path)[1]
     aside = os.path.join(own, f"removed-{threading.get_ident()}")
     with if_ours(path):
@@ -223,11 +223,11 @@ def remove(path: str) -> None:
             os.unlink(aside if own else path)
         except FileNotFoundError:
             if own:
-                os.stat(own)  # an error where it is that which is not there
+                os.stat(own)  # raises if it is the subfolder that is missing
 
 
 def own_copy(path: str, flags: int = 0) -> io.FileIO:
-    """Return the file, made if missing, to read and write; whoever opened it before no longer has the one of this name."""
+    """Replace the file with a copy (or an empty file) and return that, to read and write; earlier starts keep the old one."""
     place = temporary(path)
     with if_ours(path), _or_nothing(path):
         file = io.FileIO(os.open(place, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | flags, 0o666), "r+b")
@@ -241,10 +241,10 @@ def own_copy(path: str, flags: int = 0) -> io.FileIO:
 
 
 def scratch_folder() -> str:
-    """Create a temporary folder for this process and its forks, and remove those of processes that have been killed.
+    """Create a temporary folder for this process and its forks, and remove those that killed processes have left.
 
-    Such a process removes nothing itself. The lock on its folder ends with the last of its forks. The folder's name tells the
-    host, as not every disk that several hosts share tells one of the locks of another.
+    The lock on a folder ends with the last fork of its process. The folder's name holds a digest of the host's name, because on
+    a disk that hosts share, one host may not see the locks of another.
     """
     prefix = f"anyrank-run-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
     for other in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{prefix}*")):

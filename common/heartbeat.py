@@ -1,4 +1,4 @@
-"""The status that a worker reports to the parent process of its node: its phase, its number of steps, why it failed.
+"""The status that a worker reports to its node's parent process or its watcher: phase, number of steps, why it failed.
 
 One environment variable names the files. The pulse is a few bytes of shared memory, written with every change and read at least
 twice a second. The fault is a line of JSON, written once. Without a parent or a watcher, neither is read.
@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Optional
 
-FILES = "ANYRANK_WORKER"  # set by the parent: the beginning of the names of this worker's files
-PARENT = "ANYRANK_PARENT"  # and the parent's process id
+FILES = "ANYRANK_WORKER"  # set if there is a parent or a watcher: the prefix of this worker's file names
+PARENT = "ANYRANK_PARENT"  # set by the parent: its process id
 
-# Every phase, and the seconds without a change after which it counts as stuck, with --patience 300: a larger one raises them.
-# "data" and "step" are the training, which may also take ten times the median step.
+# {phase: seconds without a change after which a worker counts as stuck}, for --patience 300. A larger one raises all of them, a
+# smaller one lowers only "data" and "step", the training, which may take ten times the median step in any case.
 PHASES = {
     "start": 3600,
     "join": 3600,
@@ -35,29 +35,29 @@ PHASES = {
     "done": 600,
 }
 TRAINING = ("data", "step")
-QUIET_SECONDS = 60  # after which it is news again that the same is waited for
+QUIET_SECONDS = 60  # so long after the end of a wait, another one for the same thing is logged again
 
 _NAMES = list(PHASES)
 _FORM = struct.Struct("<2q")
 _NUMBER = struct.Struct("<q")
 _SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate(("wanted", "offered", "stop"))}
-_WAIT = struct.Struct("<3d160s")  # since when, or 0; until when it is no hang; seconds of all before; for what
+_WAIT = struct.Struct("<3d160s")  # when it began, or 0; until when it is no hang, or its end; seconds before; for what
 _WAIT_AT = _FORM.size + len(_SLOTS) * _NUMBER.size
 _SIZE = _WAIT_AT + 2 * _WAIT.size
 _single_rank: Optional[str] = None
 
 
 class Pulse:
-    """The phase and the number of steps in shared memory. Without a prefix, only this process and its forks share it."""
+    """The phase, steps and waits of a rank in shared memory. Without a prefix, only this process and its forks share it."""
 
     def __init__(self, prefix: Optional[str]):
         with open(f"{prefix}.pulse", "r+b") if prefix else contextlib.nullcontext() as file:
             self._memory = mmap.mmap(file.fileno() if file else -1, _SIZE)
-        self.store = Wait(self._memory, _WAIT_AT)  # for a store or a server, as a process of the rank says (patience.py)
-        self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # as who watches it has seen (watching/held.py)
+        self.store = Wait(self._memory, _WAIT_AT)  # for a store or a server, reported by the rank's processes (patience.py)
+        self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # reported by the parent or watcher (watching/held.py)
 
     def waited(self) -> float:
-        """Return the seconds of waits for a store and for a disk."""
+        """Return the seconds of all waits for a store and for a disk so far."""
         return self.store.seconds() + self.disk.seconds()
 
     def set(self, phase: str, steps: int) -> None:
@@ -68,8 +68,8 @@ class Pulse:
         phase, steps = _FORM.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
-    # In an elastic job (common/elastic) a worker says which generation it waits for ("wanted"), and its parent which one
-    # is the last ("offered"), and on which signal to stop ("stop"); 0: none.
+    # In an elastic job (common/elastic) a worker puts the generation that it waits for ("wanted"), and its parent the newest
+    # one ("offered") and the signal on which to stop ("stop"); 0: none.
 
     def put(self, name: str, number: int) -> None:
         _NUMBER.pack_into(self._memory, _SLOTS[name], number)
@@ -79,7 +79,7 @@ class Pulse:
 
 
 class Wait:
-    """A reported wait: for what, since when, and until when it is no hang. Any process of the rank may report it."""
+    """A reported wait: for what, since when, and until when it does not count as a hang. Several processes may report it."""
 
     def __init__(self, memory: mmap.mmap, at: int):
         self._memory, self._at = memory, at
@@ -88,16 +88,16 @@ class Wait:
         return _WAIT.unpack_from(self._memory, self._at)
 
     def begins(self, what: str, since: float, until: float) -> bool:
-        """Or goes on. Whether that is news."""
+        """Report that a wait begins or goes on. Return whether to log it: not within QUIET_SECONDS of one for the same."""
         now, name = time.monotonic(), what.encode()[:160].ljust(160, b"\0")
         began, over, before, known = self._read()
-        if began and (over < now or name != known):  # another wait, of which nobody has said that it is over
+        if began and (over < now or name != known):  # an earlier wait, whose end was not reported
             before, began = before + min(over, now) - began, 0.0
         _WAIT.pack_into(self._memory, self._at, began or max(since, min(over, now)), until, before, name)
         return name != known or now - over > QUIET_SECONDS
 
     def ends(self, what: str) -> float:
-        """Return the seconds that it took, for the first who says so."""
+        """Report that the wait for `what` is over, and return its seconds; 0.0 if another process has reported that already."""
         began, over, before, name = self._read()
         if not began or name.rstrip(b"\0") != what.encode()[:160]:
             return 0.0
@@ -106,18 +106,18 @@ class Wait:
         return now - began
 
     def lasts(self) -> bool:
-        """Whether a wait lasts, and is no hang."""
+        """Whether a wait goes on and does not count as a hang."""
         began, until, _, _ = self._read()
         return bool(began) and time.monotonic() <= until
 
     def text(self) -> str:
-        """What has not come, and for how long; empty where nothing is waited for."""
+        """Return "WHAT for N s"; empty while there is no wait."""
         began, _, _, name = self._read()
         what = name.rstrip(b"\0").decode(errors="replace")
         return f"{what} for {time.monotonic() - began:.0f} s" if began else ""
 
     def seconds(self) -> float:
-        """Return the seconds of all waits."""
+        """Return the seconds of all waits so far."""
         began, until, before, _ = self._read()
         return before + (min(time.monotonic(), until) - began if began else 0.0)
 
@@ -129,7 +129,7 @@ def create(prefix: str) -> Pulse:
 
 
 def of_this_process() -> Pulse:
-    """Return the pulse of its rank, also in a process that loads."""
+    """Return the pulse of this process's rank, which loader processes share with it."""
     return _pulse(_files())
 
 
@@ -139,7 +139,7 @@ def _pulse(prefix):
 
 
 def watched_as_single_rank(prefix: str) -> None:
-    """This process has no other ranks, and a process of ours watches it (watching/single_rank.py)."""
+    """Set the prefix of this process's files in a job with one rank and a watcher (watching/single_rank.py)."""
     global _single_rank
     _single_rank = prefix
 
@@ -153,12 +153,12 @@ def has_parent() -> bool:
 
 
 def has_watcher() -> bool:
-    """Whether a process of ours watches this rank, which the platform has started (watching/watcher.py)."""
+    """Whether this rank, started by the platform as one of several, has a watcher (watching/watcher.py)."""
     return FILES in os.environ and not has_parent()
 
 
 def write_stacks() -> None:
-    """Who watches this process can ask for its stack, and finds it when it has crashed."""
+    """Let this process write its stack to a file when it gets SIGUSR2, and to another one when it crashes."""
     prefix = _files()
     faulthandler.register(signal.SIGUSR2, file=open(f"{prefix}.stack", "w"))  # noqa: SIM115
     if not faulthandler.is_enabled():
@@ -166,22 +166,22 @@ def write_stacks() -> None:
 
 
 def crash(prefix: str) -> str:
-    """Return the stack of a worker that has crashed, in whole lines, or nothing."""
+    """Return the stack of a worker that has crashed, with a line end; empty if there is none."""
     with contextlib.suppress(OSError):
         text = Path(f"{prefix}.crash").read_text()
-        return text + "\n" * (text[-1:] not in ("", "\n"))  # a second crash cuts off what is written of the first
+        return text + "\n" * (text[-1:] not in ("", "\n"))  # a second crash may cut off the text of the first
     return ""
 
 
 def report_end(code: object) -> None:
-    """Tell the watcher with which exit code this process ends."""
+    """Tell the watcher, if there is one, with which exit code this process ends."""
     if not has_parent() and _files():
         with contextlib.suppress(OSError):
             Path(f"{_files()}.end").write_text(str(code if isinstance(code, int) else int(code is not None)))
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:
-    """Tell the parent why this worker fails; `victim`: only because another one failed."""
+    """Tell the parent or watcher why this worker fails. `victim`: only because another worker has failed."""
     prefix = os.environ[FILES]
     try:
         Path(f"{prefix}.writing").write_text(json.dumps({"text": text, "code": code, "victim": victim}))

@@ -1,4 +1,4 @@
-"""Run a job: call its `main`, and turn the result into an exit code (see errors.py) and at most one line.
+"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why it ends.
 
 With --doctor true the doctor listens to the moments of the job as soon as its arguments are parsed. A small process watches a
 job with one rank (watching/single_rank.py); the rest of watching/ watches several ranks.
@@ -23,7 +23,7 @@ from common.watching import single_rank
 from common.wire import network
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
-DISK = {*OF_THE_SYSTEM, errno.EROFS}  # which a disk becomes that has failed
+DISK = {*OF_THE_SYSTEM, errno.EROFS}  # a disk that has failed may become read-only
 
 
 class _CallTheDoctor:
@@ -36,7 +36,7 @@ class _CallTheDoctor:
 
 class _MakesJobsElastic:
     def arguments(self, args: argparse.Namespace) -> None:
-        if args.min_nodes and not args.doctor:  # in a trial of the doctor all nodes are there
+        if args.min_nodes and not args.doctor:  # the doctor's trial is run by all nodes
             try:
                 from common.elastic import job
             except ImportError as error:
@@ -62,7 +62,7 @@ class _WriteTheReport:
 
         try:
             write("report.html", report.of_one(report.Left.read(folder)).encode())
-        except Exception as error:  # a page less is no reason to end a training
+        except Exception as error:  # a missing page is no reason to end the training
             progress.say(f"warning: report.html could not be made: {type(error).__name__}: {one_line(error)[:300]}")
 
     def killed(self, args: argparse.Namespace, since: float, why: str) -> None:
@@ -74,12 +74,12 @@ class _WriteTheReport:
 
 
 def run_job(main: Callable[[], None]) -> None:
-    """Call a job's `main` and leave with its exit code."""
+    """Call a job's `main`. Returns if it does; after an error the process ends with the exit code for it."""
     streams.never_fail()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as it was during the job's imports
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that is closed
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
     moments.listen(_CallTheDoctor())
     moments.listen(_MakesJobsElastic())
     moments.listen(_WatchASingleProcess())
@@ -98,7 +98,7 @@ def _run(main):
     try:
         _announcing_failure(main)
     except Exception as given:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise in the midst of what follows
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler for loader processes could raise during these lines
         error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or devices.no_memory(given)
         if error is None:
             _end_with_a_traceback(given)
@@ -108,12 +108,12 @@ def _run(main):
         if heartbeat.has_watcher():
             _leave(one_line(error), error.exit_code)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:  # before there was anything to save
+    except KeyboardInterrupt:  # the run does not handle signals yet, so there is nothing to save
         sys.exit(130)
 
 
 def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
-    """Return the line for a file that could not be written or read although nothing is wrong with the job; or None."""
+    """Return the error to end with if a disk has failed or is full, or a limit of the system was reached; else None."""
     if isinstance(error, OSError) and error.errno in DISK:
         path = error.filename or "a file of this job"
         return TrainingFailed(f"{path}: {error.strerror}; mend that and start again: the run goes on from its last checkpoint")
@@ -142,8 +142,8 @@ def _announcing_failure(main):
 
 
 def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
-    """End the process without the collectives of a broken group, which would abort it or hang."""
-    if victim and heartbeat.has_watcher():  # it ends this process as soon as it has said what the cause was
+    """Report the fault and end the process at once: to close a broken process group would abort it or hang."""
+    if victim and heartbeat.has_watcher():  # the watcher ends this process once it has shown the cause
         threading.Event().wait(VERDICT_SECONDS)
     heartbeat.report_fault(text, code, victim)
     sys.stdout.flush()

@@ -18,7 +18,7 @@ VARIABLE = "GLIBC_TUNABLES"
 OLD_GLIBC = platform.libc_ver()[0] == "glibc" and [int(part) for part in platform.libc_ver()[1].split(".")[:2]] < [2, 35]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 SETTINGS = {
-    # Smaller blocks come from the heap, not from a separate mapping. An old glibc allows no more than 32 MiB.
+    # Blocks below this size come from the heap, not from a separate mapping. An old glibc allows no more than 32 MiB.
     "glibc.malloc.mmap_threshold": 2**25 if OLD_GLIBC else 2**33,
     "glibc.malloc.trim_threshold": 2**34,  # free memory that the heap may keep at its end
     "glibc.malloc.top_pad": 2**28,  # by how much the heap grows at a time
@@ -27,12 +27,12 @@ SETTINGS = {
 
 
 def tuned(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment of processes that train here; nothing where there is a GPU, as it would not help."""
+    """Return what to add to the environment of training processes: nothing if it is set there, or there is a GPU."""
     return {} if VARIABLE in environ or drivers.gpus() else {VARIABLE: text()}
 
 
 def keep() -> None:
-    """Do the same, as far as it can be done, for the process that calls this: where something else has started it."""
+    """Apply similar settings to the calling process with mallopt(), unless the variable is set or there is no glibc."""
     if VARIABLE in os.environ or platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt

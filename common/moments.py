@@ -1,25 +1,25 @@
 """The moments of a job: events that it announces to listeners. The code that announces does not depend on the listeners.
 
 A listener is an object with a method for each moment that it needs:
-    arguments(args)              the options are parsed; args may still be changed, and not after the next moment
+    arguments(args)              the options are parsed; args may be changed now or in `world`, and not later
     world(args)                  the place of this process is known
-    workers(args)                the workers of this node are about to be started, or this process is a worker
-    parent(args, alike)          a listener may return another parent, in place of watching.supervisor.Supervisor
+    workers(args)                start_workers() was called: in a node's parent, before it starts workers, or in a worker
+    parent(args, alike)          this process becomes a parent; a listener may return one in place of supervisor.Supervisor
     supervisor(supervisor)       this process is about to start the workers of its node
-    supervised(supervisor, code) the workers have ended
+    supervised(supervisor, code) the workers have ended; `code` is the exit code of this process
     meeting(args)                the ranks are about to form a process group; a listener may return how many seconds
                                  one of their collectives may take
-    members(args, device)        as `meeting`; a listener may return members that meet later, and again after each change
-    joined(device)               the ranks have formed the process group
+    members(args, device)        after `meeting`; a listener may return members that meet later, and again after each change
+    joined(device)               the process group is there; in an elastic job it has only this rank
     data(args)                   the data are about to be fetched and opened
-    peers(args)                  a run is made; a listener may return its peers, in place of peers.Fixed
+    peers(args)                  a Run is being made; a listener may return its peers, in place of run.peers.Fixed
     batches(run, loader)         the first step of an epoch is about to be taken; a listener may return an iterator of batches
                                  to train on instead, and must end the job after the last one
-    said(text)                   a line of the log that a person should see
-    written(folder, write)       rank 0 has written the files of a run; `write(name, content)` adds an optional file
-    killed(args, since, why)     the watcher or the parent of rank 0, since when it is there, has found why the job ends
-    failure(error)               the job is about to end with this error: a few seconds to save what can be saved
-    leaving(code)                the process is about to end
+    said(text)                   a line of the log was printed for the user
+    written(folder, write)       rank 0 has written files of the report; `write(name, content)` adds an optional file
+    killed(args, since, why)     the watcher or parent of rank 0, which began to watch at `since`, knows why the job ends
+    failure(error)               `main` has raised this error; a listener has a few seconds to save what can be saved
+    leaving(code)                the process is about to end with this exit code; not announced before os._exit()
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def listen(listener: object) -> None:
 
 
 def announce(moment: str, *facts: Any) -> Any:
-    """Call all listeners in the order in which they were added; returns the result of the last one that has this method."""
+    """Call all listeners in the order in which they were added; return the result of the last one that has this method."""
     answer = None
     for listener in list(_listeners):
         hear = getattr(listener, moment, None)

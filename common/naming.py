@@ -4,7 +4,7 @@ LONGEST_LIST = 200
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the first words in which two texts differ."""
+    """Return the first words in which two texts differ; both texts if one begins with the other."""
     for left, right in zip(one.split(" "), other.split(" ")):
         if left != right:
             return left, right
@@ -12,7 +12,7 @@ def first_difference(one: str, other: str) -> tuple[str, str]:
 
 
 def spans(numbers: list[int], longest: int = LONGEST_LIST) -> str:
-    """ "1-3, 7" for [1, 2, 3, 7], at most so many letters."""
+    """Return "1-3, 7" for sorted numbers [1, 2, 3, 7]; if it is longer than `longest`, only its beginning and "and 5 more"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -30,7 +30,7 @@ def spans(numbers: list[int], longest: int = LONGEST_LIST) -> str:
 
 
 def describe_nodes(nodes: list[int], workers: int) -> str:
-    """ "node 1 (ranks 2-3)", "nodes 1-3 (ranks 2-7)": so that a person can find the machines in the console."""
+    """Return "node 1 (ranks 2-3)", or "nodes 1-3 (ranks 2-7)"; `workers`: the number of ranks on a node."""
     ranks = [rank for node in nodes for rank in range(node * workers, (node + 1) * workers)]
     half = LONGEST_LIST // 2 - 12
     return f"node{'s' * (len(nodes) > 1)} {spans(nodes, half)} ({describe_ranks(ranks, half)})"

@@ -17,7 +17,7 @@ LEAVES_OUT = {
 
 
 def left_out() -> Optional[str]:
-    """Return the files that a run will not have, and why, or None. It imports all packages, which takes seconds."""
+    """Return a line on the files that a run will not have, and why, or None. Imports the packages, which takes seconds."""
     parts = [f"{what} ({why})" for name, what in LEAVES_OUT.items() if (why := trouble(name))]
     return f"left out: {', '.join(parts)}" if parts else None
 
@@ -28,11 +28,11 @@ def there(name: str) -> bool:
 
 @functools.cache
 def trouble(name: str) -> Optional[str]:
-    """Why this module cannot be imported, or None."""
+    """Import a module once; return why that is impossible, or None."""
     package = name.partition(".")[0].replace("sklearn", "scikit-learn")
     try:
         importlib.import_module(name)
-    except Exception as error:  # of a package that does not fit numpy, mostly, whatever that raises
+    except Exception as error:  # mostly of a package that does not fit numpy, which may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             return f"{package} is not installed"
         return f"{package} cannot be imported: {type(error).__name__}: {one_line(error)[:200]}"

@@ -9,9 +9,9 @@ import signal
 import sys
 
 PYTHON, TORCH = (3, 9), (2, 1)
-FOR_NUMPY_2 = (2, 3)  # the first torch that was built for it
+FOR_NUMPY_2 = (2, 3)  # the first torch that was built for numpy 2
 
-NEEDED = ("numpy", "torch", "torchvision")  # an engine has them, and what is uploaded never brings or changes them
+NEEDED = ("numpy", "torch", "torchvision")  # a platform's engine has them; a bundle that is uploaded never installs them
 
 ENGINE = (
     "choose an engine or image that has them, such as ModelArts' engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"
@@ -19,14 +19,14 @@ ENGINE = (
 
 
 def check():
-    """End a job with 2 where torch cannot run, before it is imported. Until run_job(), Ctrl-C is no traceback either."""
+    """Exit with 2 if Python or a package is missing or does not fit. From here until run_job(), Ctrl-C prints no traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(too_old(sys.version_info[:2]) or missing(importlib.util.find_spec))
     _end_with(apart(version("torch"), version("numpy")))
 
 
 def version(name):
-    """Return the version of an installed package, which is not imported for it; None where nothing says it."""
+    """Return the version of an installed package without importing it; None if it has no metadata."""
     from importlib import metadata
 
     try:
@@ -36,21 +36,21 @@ def version(name):
 
 
 def too_old(python):
-    """What no job can run with, in a sentence, or None."""
+    """Return an error text if this version of Python, such as (3, 8), is too old for the jobs; else None."""
     if python < PYTHON:
         return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: {ENGINE}"
     return None
 
 
 def missing(is_there):
-    """Return the same for what is not installed."""
+    """Return an error text that names the needed packages that are not installed; None if all are."""
     names = [name for name in NEEDED if not is_there(name)]
     return f"not installed: {', '.join(names)}; {ENGINE}" if names else None
 
 
 def apart(torch, numpy):
-    """Say the same of versions: of torch, and of the numpy beside it."""
-    if torch is None:  # built by hand, perhaps
+    """Return an error text if torch is too old, or was built for numpy 1 and numpy is 2 or later; else None."""
+    if torch is None:  # it has no metadata; perhaps it was built by hand
         return None
     if first_two(torch) < TORCH:
         return f"torch is {torch}, and the jobs need torch 2.1 or later: {ENGINE}"
@@ -60,7 +60,7 @@ def apart(torch, numpy):
 
 
 def first_two(version):
-    """Return (2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
+    """Return the first two numbers of a version: (2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

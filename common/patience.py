@@ -1,6 +1,6 @@
 """The time limit for waits that may end by themselves, such as for a store that does not answer (--patience).
 
-A process that waits notes this in the pulse of its rank (heartbeat.py). The parent or watcher then knows that the rank does not
+A process that waits reports it in the pulse of its rank (heartbeat.py). The parent or watcher then knows that the rank does not
 hang, and the log has one line for a wait, however many processes wait.
 """
 
@@ -12,10 +12,10 @@ from typing import Callable, Optional
 
 from common import heartbeat
 
-VARIABLE = "ANYRANK_PATIENCE"  # set by use(), for the processes that this one starts, too
+VARIABLE = "ANYRANK_PATIENCE"  # set by use(), and inherited by the processes that this one starts
 DEFAULT = 300.0
-LONGEST_PAUSE = 8
-WORTH_A_LINE = 5  # seconds of a wait that is over
+LONGEST_PAUSE = 8  # seconds
+WORTH_A_LINE = 5  # seconds that a wait must have lasted for its end to be logged
 
 Say = Callable[[str], object]  # prints a line of the log
 
@@ -25,33 +25,33 @@ def use(seconds: float) -> None:
 
 
 def limit() -> float:
-    """How many seconds a store or a disk is waited for."""
+    """Return for how many seconds to wait for a store or a disk."""
     return float(os.environ.get(VARIABLE) or DEFAULT)
 
 
 class Patience:
-    """The time limit for repeated attempts, of any thread. It counts from the first of the attempts that failed in a row."""
+    """A time limit for repeated attempts, by any number of threads. It counts from the first of the failures in a row."""
 
     def __init__(self, seconds: Optional[float] = None) -> None:
-        """`seconds`: unset, limit()."""
+        """`seconds`: the time limit; None: that of limit()."""
         self.seconds = limit() if seconds is None else seconds
         self._wait = heartbeat.of_this_process().store
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._since, self._failures = 0.0, 0
 
     def change(self, seconds: float, in_the_way: bool) -> None:
-        """Another limit, also for what is being tried already. `in_the_way`: whether the training waits, too."""
+        """Set another limit, also for attempts under way. `in_the_way`: training waits, so report it in the rank's pulse."""
         self.seconds = seconds
         self._wait = (heartbeat.of_this_process() if in_the_way else heartbeat.Pulse(None)).store
 
     def good(self, what: str = "", say: Say = print) -> None:
-        """There was a good answer, of `what` if it may have been waited for."""
+        """Note a success, which ends a row of failures. `what`: the wait that it ends, if any; `say` logs a long one."""
         self._since, self._failures = 0.0, 0
         if what and (waited := self._wait.ends(what)) > WORTH_A_LINE:
             say(f"warning: {what} has answered after {waited:.0f} s")
 
     def is_over(self, what: str, began: float) -> bool:
-        """Return whether it is over, after an attempt that began then and has failed."""
+        """Note a failed attempt that began at `began`, by time.monotonic(); return whether to make no more attempts."""
         with self._lock:
             self._since = self._since or began
             over = self._stop.is_set() or time.monotonic() - self._since > self.seconds
@@ -60,7 +60,7 @@ class Patience:
         return over
 
     def pause(self, what: str, say: Say, line: str) -> None:
-        """Wait before the next attempt, for a random time, which grows with each failure in a row. `line` is said once."""
+        """Sleep before the next attempt, for a random time that grows with each failure. `line` is logged once a wait."""
         with self._lock:
             self._failures += 1
             until = self._since + self.seconds
@@ -71,9 +71,9 @@ class Patience:
 
     @property
     def has_option(self) -> bool:
-        """Whether this program has an option for the limit, and the limit is that."""
+        """Whether the limit is that of the option --patience, which not every program has."""
         return VARIABLE in os.environ and self.seconds == limit()
 
     def give_up(self) -> None:
-        """End every pause, and ask no more."""
+        """End every pause, and let is_over() return True from now on."""
         self._stop.set()

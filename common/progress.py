@@ -18,13 +18,13 @@ Tell = Callable[[str, int], None]
 
 
 class Progress:
-    """Counts things, bytes, or both. Any number of threads may add to it; as a context manager it removes its bar at the end.
+    """Counts things, bytes, or both. Any number of threads may add to it; as a context manager it closes its bar at the end.
 
         Progress("indexing /data", total=3000, unit="images")
         Progress("fetching s3://bucket/data", total=30, unit="objects", total_bytes=4000000)
-        Progress("fetching https://host/file")                                                  bytes, nobody knows how many
+        Progress("fetching https://host/file")                                                  bytes, of an unknown total
 
-    `tell(text, number)` is called at most once a second; the number changes with every progress.
+    `tell(text, number)` is called at most once a second; `number` counts the things and bytes, so it changes with any progress.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Progress:
         self._things = self._bytes = self._old_bytes = 0
         self._began = self._told = self._printed = time.monotonic()
         self._lock = threading.Lock()
-        # Things may differ in size, so bytes say better how far the work is, where it is known how many there are.
+        # Things may differ in size, so the bytes show the progress better if their total is known.
         self._by_bytes = not unit or total_bytes is not None
         kind = ("B", True, 1024, total_bytes) if self._by_bytes else (f" {unit}", False, 1000, total)
         unit, scaled, divisor, end = kind
         self._bar = bar(desc=self._what[:40], total=end, unit=unit, unit_scale=scaled, unit_divisor=divisor)
 
     def add(self, things: int = 0, size: int = 0, old: bool = False) -> None:
-        """So many things and bytes more are done. `old`: by an earlier start, so they say nothing of the speed."""
+        """Count more things and bytes as done. `old`: an earlier start did them, so the bytes are left out of the speed."""
         with self._lock:
             self._things += things
             self._bytes += size
@@ -63,12 +63,12 @@ class Progress:
                 self._tell(self.text(), self._things + self._bytes)
 
     def text(self) -> str:
-        """Return the line in a log: what is done, of how much, how fast, and the time left."""
+        """Return a line for the log: what is done, of how much, how fast, and the time left."""
         words = [self._counted_things(), self._counted_bytes(), *self._speed_and_time_left()]
         return f"{self._what}: {', '.join(filter(None, words))}"
 
     def describe(self) -> str:
-        """Return the bytes, the time and the speed, for a line after the end."""
+        """Return a text with the bytes, the seconds and the speed, for a line after the end."""
         seconds = self._seconds()
         return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {(self._bytes - self._old_bytes) / MIB / seconds:.1f} MiB/s"
 
@@ -105,14 +105,14 @@ def _of(done: int, total: Optional[int]) -> str:
 
 
 def bar(**options: Any) -> Any:
-    """tqdm's on a terminal; None elsewhere, and without tqdm: then there are lines."""
+    """Return a bar of tqdm; None if stderr is no terminal or tqdm is missing."""
     if not sys.stderr.isatty() or not optional.there(optional.BAR):
         return None
     return sys.modules["tqdm"].tqdm(**options)
 
 
 def counted(things: Sequence, what: str, unit: str) -> Iterator:
-    """Yield the same things, with a bar on a terminal until the last of them is done."""
+    """Yield the things, with a bar on a terminal that goes away when the last of them is done."""
     shown = bar(total=len(things), desc=what, unit=unit, leave=False)
     for thing in things:
         yield thing
@@ -123,7 +123,7 @@ def counted(things: Sequence, what: str, unit: str) -> Iterator:
 
 
 def say(text: str) -> None:
-    """Print a line without secrets, above a bar if there is one. A name in it cannot make it two."""
+    """Print one line, with secrets masked and control characters escaped, above a bar if there is one; announce `said`."""
     line = coloured(one_line(text))
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
@@ -134,7 +134,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Do the same for a warning of a process that loads samples, where nothing is above a bar."""
+    """Print a warning as one line, with no regard to a bar, as in a loader process; announce `said`."""
     print(coloured(one_line(f"warning: {text}")), flush=True)
     moments.announce("said", f"warning: {text}")
 
@@ -143,7 +143,7 @@ COLOURS = {"warning: ": 33, "advice: ": 33, "done: ": 32}  # as a terminal numbe
 
 
 def coloured(line: str) -> str:
-    """Colour a line on a terminal, unless NO_COLOR is set (no-color.org)."""
+    """Return the line, coloured by its first word if stdout is a terminal and NO_COLOR is not set (no-color.org)."""
     colour = next((number for begin, number in COLOURS.items() if line.startswith(begin)), None)
     if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return line

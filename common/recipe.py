@@ -12,30 +12,30 @@ from typing import Any, Optional
 from common import arguments
 
 NAMES = ["imagenet", "small", "nvidia"]
-SMALL_SET = 5000  # pictures, with those of the validation
+SMALL_SET = 5000  # pictures, including those of the validation
 
-# What NVIDIA's ResNet-50 script does unless it is told otherwise.
+# The defaults of NVIDIA's ResNet-50 script.
 NVIDIA = {
     "lr_batch": 0, "schedule": "step", "warmup": 0, "weight_decay": 1e-4, "label_smoothing": 0.0, "nesterov": False,
     "amp_dtype": "float32",
 }  # fmt: skip
 
-# Of a small folder. Chosen on the pictures that tests/pictures.py draws (tests/benchmarks/RESULTS.md).
+# The settings for a small folder, chosen on the pictures that tests/pictures.py draws (tests/benchmarks/RESULTS.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
-BATCH, STEPS = 32, 8  # the largest total batch, and how many of them an epoch has at least
-WARMUP = 0.3  # of the epochs
-# {optimizer: (lr for a total batch of BATCH, by which power of the batch it grows, weight decay)}
+BATCH, STEPS = 32, 8  # the largest total batch; the fewest steps of an epoch, for which the batch is made smaller
+WARMUP = 0.3  # fraction of the epochs
+# {optimizer: (lr for a total batch of BATCH, power of the batch with which the lr grows, weight decay)}
 RATES = {"adamw": (2e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}
-WITH_WEIGHTS = 0.1  # of that lr, so that what they have learnt is not lost: usual, and not chosen on those pictures
+WITH_WEIGHTS = 0.1  # factor of the lr with --weights, which keeps what they have learnt; usual, not chosen on those pictures
 
 
 def settled(
     args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, before: Mapping[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
-    """Return the arguments with a recipe that suits so many pictures, and what it sets and nobody gave; and what to say of it.
+    """Return the arguments with a recipe for so many pictures and the options that it sets, and a line for the log or None.
 
-    `trained_on`: how many of them are for the training; `before`: the arguments of the run that goes on, whose recipe and
-    settings stay.
+    Options that were given stay. `trained_on`: how many of the pictures are for training. `before`: the arguments of the run
+    that goes on, whose recipe and settings are kept; empty for a new run.
     """
     if "recipe" not in args.given:
         recipe = (before.get("recipe") or "imagenet") if before else "small" if pictures <= SMALL_SET else "imagenet"
@@ -44,7 +44,7 @@ def settled(
         return args, None
     values = _of_a_small_folder(args, trained_on, ranks)
     if before.get("recipe") == "small":
-        own = [] if args.exact else ["batch_size"]  # the ranks may be others, which have the same total together
+        own = [] if args.exact else ["batch_size"]  # of a rank: it differs with the number of ranks, for the same total
         values = {name: value if name in own else before.get(name, value) for name, value in values.items()}
     values = {name: value for name, value in values.items() if name not in args.given}
     changed = {name: vars(args)[name] for name, value in values.items() if value != vars(args)[name]}
@@ -55,7 +55,7 @@ def settled(
 
 
 def _of_a_small_folder(args, trained_on, ranks) -> dict[str, Any]:
-    # Where the batch is computed in shares, their number counts; in an elastic job, all that there may be.
+    # The parts of a total batch: the shares if it has any; in an elastic job, all ranks that there may be; else the ranks.
     parts = args.shares or (args.world.world_size if args.min_nodes else ranks)
     batch = min(BATCH, 2 ** int(math.log2(max(1, trained_on / STEPS))))
     size = args.batch_size if "batch_size" in args.given else max(1, batch // parts)

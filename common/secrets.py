@@ -1,6 +1,6 @@
 """Mask what must not be shown: passwords and query strings of addresses, and the values of names such as HF_TOKEN.
 
-What is printed, saved or published goes through `mask`; errors.one_line calls it.
+Text that is printed, saved or published goes through mask(), directly or in errors.one_line().
 """
 
 import re
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 HIDDEN = "***"
 BUCKETS = ("s3://", "obs://", "oss://")
 
-# The words of a name whose value is a secret, as in API_KEY, api-key, apiKey and X-Amz-Signature.
+# Words that mark the value of a name as a secret, as in API_KEY, api-key, apiKey and X-Amz-Signature.
 WORDS = {
     "PWD", "PASSWD", "PASSWORD", "TOKEN", "PAT", "AUTH", "KEY", "APIKEY", "SECRET", "CREDENTIAL", "CREDENTIALS", "COOKIE",
     "SIGNATURE", "SIG", "AK", "SK",
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-# An address in any text, and what is written around one. The repetitions have bounds, so that long texts take no longer than
-# their length: of a name that is longer, the end is looked at.
+# An address in a text, and the punctuation that may follow one. The repetitions are bounded, so that the time is linear in the
+# length of the text; of a longer name only the end is matched.
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/+)(\S+)")
 PUNCTUATION = ".,:;'\")]}>"
 NAMED = re.compile(r"(?P<name>[A-Za-z][\w-]{0,127})=(?P<value>[^\s,;'\"]+)")
@@ -26,12 +26,12 @@ IN_QUERY = re.compile(r"[?&#]([^=&]{1,128})=")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a word of this name says that its value is a secret: HF_TOKEN and awsAccessKeyId are, PYTHONPATH is not."""
+    """Whether a word of this name marks its value as a secret: true for HF_TOKEN and awsAccessKeyId, false for PYTHONPATH."""
     return not WORDS.isdisjoint(word.upper() for word in WORD.findall(name))
 
 
 def mask(text: object, *known: str) -> str:
-    """`text` with *** for every password and query of an address, for the VALUE of SECRET=VALUE, and for what is `known`."""
+    """Return `text` with *** for the password and query of an address, the VALUE of SECRET=VALUE, and the `known` secrets."""
     masked = str(text)
     for secret in sorted(known, key=len, reverse=True):
         masked = masked.replace(secret, HIDDEN) if len(secret) >= 4 else masked
@@ -45,9 +45,9 @@ def _masked_address(found: "re.Match[str]") -> str:
 
 
 def _masked_rest(scheme: str, rest: str) -> str:
-    """What comes after scheme://. A password may hold a slash, and a path an @: where both could be meant, all is hidden."""
+    """Return what follows scheme://, masked. A password may hold a slash, and a path an @: in doubt, too much is hidden."""
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    marks = "?" if scheme in BUCKETS else "?#"  # a key may have a #
+    marks = "?" if scheme in BUCKETS else "?#"  # in a bucket, a key may contain #
     place, mark, query = re.fullmatch(rf"([^{marks}]*)([{marks}]?)(.*)", rest, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
     has_password = ":" in host and not re.fullmatch(r"(\[.*\]|[^:\[]*):\d*", host) and "@" in rest
     if has_password and "@" in query:
@@ -62,7 +62,7 @@ def _masked_value(found: "re.Match[str]") -> str:
 
 
 def parts_of(address: str) -> list[str]:
-    """Return the secret parts of an address, which an error of a library may quote without the rest."""
+    """Return the parts of an address that may be secret; the error of a library may quote one without the rest."""
     rest, _, fragment = address.partition("#")
     place, _, query = rest.partition("?")
     user = place.partition("://")[2].rpartition("@")[0]
@@ -72,7 +72,7 @@ def parts_of(address: str) -> list[str]:
 
 
 def reasons(text: str) -> Iterator[str]:
-    """Why a text that is to be sent or stored in the open looks like a secret."""
+    """Yield the reasons why a text that is to be sent or stored in the open seems to hold a secret."""
     for scheme, rest in ADDRESS.findall(text):
         rest = rest.rstrip(PUNCTUATION)
         shown = _masked_rest(scheme, rest)

@@ -1,5 +1,5 @@
-"""The random numbers of a step are a function of (seed, samples seen, rank or share), so there is no generator to save; those
-outside the steps are one of (seed, epoch, place), and those of a batch that is loaded of (seed, epoch, its first sample)."""
+"""Seed the generators, so that none has to be saved: for a step by (seed, samples seen, rank or share), between the steps by
+(seed, epoch, place in the epoch), and for a batch that is loaded by (seed, epoch, first sample of the batch)."""
 
 import contextlib
 import random
@@ -10,11 +10,11 @@ import torch
 
 from common import devices
 
-HEAD, EVALUATION, TAIL, BATCH = -1, -2, -3, -4  # before the steps of an epoch, after them, after run.end_epoch(); in a loader
+HEAD, EVALUATION, TAIL, BATCH = -1, -2, -3, -4  # places: before an epoch's steps, after them, after end_epoch(), in a loader
 
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:
-    """Seed every generator for the coming step of a rank or share; or, at such a place, for the epoch `samples_seen`.
+    """Seed every generator for the next step of a rank or share; if `part` is HEAD or the like, `samples_seen` is an epoch.
 
     It takes 10 microseconds; torch.manual_seed would take 80.
     """
@@ -22,13 +22,13 @@ def seed_step(seed: int, samples_seen: int, part: int) -> None:
 
 
 def states() -> tuple:
-    """Return those of the generators of the CPU."""
+    """Return the states of the CPU's generators: Python's, numpy's and torch's."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 @contextlib.contextmanager
 def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
-    """Seed the generators of the CPU for a batch that is loaded inside, which changes nothing for the code around it."""
+    """Seed the CPU's generators for a batch that is loaded inside `with`, and restore their states afterwards."""
     before = states()
     _seed(seed, (epoch << 32) + sample, BATCH)
     try:

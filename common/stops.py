@@ -1,6 +1,6 @@
-"""Stop signals: noted when they come, and obeyed between two batches or while the process waits for a batch.
+"""Stop signals: noted when they come, and obeyed between two batches or during a wait, such as for a batch.
 
-The handler may interrupt any code, so it saves nothing. A wait may never end, so during a wait the handler raises Interrupted.
+The handler may interrupt any code, so it saves nothing. A wait may never end, so the handler may end it with Interrupted.
 """
 
 import signal
@@ -16,21 +16,21 @@ class Interrupted(BaseException):
 
 class Stops:
     def __init__(self):
-        self.noted = 0  # the signal
-        self.may_end = False  # whether this process may save and end now, without those that train with it
+        self.noted = 0  # the first signal that came; 0: none
+        self.may_end = False  # whether this process may save and end now, without the other ranks
         self._waits = False
         self._obey: Any = None
         self._counts: Any = None
 
     def listen(self, obey: Callable[[int], Any], counts: Optional[Callable[[], Any]] = None) -> None:
-        """Listen to the signals from here on. `obey(number)` saves and ends the process; `counts()` says whether a
-        signal is meant for it."""
+        """Handle the stop signals from here on. `obey(number)` saves and ends the process; `counts()` returns whether a
+        signal that has come is meant for the run; None: each one is."""
         self._obey, self._counts = obey, counts
         for number in STOP_SIGNALS:
             signal.signal(number, self.note)
 
     def note(self, number: int, _frame: Any) -> None:
-        """Handle a signal. The first signal is the one that is obeyed."""
+        """Note a signal that is meant for the run; the first one is obeyed. End a wait if the process may end alone."""
         if self._counts and not self._counts():
             return
         self.noted = self.noted or number
@@ -38,7 +38,7 @@ class Stops:
             raise Interrupted
 
     def wait_for(self, work: Callable[[], Any]) -> Any:
-        """work(), which may take long: a signal that comes before or meanwhile is obeyed, where this process may end alone."""
+        """Return work(), which may take long. If this process may end alone, a signal before or during it ends the process."""
         try:
             self._waits = True
             try:
@@ -46,14 +46,14 @@ class Stops:
                     return work()
             finally:
                 self._waits = False
-        except BaseException as error:  # Interrupted, or what the code that was in its way has made of it
+        except BaseException as error:  # Interrupted, or an error that the interrupted code raised because of it
             self._waits = False
             if not self._due() or isinstance(error, SystemExit):
                 raise
         self._obey(self.noted)
 
     def each(self, batches: Iterable) -> Iterator:
-        """Yield the same batches, each of which is waited for in this way."""
+        """Yield the batches, waiting for each with wait_for()."""
         coming = iter(batches)
         while (batch := self.wait_for(lambda: next(coming, None))) is not None:
             yield batch
@@ -62,4 +62,4 @@ class Stops:
         return self.noted and self.may_end
 
 
-STOPS = Stops()  # those of this process
+STOPS = Stops()  # of this process

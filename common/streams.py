@@ -7,7 +7,7 @@ import sys
 
 
 class _Unfailing(io.FileIO):
-    """A file in which what cannot be written is dropped."""
+    """A file that drops what cannot be written."""
 
     def write(self, content):
         try:
@@ -17,15 +17,15 @@ class _Unfailing(io.FileIO):
 
 
 def never_fail() -> None:
-    """Replace this process's output and errors, unless somebody else did. A name that is no UTF-8 can be printed, too."""
-    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the number of a closed stream
+    """Make writes to sys.stdout and sys.stderr never fail, unless they were replaced. What has no encoding is escaped."""
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the descriptor of a closed stream
         pass
     os.close(unused)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue
-        if stream is None:  # its number may belong to another file by now
+        if stream is None:  # its descriptor may belong to another file by now
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
             continue
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Read tensors and plain values from a file of torch.save without torch.load: no code in the file is run, on any torch.
+"""Read tensors and plain values from a file of torch.save without torch.load, so that no version of torch runs code in it.
 
 torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a crafted file could damage the
 memory of the process (CVE-2026-24747). Here a pickle may make only plain values and what NAMES lists. Each number that
@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, Callable, Optional
 import numpy as np
 import torch
 
-LONGEST_PICKLE, DEEPEST = 64 << 20, 100  # bytes; lists and dicts in each other
-LARGEST_KEY = 2**32  # of a dict, where it is a number: larger ones can be chosen so that all fall on one place
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # with which the form before torch 1.6 begins
+LONGEST_PICKLE, DEEPEST = 64 << 20, 100  # bytes; levels of lists and dicts in each other
+LARGEST_KEY = 2**32  # of a dict: larger numbers can be chosen so that they all collide in its table
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # at the beginning of a file in the form before torch 1.6
 BEGINNINGS = (b"PK", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
-Storage = Callable[[str, int], torch.Tensor]  # (key, bytes) -> those bytes
+Storage = Callable[[str, int], torch.Tensor]  # (key of a storage, number of bytes) -> the bytes
 
 
 class Refused(ValueError):
@@ -29,11 +29,11 @@ class Refused(ValueError):
 
 
 class OldForm(Refused):
-    """The file has the form before torch 1.6, in which nothing can be verified."""
+    """The file has the form before torch 1.6, which has no checksums, and no digest from elsewhere."""
 
 
 def read(content: bytes, verified: bool) -> Any:
-    """`verified`: by a digest from elsewhere. Else each record is compared with the checksum that the archive has of it."""
+    """Return what torch.save wrote. `verified`: by a digest from elsewhere; if not, the archive's checksums are compared."""
     if content.startswith(BEGINNINGS[0]):
         value = _archive(content, verified)
     elif not content.startswith(BEGINNINGS):
@@ -47,9 +47,9 @@ def read(content: bytes, verified: bool) -> Any:
 
 
 def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
-    """Raise an error where it holds what read() does not make, so that it should not be written either."""
+    """Raise Refused if the value holds something that read() never returns, and that must not be written either."""
     seen = set() if seen is None else seen
-    if id(value) in seen:  # what is there many times is looked at once
+    if id(value) in seen:  # an object that occurs many times is checked once
         return
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.dtype not in TYPES.values() or value.layout is not torch.strided:
@@ -70,12 +70,12 @@ def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
 
 
 def is_key(key: Any) -> bool:
-    """Whether it may be a key of a dict. To hash a tuple in a tuple in ... can overflow the stack of C."""
+    """Whether this may be a key of a dict. No tuple may: to hash tuples nested very deep can overflow the stack of C."""
     return key is None or type(key) is str or (type(key) in (int, bool) and abs(key) < LARGEST_KEY)
 
 
 def of_records(records: dict[str, Any]) -> Any:
-    """`records`: {name: bytes} as torch.save puts them into an archive; taken out as they are used."""
+    """Return the value in {name: bytes}, the records of an archive of torch.save; they are removed as they are used."""
     copied: dict[str, torch.Tensor] = {}
 
     def storage(key, size):
@@ -103,7 +103,7 @@ def _archive(content, verified):
         if name == "constants.pkl" or name.startswith("code/"):
             raise Refused("it is a program of TorchScript")
         begin = entry.header_offset + 30
-        begin += sum(struct.unpack_from("<2H", content, begin - 4))  # the lengths of the name and of what follows it
+        begin += sum(struct.unpack_from("<2H", content, begin - 4))  # the lengths of the name and of the extra field
         records[name] = memoryview(content)[begin : begin + entry.file_size]
         if entry.compress_type or len(records[name]) != entry.file_size:
             raise Refused(f"{name} is compressed, or not whole")
@@ -115,7 +115,7 @@ def _archive(content, verified):
 
 
 def _old_form(content):
-    """Four pickles, the list of the storages' keys as a fifth, and then of each storage how many numbers it has, and these."""
+    """Read five pickles (magic number, protocol, system, value, keys of the storages), then each storage: length, content."""
     file, storages, left = io.BytesIO(content), {}, len(content)
 
     def storage(key, size):
@@ -157,7 +157,7 @@ class _Storage:
 
 
 def _tensor(storage, offset, size, stride, needs_gradient=False, _hooks=None, metadata=None):
-    """Return a view of a storage that has no more elements, and none outside."""
+    """Return a tensor that views a storage; Refused if it has more elements than the storage, or some outside of it."""
     if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple or metadata:
         raise Refused("a tensor in it is none")
     if not len(size) == len(stride) <= 64 or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)):
@@ -204,7 +204,7 @@ NAMES = {**FUNCTIONS, **{("torch", name): kind for name, kind in TYPES.items()}}
 class Unpickler(pickle._Unpickler):
     """Accepts only the opcodes that torch.save writes, and only on the types for which they are meant.
 
-    It extends Python's unpickler in Python: the memo of the C version takes memory up to any index that a file states.
+    It extends the unpickler that is written in Python: the memo of the C version takes memory up to any index in a file.
     """
 
     stack: list
@@ -281,7 +281,7 @@ class Unpickler(pickle._Unpickler):
             raise Refused("a tensor in it has too few parts") from None
 
     def _build(self):
-        """Drop the versions of the layers, which torch.nn keeps beside a state_dict, and which we do not need."""
+        """Drop the attributes of an OrderedDict: the versions of layers that torch.nn adds to a state_dict, not needed here."""
         self.stack.pop()
         self._of(self.stack[-1], collections.OrderedDict)
 

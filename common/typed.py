@@ -20,7 +20,7 @@ PLATFORM_OPTIONS = {
     "num_workers_per_node", "local_data_root", "sagemaker_program", "sagemaker_region",
 }  # fmt: skip
 
-# {what other programs call it: our option}
+# {a name that other programs use: our option}, for suggestions
 MEANINGS = {
     "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "batch": "batch_size", "bs": "batch_size",
     "gpus": "nproc_per_node", "num_gpu": "nproc_per_node", "nprocs": "nproc_per_node", "model": "arch", "network": "arch",
@@ -34,7 +34,7 @@ YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 def boolean(text: str) -> bool:
-    """Return a type for argparse: consoles send 'true', 'True' or '1'; anything that is neither true nor false is refused."""
+    """Convert an option's text, as a `type` for argparse: consoles send 'true', 'True' or '1'; other words are refused."""
     value = YES_OR_NO.get(text.strip().lower())
     if value is None:
         raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is neither true nor false")
@@ -44,7 +44,7 @@ def boolean(text: str) -> bool:
 def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: bool = True) -> list[str]:
     """Return the words in the form that argparse reads: underscores in names, `=` before values, a bare boolean as true.
 
-    Without the blanks that are typed around a value in a console; an option whose field was left empty is not given.
+    `from_a_console`: remove blanks that were typed around a value. An option with an empty value is dropped.
     """
     given, words = [], list(reversed(argv))
     trimmed = str.strip if from_a_console else str
@@ -60,14 +60,14 @@ def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: b
         elif action.type is boolean and (not words or words[-1].strip().lower() not in YES_OR_NO):
             given.append(f"{name}=true")
         elif not words or words[-1].startswith("--"):
-            given.append(name)  # without the value that it needs
+            given.append(name)  # argparse reports the missing value
         else:
             given += _with_value(name, trimmed(words.pop()))
     return given
 
 
 def _our_name(parser, name):
-    """--batch-size is --batch_size."""
+    """Return --batch_size for --batch-size if there is such an option; any other name unchanged."""
     ours = "--" + name[2:].replace("-", "_")
     return ours if name.startswith("--") and ours in parser._option_string_actions else name
 
@@ -83,7 +83,7 @@ def names_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
-    """Return {name: value} of those that the job, platforms and --ignore do not know. A word that is no option is refused."""
+    """Return {name: value} of the unknown options, without those of platforms and --ignore; refuse a word that is no option."""
     passed = {*PLATFORM_OPTIONS, *(plain(name) for names in ignore for name in names.split(","))}
     found, words = {}, list(reversed(unknown))
     while words:
@@ -109,7 +109,7 @@ def plain(name: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> Optional[str]:
-    """Return the option that a mistyped, shortened or other program's name may stand for, or None."""
+    """Return the option that a name may stand for, if it is mistyped, shortened or of another program; or None."""
     meant = plain(name)[:64]
     if MEANINGS.get(meant) in known:
         return MEANINGS[meant]
@@ -118,7 +118,7 @@ def nearest(name: str, known: Collection[str]) -> Optional[str]:
 
 
 def _stands_alone(word, known):
-    """What to say of a short option, or of a word that belongs to no option."""
+    """Return the error text for a short option such as -b, or for a word that belongs to no option."""
     shown = one_line(word)[:80]
     if re.fullmatch(r"-[A-Za-z].*", word):
         first = sorted(option for option in known if option.startswith(word[1]))

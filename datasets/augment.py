@@ -13,7 +13,7 @@ from PIL import Image
 
 from datasets import crops
 
-DRAW = 4 * crops.ATTEMPTS + 1  # the first number of a sample that its crop and flip have not used
+DRAW = 4 * crops.ATTEMPTS + 1  # index of the first random number of a sample that its crop and flip do not use
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def _policies() -> Any:
 
 
 def autoaugment(picture: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-    """uint8 (3, H, W) to the same."""
+    """Return the augmented picture; both are uint8 (3, H, W). `number`: the id of the sample."""
     (draw,) = crops.uniform(np.array([number]), seed, epoch, [DRAW])[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(draw * 2**53))

@@ -29,7 +29,7 @@ SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 TRAIN_FILES, TEST_FILES = [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]
 MAX_UNPACKED = 256 * 2**20
-# What the sample script of ModelArts' documents trains with.
+# The settings of the sample script in ModelArts' documentation.
 MODELARTS = {
     "epochs": 100, "lr": 0.01, "optimizer": "adam", "schedule": "constant", "weight_decay": 0.0, "label_smoothing": 0.0,
     "augment": False,
@@ -41,7 +41,7 @@ DATA = (
 
 
 def parser(doc: Optional[str]) -> arguments.Parser:
-    """Return the options of every CIFAR job; `doc`: the job's docstring."""
+    """Return a parser with the options of every CIFAR job; `doc`: the job's docstring."""
     made = arguments.general_parser(doc, data=DATA, workers=0)
     training = arguments.group(made, "training")
     training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
@@ -61,7 +61,7 @@ def parser(doc: Optional[str]) -> arguments.Parser:
 
 
 def reads(args: argparse.Namespace, needs: tuple[str, ...] = ()) -> arguments.Input:
-    """What the arguments say about the data; see arguments.Input."""
+    """Return the input that the arguments name. `needs`: what the loader needs of the device."""
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
         synthetic=args.custom_data,
@@ -87,7 +87,7 @@ class ImageArrays:
 
 
 def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
-    """Return the training and the test set of the arguments."""
+    """Return (training set, test set). Real data are fetched first if necessary; the ranks wait for each other meanwhile."""
     if args.custom_data:
         limit = args.max_samples or 5000
         train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
@@ -102,7 +102,7 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
 
 
 def _find(args):
-    """Return the folder with the batches; if need be, the archive is fetched and unpacked once per node."""
+    """Return the folder of the batch files. If necessary, the archive is downloaded and unpacked, once per node."""
     root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
     if args.data_url:
         require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")
@@ -137,9 +137,9 @@ def _find(args):
 
 
 def _was_unpacked(folder, root, args):
-    """Whether a job has unpacked it there, perhaps from another archive than there is now; else it is the user's."""
+    """Whether a job unpacked the folder, so that it is made again if the archive has changed; if not, it is used as it is."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
-        return os.access(root, os.W_OK)  # else somebody has prepared it
+        return os.access(root, os.W_OK)  # a read-only one was prepared by a user
     return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched(root))
 
 

@@ -4,8 +4,8 @@ No random generator is used. A picture looks the same on every rank, in every ba
 any restart. Every loader gets the same numbers, whatever its decoder.
 
 Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4
-to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. For an area of 100 %
-it is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
+to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. If the area has to be
+100 %, the window is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def random_windows(
 
 
 def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) -> Any:
-    """Return the window in a picture of (height, width) `whole` that is stored as `stored`, smaller, in whole pixels."""
+    """Scale a window of a picture of size `whole` to the smaller size `stored`, in whole pixels; sizes are (height, width)."""
     if stored == whole:
         return window
     top, left, height, width = window.tolist()
@@ -58,7 +58,7 @@ def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) 
 
 
 def _scaled(begin, end, whole, stored):
-    first = min(round(begin * stored / whole), -(-end * stored // whole) - 1)  # the second where less than a pixel is left
+    first = min(round(begin * stored / whole), -(-end * stored // whole) - 1)  # the second: the window has less than a pixel
     return first, max(round(end * stored / whole), first + 1)
 
 
@@ -70,7 +70,7 @@ def _largest_in_the_middle(widths, heights):
 
 
 def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
-    """Return a row for each of the draws, of numbers in [0, 1) for each id: 53 well mixed bits of a counter."""
+    """Return numbers in [0, 1) of shape (draws, ids): each is 53 bits of a hash of seed, epoch, id and draw."""
     words = np.array([seed, epoch, *draws], dtype=object) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019
     seed, epoch, *draws = _mix((words % 2**64).astype(np.uint64))[:, None]
     counter = _mix(_mix(np.asarray(ids).astype(np.uint64) ^ seed) ^ epoch)
@@ -78,7 +78,7 @@ def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
 
 
 def _mix(bits):
-    """Apply the finalizer of splitmix64, in which every bit of the input moves every bit of the output."""
+    """Apply the finalizer of splitmix64, in which every input bit affects every output bit."""
     with np.errstate(over="ignore"):
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -92,7 +92,7 @@ MASK = 0xFFFFFFFF
 
 
 def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
-    """uint8 (N, C, H, W) in channels_last to the same, each shifted by up to PADDING pixels and flipped half of the time."""
+    """Shift each image by up to PADDING pixels and flip it, at random: uint8 (N, C, H, W), channels last, before and after."""
     count, _, height, width = images.shape
     top, left, flip = devices.to_device(torch.stack(crops_and_flips(ids, seed, epoch)), images.device)
     rows = top[:, None] + torch.arange(height, device=images.device)

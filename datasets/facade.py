@@ -29,7 +29,7 @@ from datasets.photos.files import MEGAPIXELS
 from datasets.photos.labelled import Photos
 from datasets.sampler import EverySample, InOrder
 
-GROWTH = 1.25  # times the resident memory of the first epoch: with more, reset() gives memory back
+GROWTH = 1.25  # reset() gives memory back above this multiple of the resident memory after the first epoch
 
 Loader = Union[DeviceLoader, imagenet.Resident]
 
@@ -41,10 +41,10 @@ class Dataset:
         world_size: int = 1, cuda: bool = True, mean: Optional[Sequence[float]] = None, std: Optional[Sequence[float]] = None,
         pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """Take the first seven in the order of the article's own call, which names none of them; the others by their names
-        alone, so that a call in the order of its repository (size is third there) is an error and no other batch size.
+        """The first seven arguments are in the order of the article's own call, which passes them by position. The others are
+        keyword-only: a call in the order of the article's repository (size is third) fails and sets no other batch size.
 
-        `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs torch.distributed running.
+        `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs a process group.
         """
         rank = torch.distributed.get_rank() if world_size > 1 else 0
         if cuda and not devices.available():
@@ -80,7 +80,7 @@ class Dataset:
         self._train_loader = self._loader(self._train, self._sampler)
 
     def reset(self) -> None:
-        """Go on to the next epoch and its order; memory is given back if it has grown."""
+        """Prepare the next epoch, with its own order of the pictures. If the process has grown, free its unused memory."""
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
         self._resident = self._resident or resident_bytes()
@@ -88,7 +88,7 @@ class Dataset:
             self.clear_memory()
 
     def prep_for_val(self) -> None:
-        """Give back the GPU memory of the training's pipeline before the validation."""
+        """Free unused memory, such as that of the training pipeline, before the validation."""
         self.clear_memory()
 
     def clear_memory(self, verbose: bool = False) -> None:

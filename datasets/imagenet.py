@@ -1,4 +1,4 @@
-"""Batches for the image jobs: photographs from ROOT/{train,val}/CLASS/*.JPEG, or synthetic images."""
+"""Data sets and loaders of the image jobs: photographs in class folders or packs, or synthetic images."""
 
 import argparse
 import os
@@ -75,7 +75,7 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def reads(args: argparse.Namespace) -> arguments.Input:
-    """What the arguments say about the data; see arguments.Input."""
+    """Return the input that the arguments name, before anything is opened."""
     backend = args.data_backend
     synthetic = args.custom_data or backend in NO_INPUT
     return arguments.Input(
@@ -96,7 +96,7 @@ def _remedies(args):
 
 
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
-    """Return the arguments, some of which a small set settles, the training set and the validation set."""
+    """Return (arguments, training set, validation set); the size of the data decides some arguments that were not given."""
     size, limit = args.image_size, args.max_samples
     if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
@@ -112,7 +112,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     lines = [files.describe() for files in found]
     before = _before(args)
     if classes_alone:
-        seed = before.get("seed", args.seed) if args.evaluate else args.seed  # or what was trained on would be evaluated
+        seed = before.get("seed", args.seed) if args.evaluate else args.seed  # another seed would hold out training pictures
         found = splits.hold_out(found[0], seed)
         if args.evaluate and args.weights and "seed" not in args.given:
             lines.append(f"warning: nothing says what {args.weights} were trained on: some of these pictures, perhaps (--seed)")
@@ -140,14 +140,14 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
 
 
 def _counted(found):
-    """Return, for the report, how many pictures each class has in training and validation, and what was left out."""
+    """Return the numbers of training and validation pictures per class, and what was left out, for the report."""
     counts = [np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (found[0], found[-1])]
     left_out = [[reason, len(names), names[0]] for files in found for reason, names in sorted(files.left_out.items())]
     return {"classes": list(zip(found[0].classes, *counts)), "left_out": left_out}
 
 
 def _find(args):
-    """Return (the trees of the data, whether it is one that has classes, and neither train nor val)"""
+    """Return (trees, False), with a tree for each split that is needed, or ([tree], True) for classes without train and val."""
     if args.data_backend.startswith("packed"):
         remote = args.data_backend == "packed-remote"
         root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
@@ -166,13 +166,13 @@ def _find(args):
 
 
 def _before(args):
-    """Return the arguments of the run that this start goes on with, or evaluates. In an elastic job rank 0 may have none."""
+    """Return the arguments of the run that is resumed or evaluated; {} if there is none, or if rank 0 may not have them."""
     nothing = args.prof or args.min_nodes or (args.evaluate and args.weights)
     return {} if nothing else restore.settings_before(args, progress.say)
 
 
 def _settled(args, found, before):
-    """Return the arguments with the recipe for so many pictures, some of whose settings are about them, and a line on it."""
+    """Return (arguments with the recipe for this number of pictures, line about it for the log or None)."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
     pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
@@ -181,13 +181,13 @@ def _settled(args, found, before):
 
 
 def _splits(args, root, training_images):
-    """An evaluation needs no training images; where there are some, their classes are compared."""
+    """Return the splits to read: val alone for an evaluation if the folder has no training images; else both."""
     only_val = args.evaluate and not is_address(root) and not os.path.exists(training_images)
     return ("val",) if only_val else splits.SPLITS
 
 
 def _compare_classes(train, val):
-    """They must be the same, or a label would mean one class in training and another in validation."""
+    """Raise a UserError unless the classes are equal: a label would mean one class in training and another in validation."""
     if train.classes != val.classes:
         name = sorted(set(train.classes) ^ set(val.classes))[0]
         has, lacks = (train, val) if name in train.classes else (val, train)
@@ -198,14 +198,14 @@ def _compare_classes(train, val):
 
 
 def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
-    """Return at most `limit` samples, from all over the classes."""
+    """Return a tree of at most `limit` samples, which are spread evenly over all classes."""
     if limit is None or limit >= len(files):
         return files
     return files.pick(np.arange(limit) * len(files) // limit)
 
 
 class Resident(Loader):
-    """A loader without cost: it gives one batch of noise, made on the device, in place of each batch of the sampler."""
+    """A loader without cost: it yields the same noise, which stays on the device, for every batch of the sampler."""
 
     file_of = None
 
@@ -230,7 +230,7 @@ def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
     mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, **how: Any,
 ) -> Union[DeviceLoader, Resident]:  # fmt: skip
-    """`backend`: one of NO_INPUT, or of BACKENDS, which give the same pictures in the same order. `how`: see DeviceLoader."""
+    """Return the loader. `backend`: one of NO_INPUT, or of BACKENDS, which give the same pictures; `how`: see DeviceLoader."""
     if backend in NO_INPUT:
         return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):

@@ -1,8 +1,8 @@
 """Batches on the device, in the order of the sampler.
 
-SampleLoader gives the samples of any data set. DeviceLoader gives (images, labels), ready for the network, of a data set that
-returns whole batches; the images stay uint8 until they are on the device, where the whole batch is augmented and normalised.
-On a GPU a thread does that on a second stream, during the training step.
+SampleLoader makes batches from the samples of any data set. DeviceLoader gives (images, labels), ready for the network, from a
+data set that returns whole batches; the images stay uint8 until they are on the device, where the whole batch is augmented and
+normalised. On a GPU a thread prepares the batches on a second stream, during the training step.
 """
 
 import argparse
@@ -34,19 +34,19 @@ from common.seeds import seeded_batch, states
 from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
-BESIDE = "batches ahead"  # the thread that makes them
-STOP_SECONDS = 1  # for the batch that is being made when the job is told to stop: it may never be there
-LITTLE = 1 << 30  # bytes of /dev/shm for each rank: torch's loader processes put batches there; a container often has 64 MiB
+BESIDE = "batches ahead"  # name of the thread that makes them
+STOP_SECONDS = 1  # longest wait for the batch that is being made when the job is told to stop: it may never come
+LITTLE = 1 << 30  # bytes of /dev/shm per rank that suffice for the batches of loader processes; a container often has 64 MiB
 DRAWS = (
     "the data set draws random numbers in the process that trains, where they cannot be seeded for each batch, so a restart "
     "draws others: give --workers 1 or more"
 )
-COLLATED = collate.default_collate_fn_map  # its documentation names it for functions of one's own
+COLLATED = collate.default_collate_fn_map  # torch documents this registry for custom collate functions
 ORIGINAL = COLLATED[torch.Tensor]
 
 
 class Loader:
-    """Moves the tensors of batches to the device. `batches` gives tuples that end with the ids of the samples."""
+    """Moves the tensors of batches to the device. `batches` yields tuples that end with the sample ids, or errors to raise."""
 
     pixels: Optional[Callable] = None
 
@@ -72,7 +72,7 @@ class Loader:
             yield batch
 
     def transfer_seconds(self) -> float:
-        """Return the seconds of moving and normalising since the last call."""
+        """Return the seconds spent on moving and preparing batches since the last call."""
         return self._clock.read()
 
     def _moved(self):
@@ -97,8 +97,8 @@ class Loader:
 class SampleLoader(Loader):
     """Batches of any data set that has a length and gives sample number i as data_set[i].
 
-    A batch is what `collate_fn` makes of its samples, with the tensors on the device. Random numbers that the data set draws
-    are the same after a restart.
+    A batch is what `collate_fn` makes of its samples, with the tensors on the device. The global generators of Python, NumPy
+    and torch are seeded for each batch, so a restart draws the same numbers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SampleLoader(Loader):
         collate_fn: Callable[[list], Any] = collate.default_collate,
     ):  # fmt: skip
         super().__init__(torch_batches(_Samples(data_set, collate_fn), sampler, workers), sampler, device)
-        self.beside = self.beside and workers > 0  # what is drawn in this process must not be drawn during a step
+        self.beside = self.beside and workers > 0  # without workers the data set's random draws must not fall into a step
 
 
 class _Samples:
@@ -121,7 +121,7 @@ class _Samples:
 
 
 class DeviceLoader(Loader):
-    """`batches` gives (uint8 images, labels, ids)."""
+    """Yields (images, labels), ready for the network; `batches` yields (uint8 images, labels, ids)."""
 
     def __init__(
         self,
@@ -135,17 +135,17 @@ class DeviceLoader(Loader):
         pin_memory: bool = True,
         layout: Optional[torch.memory_format] = None,
     ):
-        """`layout`: of the images in memory; None: the one in which convolutions are fastest there."""
+        """`layout`: memory format of the images; None: the one in which convolutions are fastest on this device."""
         super().__init__(batches, sampler, device, pin_memory)
         self.dtype, self._augment = dtype, augment
-        self.file_of: Optional[Callable[[int], str]] = None  # the file of a sample, where it is one
+        self.file_of: Optional[Callable[[int], str]] = None  # returns the name of a sample's file; None if samples have none
         self._layout = layout or devices.layout(device)
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
-        with self._clock.stream():  # on which they are used
+        with self._clock.stream():  # the stream on which they are used
             self._scale, self._shift = (value.to(device) for value in (1 / (255 * std), -mean / std))
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 images again, of those that came out of this loader."""
+        """Convert images that this loader gave back to uint8."""
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
     def _prepared(self, batch, ids, epoch):
@@ -159,18 +159,18 @@ class DeviceLoader(Loader):
 
 
 def _of_its_own(kept):
-    """Labels and ids are kept for a whole epoch, and torch keeps a descriptor open for each tensor of a loader process."""
+    """Copy a tensor that is kept for an epoch: torch keeps a descriptor open for each tensor from a loader process."""
     return kept.clone() if isinstance(kept, torch.Tensor) else kept
 
 
 class Clock:
-    """Seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed by its events."""
+    """Measures the seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed by events."""
 
     def __init__(self, device: torch.device):
         self._stream = devices.side_stream(device)
         self._seconds, self._events = 0.0, []
-        self.end: Any = None  # an event after the work, for other streams to wait for
-        self._reading = threading.Lock()  # the thread that loads and the one that trains both look at the events
+        self.end: Any = None  # event after the work, for other streams to wait for; None on a CPU
+        self._reading = threading.Lock()  # the loading thread and the training thread both read the events
 
     def stream(self) -> Any:
         return devices.on_stream(self._stream)
@@ -201,14 +201,14 @@ class Clock:
                 self._seconds += began.elapsed_time(end) / 1000
 
     def read(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds of work that was finished since the last call."""
         self._fold()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 def ahead(items: Generator, depth: int) -> Iterator:
-    """Yield the same items, made by a thread up to `depth` ahead. Its errors are raised here; it ends with the loop."""
+    """Yield the items, which a thread makes up to `depth` ahead. Its errors are raised here, and it ends with the loop."""
     made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
 
     def work():
@@ -238,14 +238,14 @@ def ahead(items: Generator, depth: int) -> Iterator:
 
 
 def more_workers(args: argparse.Namespace) -> Iterator[str]:
-    """Yield a remedy for a slow loader that has fewer processes than its rank has cores."""
+    """Yield a suggestion for a slow loader, if it has fewer worker processes than its rank has cores."""
     mine = devices.cores_of_a_rank(args)
     if devices.loader_workers(args) < mine:
         yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
-    """Load through torch's DataLoader; `data_set[epoch, ids]` gives a whole batch."""
+    """Return a DataLoader whose batches are `data_set[epoch, ids]`, for each batch of ids of the sampler."""
     if workers and has_little_shared_memory():
         _advise_more()
     loader = Batches(
@@ -267,10 +267,10 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
 
 
 class Batches(torch.utils.data.DataLoader):
-    """A DataLoader with a clear error if a process is killed while it sends a batch; torch would report a broken connection.
+    """A DataLoader with a clear error if a worker is killed while it sends a batch; torch would report a broken connection.
 
-    Its processes ignore SIGTERM. torch and Python send SIGTERM to processes that do not end by themselves, and then wait for
-    ever. SIGKILL is sent instead.
+    The workers ignore SIGTERM, which torch and Python send to a worker that does not end by itself; Python would then wait for
+    it for ever. They are sent SIGKILL instead.
     """
 
     def __iter__(self) -> Any:
@@ -284,12 +284,12 @@ class Batches(torch.utils.data.DataLoader):
                 batch = next(batches)
             except StopIteration:
                 return
-            except (ConnectionError, EOFError, FileNotFoundError):  # those of reading a sample come as batches
+            except (ConnectionError, EOFError, FileNotFoundError):  # not the data set's: HandsOnErrors wraps those
                 raise TrainingFailed(devices.KILLED) from None
             except Exception as error:
                 dead = [process for process in getattr(batches, "_workers", ()) if (process.exitcode or 0) < 0]
-                self.end_workers()  # it is in a circle with what the loop holds, so nothing else would end the processes soon
-                if dead and "exited unexpectedly" in str(error):  # torch's words if it sees that before the system tells it
+                self.end_workers()  # a reference cycle keeps the iterator alive, so nothing else would end them soon
+                if dead and "exited unexpectedly" in str(error):  # torch's words if it notices before SIGCHLD comes
                     how = signal.strsignal(-dead[0].exitcode)
                     raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {how}.") from None
                 raise
@@ -303,15 +303,15 @@ class Batches(torch.utils.data.DataLoader):
 
 
 def _join(process, seconds, timeout=None):
-    """A job that is told to stop does not wait for data that may never come; torch gives each process 5 seconds."""
+    """Wait for a worker to end, but only `seconds` if the job is told to stop: the data that it reads may never come."""
     type(process).join(process, seconds if STOPS.noted else timeout)
 
 
 class HandsOnErrors(torch.utils.data.Dataset):
     """A data set whose errors name the sample.
 
-    A UserError, TrainingFailed or system error is returned in place of a batch, and DeviceLoader raises it; torch would make a
-    text with a traceback of it. Any other error becomes a SampleError, with the traceback of the data set's code.
+    A UserError, TrainingFailed or system error is returned in place of a batch, and Loader raises it; torch would turn it into
+    a text with a traceback. Any other error becomes a SampleError, with the traceback of the data set's code.
     """
 
     def __init__(self, data_set: Any, sampler: Any):
@@ -324,7 +324,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
         epoch, ids = epoch_and_ids
         try:
             return self._load(epoch, ids)
-        except (UserError, TrainingFailed) as error:  # they say what they are about
+        except (UserError, TrainingFailed) as error:  # their texts already name the cause
             return error
         except Exception as error:
             if is_of_the_system(error):
@@ -336,14 +336,14 @@ class HandsOnErrors(torch.utils.data.Dataset):
         if threading.current_thread().name != BESIDE:
             with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
                 return self._data_set[epoch, ids]
-        before, self._looked = None if self._looked else pickle.dumps(states()), True  # no step has drawn by then
+        before, self._looked = None if self._looked else pickle.dumps(states()), True  # no training step runs meanwhile
         batch = self._data_set[epoch, ids]
         if before and before != pickle.dumps(states()):
             progress.warn(DRAWS)
         return batch
 
     def _culprit(self, epoch, ids):
-        """Return the first sample that fails by itself."""
+        """Return a text that names the first sample that fails alone, or all of them if none does."""
         for number in range(len(ids)):
             try:
                 self._data_set[epoch, ids[number : number + 1]]
@@ -353,7 +353,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
 
 
 class WithEpoch:
-    """Gives (epoch, batch) for each batch of the sampler, because a worker process lives for several epochs."""
+    """Yields (epoch, ids) for each batch of the sampler: worker processes outlive an epoch, so they are told which it is."""
 
     def __init__(self, sampler: Any):
         self._sampler = sampler
@@ -367,29 +367,29 @@ class WithEpoch:
 
 @functools.cache
 def _have_a_temporary_folder():
-    """Let the processes that load put their sockets where the next start removes them if they are killed."""
+    """Make a temporary folder for the sockets of loader processes. If the job is killed, the next start removes it."""
     this: Any = multiprocessing.current_process()
-    with contextlib.suppress(OSError):  # no room there, perhaps
+    with contextlib.suppress(OSError):  # the disk may be full
         folder = scratch_folder()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        if len(folder) < 80:  # the path of a socket has 107 letters
-            this._config["tempdir"] = folder  # which the processes that it starts have, too
+        if len(folder) < 80:  # the path of a socket may have 107 bytes
+            this._config["tempdir"] = folder  # inherited by the processes that it starts
 
 
 def _end_workers_of(reference):
-    """End them before Python's own exit handler, so that they end in peace."""
+    """End the workers of a loader before Python's own exit handler would kill them."""
     loader = reference()
     if loader is not None:
         loader.end_workers()
 
 
 def begin_worker(_worker: int) -> None:
-    """Prepare a process that loads: keep the memory of a sample for the next, and leave stop signals to the parent.
+    """Prepare a worker process: keep freed memory for the next sample, avoid a small /dev/shm, and ignore stop signals.
 
-    A platform sends them to every process, but the loader must live until the job has saved.
+    A platform sends these signals to every process, but the worker must live until the job has saved.
     """
     malloc.keep()
-    if has_little_shared_memory():  # a process that finds none left is killed
+    if has_little_shared_memory():  # with none left, a process would be killed (SIGBUS)
         ForkingPickler.register(torch.UntypedStorage, _within_the_message)
         collate_in_own_memory()
     for number in STOP_SIGNALS:
@@ -398,7 +398,7 @@ def begin_worker(_worker: int) -> None:
 
 
 def _but_for_a_lost_reader(kind, error, trace):
-    """What a thread of this process could not hand over, because the job takes no more batches, is no error."""
+    """Print an error, unless it is a lost connection: a thread that hands over a batch has one when the job takes no more."""
     if not issubclass(kind, ConnectionError):
         sys.__excepthook__(kind, error, trace)
 
@@ -412,7 +412,7 @@ def has_little_shared_memory() -> bool:
 
 @functools.cache
 def _advise_more():
-    """Print this once."""
+    """Warn once, in the first rank of a node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         progress.warn(
             "/dev/shm has less than 1 GiB for each rank, so loader processes send their batches through pipes, which takes "
@@ -421,7 +421,7 @@ def _advise_more():
 
 
 def _within_the_message(storage):
-    """How a tensor's bytes are pickled there, in place of torch's way."""
+    """Reduce a storage to its bytes, which are then pickled into the message; torch would put them into shared memory."""
     return _stored, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
 
 
@@ -430,7 +430,7 @@ def _stored(content):
 
 
 def collate_in_own_memory() -> None:
-    """In a loader process default_collate puts tensors into /dev/shm, which is of no use where they do not travel that way."""
+    """Have default_collate make batches in ordinary memory instead of /dev/shm, because they are sent in messages."""
     COLLATED[torch.Tensor] = _collated
 
 

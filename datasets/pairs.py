@@ -18,7 +18,7 @@ from datasets.sampler import Sampler
 
 DATA = f"folder or bucket (s3://, obs://, oss://) with {LAYOUT}"
 RESIZE, CROP, SYNTHETIC_CROP = 256, 224, 48
-TEMPLATE = {"data_source": "data_url", "num_workers": "workers", "result_dir": "output_dir"}  # its names for our options
+TEMPLATE = {"data_source": "data_url", "num_workers": "workers", "result_dir": "output_dir"}  # {the repository's name: ours}
 
 
 def add_options(parser: arguments.Parser) -> None:
@@ -35,7 +35,7 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def reads(args: argparse.Namespace) -> arguments.Input:
-    """What the arguments say about the data; see arguments.Input."""
+    """Return the input that the arguments name, before anything is opened."""
     gpu = [] if args.data_backend.startswith("dali") else ["--data_backend dali-gpu where there is a GPU"]
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
@@ -46,7 +46,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
 
 
 def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
-    """Return the training and the test pairs that the arguments ask for."""
+    """Return (training pairs, test pairs), at most --max_samples of each. Real data are fetched first if necessary."""
     if args.custom_data:
         crop = args.crop or SYNTHETIC_CROP
         if crop > SYNTHETIC_SIZE:

@@ -23,11 +23,11 @@ class EpochSampler:
         self.start_at(epoch=0, consumed=0)
 
     def shard(self, rank: int, world_size: int) -> None:
-        """From here on, give this rank's slice of every global batch; the global batch grows with the number of ranks."""
+        """From here on, yield this rank's slice of every global batch, which becomes one rank's batch times `world_size`."""
         self._deal(range(rank, rank + 1), world_size, "ranks", self.global_batch // self.shares * world_size)
 
     def deal(self, own: range, shares: int, global_batch: int) -> None:
-        """From here on, give some of equal shares of every global batch: those of `own`."""
+        """From here on, yield the shares `own` of every global batch, which is cut into `shares` equal ones."""
         self._deal(own, shares, "shares", global_batch)
 
     def _deal(self, own, shares, parts, global_batch):
@@ -36,7 +36,7 @@ class EpochSampler:
         self.set_global_batch(global_batch)
 
     def set_global_batch(self, global_batch: int) -> None:
-        """A resumed run keeps the global batch it began with, which must be a multiple of the present number of ranks."""
+        """Set the samples per step of all ranks. UserError if they do not divide among the ranks, or an epoch has fewer."""
         if global_batch % self.shares:
             allowed = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
             raise UserError(
@@ -51,12 +51,12 @@ class EpochSampler:
         self.global_batch = global_batch
 
     def start_at(self, epoch: int, consumed: int) -> None:
-        """Go on in this epoch after `consumed` samples; takes no time."""
+        """Continue in this epoch after `consumed` samples; nothing is read to skip them."""
         self.epoch, self.consumed = epoch, consumed
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples an epoch trains on: whole global batches, counted from where the epoch was resumed."""
+        """Number of samples that this epoch trains on: `consumed`, and whole global batches of the rest."""
         return self.consumed + (self.num_samples - self.consumed) // self.global_batch * self.global_batch
 
     def step_ids(self, epoch: int, consumed: int) -> np.ndarray:
@@ -87,7 +87,7 @@ class EverySample(EpochSampler):
         return self.num_samples
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)  # which begins anew
+        order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)  # resize() repeats it
         for first in range(self.consumed, len(order), self.global_batch):
             batch = order[first : first + self.global_batch]
             size = len(batch) // self.shares
@@ -107,8 +107,8 @@ class InOrder:
         self.shard(0, 1)
 
     def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None:
-        """From here on, give every world_size-th sample: all ranks together still see each sample exactly once. Or every
-        world_size-th batch: then a batch has the same samples whatever the number of ranks."""
+        """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so that a batch has
+        equal samples at every number of ranks. All ranks together see each sample exactly once."""
         _require_within(range(rank, rank + 1), world_size, "ranks")
         self.rank, self.world_size, self.whole_batches = rank, world_size, whole_batches
 

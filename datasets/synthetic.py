@@ -14,7 +14,7 @@ SEED = 20210901  # of the pictures themselves, so that every run sees the same o
 
 
 def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
-    """Draw two PNG files: shapes of many colours as a moving camera takes them, and the same sharp."""
+    """Return two PNG files with a picture of coloured shapes: as a moving camera takes it, and sharp."""
     from PIL import Image
 
     draw = np.random.default_rng([SEED, {"train": 1, "test": 2}[split], number])
@@ -42,7 +42,7 @@ def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
 def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Return `count` images of CIFAR-10's shape, uint8 (count, 3, 32, 32), and labels: ten coloured patterns, shifted, noisy.
 
-    A smaller count gives the first of the same images.
+    The images of a smaller count are the first ones of a larger count.
     """
     number = {"train": 1, "test": 2}[split]
     patterns = np.random.default_rng(SEED).uniform(-1, 1, (10, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)

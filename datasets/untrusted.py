@@ -3,8 +3,8 @@
 An archive is read to its end, because its checksum comes after the last file.
 
 tarfile's own filters have been bypassed more than once and a pickle can execute any code, so neither is trusted here: the
-archive may only hold plain files with the expected names, and the pickle only the opcodes of a dictionary of lists, byte
-strings and one array of uint8.
+archive may hold only plain files with the expected names, and folders, which are ignored; the pickle only the opcodes of a
+dictionary of lists, byte strings and one array of uint8.
 """
 
 import gzip
@@ -25,7 +25,7 @@ import numpy as np
 from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import MIB, open_regular
 
-NOTE = ".archive.json"  # in a folder that was unpacked: of which archive
+NOTE = ".archive.json"  # file in an unpacked folder that identifies its archive
 
 
 class _Bounded:
@@ -43,7 +43,7 @@ class _Bounded:
 
 
 def is_unpacked(archive: str, folder: str) -> bool:
-    """Whether the folder is what unpack() made of this archive, as it is now."""
+    """Whether unpack() made the folder from this archive, whose size and time have not changed since."""
     try:
         return Path(folder, NOTE).read_text() == _identity(archive, os.stat(archive))
     except (OSError, ValueError):
@@ -55,8 +55,8 @@ def _identity(archive, status):
 
 
 def unpack(archive: str, folder: str, names: list[str], max_bytes: int, may_have: Sequence[str] = ()) -> None:
-    """Write the plain files `names` of a .tar.gz into `folder`, which appears whole or not at all; `may_have`: others. A folder
-    that is there is replaced."""
+    """Unpack the files `names` of a .tar.gz into `folder`, which appears whole or not at all and replaces an earlier one. The
+    archive may also have the files `may_have`; any other file is an error."""
     parent = os.path.dirname(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
@@ -129,8 +129,8 @@ def _dtype(name, *_flags):
 
 
 class _BatchUnpickler(pickle._Unpickler):
-    """Accepts the opcodes and the names that the original batches use. Pure Python, because its memo is a dict: the C version
-    allocates memory up to any index in the file."""
+    """Accepts only the opcodes and names that the original batches use. It is written in Python and keeps its memo in a dict;
+    the unpickler in C allocates memory up to the largest memo index in the file."""
 
     _OPCODES = [
         pickle.PROTO, pickle.STOP, pickle.MARK, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,

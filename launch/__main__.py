@@ -1,4 +1,4 @@
-"""Programs to use before a job starts: python -m launch VERB ... Each verb is a small program with a --help of its own."""
+"""Programs to use before and after a job: python -m launch VERB ... Each verb is a small program with a --help of its own."""
 
 import difflib
 import importlib
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         code = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output has gone (`... | head`); there is nobody to tell
+    except BrokenPipeError:  # the reader of the output has ended (`... | head`)
         sys.stderr.close()
         return 1
 

@@ -28,7 +28,7 @@ from launch.options import exit_code, missing_job, new_parser
 JOBS = Path(__file__).resolve().parent.parent / "jobs"
 BASE = JOBS / "train.py"
 
-# The order of blocks at one place of the base.
+# The order of blocks that are at the same place of the base.
 ORDER = ["DP", "DDP", "DALI", "DPEX", "AMP", "EXACT"]
 EXCLUSIVE = {
     ("DP", "DDP"): "DDP already uses every GPU, one process each",
@@ -44,19 +44,19 @@ SAMPLE = re.compile(rf"\s*### *(分布式改造) *[,{FULLWIDTH_COMMA}].*###\s*")
 
 
 class BlockError(UserError):
-    """Names the file, the line and the rule that it breaks."""
+    """A job, its blocks or the file to write is wrong; the text says which rule is broken, and where."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
     tag: str
-    at: int  # index of the base line before which it is
-    was: tuple[str, ...]  # the base lines that it replaces
+    at: int  # index of the base line before which the block is
+    was: tuple[str, ...]  # the base lines that it replaces; empty if it only adds
     text: tuple[str, ...]  # all of its lines, with the markers
 
     @property
     def code(self) -> list[str]:
-        """Return the lines that run; what a block adds to the job's help is none of them."""
+        """The lines of code that the block adds: no comments, no empty lines, no text for the job's help."""
         if self.text[1].startswith("__doc__ = "):
             return []
         return [line for line in self.text[1 + len(self.was) : -1] if line.strip() and not line.lstrip().startswith("#")]
@@ -110,7 +110,7 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return the same for a script whose blocks begin and end with the same line, as in ModelArts' sample."""
+    """Return (base lines, blocks) of a script whose blocks begin and end with the same line, as in ModelArts' sample."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[int] = None  # index of the line that opened a block
@@ -133,7 +133,7 @@ def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def _plain(marker):
-    """Return a script without what differs between copies of the sample."""
+    """Return a marker line without spaces and with a plain comma: copies of the sample differ in these."""
     return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
 
 
@@ -156,7 +156,7 @@ def apply(base: list[str], blocks: list[Block]) -> list[str]:
 
 
 def job_of(tag: str) -> Path:
-    """jobs/train_ddp.py for DDP."""
+    """Return the job of a feature: jobs/train_ddp.py for DDP."""
     path = JOBS / f"train_{tag.lower()}.py"
     if tag not in ORDER or not path.exists():
         known = [name for name in ORDER if (JOBS / f"train_{name.lower()}.py").exists()]
@@ -165,13 +165,13 @@ def job_of(tag: str) -> Path:
 
 
 def compose(tags: Sequence[str]) -> list[str]:
-    """Return the lines of a job with all these features; BlockError where they do not go together."""
+    """Return the lines of a job with all these features; BlockError if they do not go together."""
     for pair, why in EXCLUSIVE.items():
         if set(pair) <= set(tags):
             raise BlockError(f"{pair[0]} and {pair[1]} do not go together: {why}")
     base = BASE.read_text().split("\n")
     chosen: list[Block] = []
-    owner: dict[int, str] = {}  # of a base line that is replaced
+    owner: dict[int, str] = {}  # {index of a base line that is replaced: the feature}
     for tag in tags:
         own_base, blocks = read(job_of(tag))
         if not blocks:
@@ -189,12 +189,12 @@ def compose(tags: Sequence[str]) -> list[str]:
 
 
 def feature_jobs() -> list[Path]:
-    """Return every job that has blocks, also those with two features."""
+    """Return every job that has blocks, including jobs with two features."""
     return [path for path in sorted(JOBS.glob("train_*.py")) if read(path)[1]]
 
 
 def rebase(path: Path, base: list[str]) -> list[str]:
-    """Return the job's lines on a changed base: each block stays after the line that it came after, else before the next."""
+    """Return the job's lines on a changed base. A block that only adds stays after the line before it, else before the next."""
     old, blocks = read(path)
     moved: dict[int, int] = {}  # {line of the old base: line of the new one}
     for match in difflib.SequenceMatcher(None, old, base, autojunk=False).get_matching_blocks():
@@ -217,7 +217,7 @@ def rebase(path: Path, base: list[str]) -> list[str]:
 
 
 def _refuse_other_bases(paths: list[Path]) -> None:
-    """An edit outside the blocks of one job would be lost: it has to be made in the base."""
+    """Raise BlockError if jobs differ outside their blocks: such an edit would be lost, and belongs in the base."""
     first, *others = paths
     lines = read(first)[0]
     for path in others:
@@ -230,7 +230,7 @@ def _refuse_other_bases(paths: list[Path]) -> None:
 
 
 def table(paths: Sequence[str] = ()) -> str:
-    """Return a line for each job, which docs/blocks.md shows too; or for each of these files."""
+    """Return a table in Markdown with a row for each of `paths`, or for each job that has blocks, as in docs/blocks.md."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
     for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
         code = [block for block in read(path)[1] if block.code]
@@ -240,7 +240,7 @@ def table(paths: Sequence[str] = ()) -> str:
 
 
 def show(path: Union[str, Path]) -> str:
-    """Return each block, with the line of the base that it comes after."""
+    """Return the text of all blocks, each below the line of the base that it comes after."""
     base, blocks = read(path)
     parts = []
     for block in blocks:
@@ -266,7 +266,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show_or_write(text: str, output: Optional[str]) -> None:
-    """Write a new file, or replace a job that is the base with blocks; no other file, so that nobody's work is lost."""
+    """Print the text, or write it to a new file or over a job that is the base with blocks. Any other file is refused."""
     if not output:
         print(text, end="" if text.endswith("\n") else "\n")
         return
@@ -291,7 +291,7 @@ def run(options: argparse.Namespace) -> str:
         return "\n".join(compose(options.tags))
     base = BASE.read_text().split("\n")
     _refuse_other_bases(feature_jobs())
-    rebased = {path: rebase(path, base) for path in feature_jobs()}  # all of them, or none is written
+    rebased = {path: rebase(path, base) for path in feature_jobs()}  # all before any is written: an error changes no file
     changed = [path for path, lines in rebased.items() if path.read_text() != "\n".join(lines)]
     for path in changed:
         path.write_text("\n".join(rebased[path]))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from common.errors import UserError, one_line
 from common.packages import PYTHON, TORCH, first_two
 
-# Those of ModelArts with PyTorch, as its page listed them on 2026-07-02: the newest for GPUs, an older one, that for NPUs.
+# ModelArts' engines with PyTorch, as its page listed them on 2026-07-02: the newest for GPUs, an older one, one for NPUs.
 MODELARTS = (
     "pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64",
     "pytorch_1.8.0-cuda_10.2-py_3.7-ubuntu_18.04-x86_64",
@@ -22,7 +22,7 @@ class Engine(NamedTuple):
 
 
 def read(name: str) -> Engine:
-    """Return an engine that a job can use; else an error names one that it can."""
+    """Return the versions in an engine's name; UserError, which suggests another engine, if a job cannot use it."""
     found = FORM.fullmatch(name)
     if not found:
         raise UserError(

@@ -30,11 +30,11 @@ from datasets.kspeed import NOT_STORED, STORED, TOO_LARGE, SampleCache, name_of,
 from datasets.photos import files
 from launch.options import exit_code, new_parser
 
-DEADLINE = 2  # seconds for one image; a job has less time
+DEADLINE = 2  # seconds for one image; a job allows less
 
 
 def roots(folder: str) -> list[str]:
-    """Return the folders whose images a job reads."""
+    """Return the folders whose images a job reads: train and val below `folder`, or `folder` itself if it has neither."""
     if not os.path.isdir(folder):
         raise UserError(f"{one_line(folder)} does not exist: give the folder of the data set")
     folder = os.path.normpath(folder)
@@ -43,7 +43,7 @@ def roots(folder: str) -> list[str]:
 
 
 def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Counter[Any], Counter[Any]]:
-    """Return {outcome: images} and {outcome: bytes} of `work`, done for every image of the folder."""
+    """Call `work` for every image of the folder; return {outcome: images} and {outcome: bytes of their files}."""
     paths_of = {root: [os.path.join(root, name) for name in files.images_below(root)] for root in roots(options.root)}
     if not any(paths_of.values()):
         raise UserError(f"{one_line(options.root)} holds no image: give the folder of the data set")
@@ -97,7 +97,7 @@ def display(cache: SampleCache, options: argparse.Namespace) -> None:
 
 
 def look(cache: SampleCache, options: argparse.Namespace) -> None:
-    """Print how many bytes of one image the cache has, or write them to a file."""
+    """Print how many bytes of one image the cache has; the verb get also writes them to a file."""
     path = os.path.abspath(options.image)
     try:
         info = os.stat(path)
@@ -112,12 +112,12 @@ def look(cache: SampleCache, options: argparse.Namespace) -> None:
 
 
 def root_of(path: str) -> str:
-    """Return the folder that a job reads this image from: train or val above it, else the one around its class's folder."""
+    """Return the folder that a job reads this image from: train or val above it, else the parent of its class's folder."""
     above = [folder for folder in Path(path).parents if folder.name in ("train", "val")]
     return str(above[0] if above else Path(path).parent.parent)
 
 
-# Verbs of the original service that memcached has no word for.
+# Verbs of Alibaba's KSpeed for which memcached has no command.
 ABSENT = {
     "adduser": "users are lines user:password of the file that memcached -Y reads: add one and start it again",
     "deluser": "users are lines user:password of the file that memcached -Y reads: delete one and start it again",

@@ -33,7 +33,7 @@ from common.wire.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"
-VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # by which nodes share this machine's devices
+VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # by which each node gets a part of the devices
 Injected = tuple[list[str], dict[str, str]]  # the arguments and variables that a platform gives a node
 
 
@@ -84,14 +84,14 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 
 
 def ascend(node: int, nodes: int, port: int, card: int, cards: int, table: str) -> Injected:
-    """ModelArts' Ascend engine, which starts the boot file once for each card."""
+    """Return what ModelArts' Ascend engine gives the process of one card: it starts the boot file once for each."""
     rank, size = str(node * cards + card), str(nodes * cards)
     ours = {"RANK_TABLE_FILE": table, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
     return [], {**modelarts_image(node, nodes, port)[1], **ours}
 
 
 def rank_table(nodes: int, cards: int) -> dict:
-    """What that engine writes into RANK_TABLE_FILE, here with every server on this machine."""
+    """Return the content of the Ascend engine's RANK_TABLE_FILE, with every server on this machine."""
     servers = [
         {"server_id": f"node_{node}", "host_ip": HOST,
          "device": [{"device_id": str(card), "rank_id": str(node * cards + card)} for card in range(cards)]}
@@ -125,7 +125,7 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
 
 
 def command(options: argparse.Namespace) -> str:
-    """Return the command that starts such nodes again: for the job's own line on how to go on."""
+    """Return the command that starts these nodes again, which the job shows to say how to go on (ANYRANK_LAUNCHER)."""
     words = ["--nodes", str(options.nodes), *(["--procs", str(options.procs)] if options.procs else [])]
     words += ["--platform", options.platform, *(["--accelerator", "npu"] if options.accelerator == "npu" else [])]
     return shlex.join(["python", "-m", "launch", "local", *words, options.job, "--", *options.arguments])
@@ -142,9 +142,9 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]) -> list[int]:
-    """Start every node, play what happens to some, and wait for all of them; their exit codes, the last of each."""
+    """Start all nodes, kill and restart some as asked, and wait; return the exit codes of each node's last processes."""
     port = free_port()
-    secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # what the nodes share (docs/security.md)
+    secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # by which the nodes know each other (docs/security.md)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
         json.dump(rank_table(options.nodes, options.cards), table)
         table.flush()
@@ -163,7 +163,7 @@ def _play(nodes, kill_at, return_at, start_node):
 
     def begin(*numbers):
         for node in numbers:
-            kill_node(node)  # the one before
+            kill_node(node)  # its earlier processes, if they still run
             processes[node] = start_node(node)
         for node in numbers:
             for process in processes[node]:
@@ -195,7 +195,7 @@ def _play(nodes, kill_at, return_at, start_node):
 
 
 def _codes(processes, events, lost):
-    """Wait for all nodes, and for what is to happen to some while others run."""
+    """Call each event's function at its time while any node runs, wait for all nodes, and return the exit codes."""
     began = time.monotonic()
     while True:
         running = [node for node, started in processes.items() if any(process.poll() is None for process in started)]
@@ -207,7 +207,7 @@ def _codes(processes, events, lost):
         time.sleep(0.02)
     codes = {node: [process.returncode for process in started] for node, started in processes.items()}
     others = [codes[node] for node in codes if node not in lost]
-    if others and not any(map(any, others)):  # they went on without those that were lost
+    if others and not any(map(any, others)):  # they finished without the killed nodes, whose SIGKILL is then no failure
         codes = {node: [0 if node in lost and code == -signal.SIGKILL else code for code in codes[node]] for node in codes}
     return [code for node in codes for code in codes[node]]
 
@@ -253,7 +253,7 @@ def main(argv: list[str]) -> int:
 
 
 def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the names of this machine's devices that may be used; the nodes get as many each."""
+    """Return the names of this machine's devices that the environment does not hide; start() divides them among the nodes."""
     shown = environ.get(VISIBLE[accelerator])
     present = drivers.npus if accelerator == "npu" else drivers.gpus
     names = map(str, range(present())) if shown is None else shown.split(",")
@@ -261,12 +261,12 @@ def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def play(options: argparse.Namespace) -> int:
-    """Start the job, and again after a failure as often as --restarts allows; the exit code of the platform's job."""
+    """Run the job, again after a failure as often as --restarts allows, and return the exit code of the whole."""
     codes: list[int] = []
     for number in range(options.restarts + 1):
         codes = attempt(options, *((options.kill, options.back) if number == 0 else ([], [])))
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
-        if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake, the same in every start
+        if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake that a restart repeats
             break
         if number < options.restarts:
             print(f"restart {number + 1} of {options.restarts}, as the platform would", flush=True)

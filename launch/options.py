@@ -13,7 +13,7 @@ from common.secrets import HIDDEN, is_secret
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads words as a job does (common/typed.py); its errors quote no secret, such as the value of an unknown option."""
+    """Reads words as a job does (common/typed.py). Its errors mask the value of every option whose name is that of a secret."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> Parser:
-    """Return a parser whose help shows the description with its line ends."""
+    """Return a parser whose help keeps the line breaks of the description."""
     return Parser(
         prog=f"python -m launch {verb}",
         description=description,
@@ -38,22 +38,22 @@ def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True)
 
 
 def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return (the verb's own words, the job's): the job's stand after --."""
+    """Return (the verb's own words, the job's words), which the first -- separates."""
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
 
 
 def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Optional[str]:
-    """What is wrong with the path of a job's file; a relative path is one below `folder`."""
+    """Return an error text if `path` is no file, else None. A relative path is one below `folder`."""
     if os.path.isfile(os.path.join(folder, path)):
         return None
     return f"there is no job {one_line(path)}: give a job's file, such as jobs/train_ddp.py"
 
 
 def exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) -> int:
-    """Call `work`. An error that its user can mend is one line on stderr and an exit code, any other is raised.
+    """Call `work` and return an exit code. An error of the user or the system is one line on stderr; others are raised.
 
-    `place`: where `work` writes, for an error of the system that names no file, such as that of a full disk.
+    `place`: where `work` writes, which is named with an OSError that names no file, such as that of a full disk.
     """
     try:
         return work() or 0

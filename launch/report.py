@@ -41,7 +41,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def _local(run: str, scratch: str) -> str:
-    """Return the folder itself; of a bucket, what the page needs."""
+    """Return the folder of the run; for a bucket, fetch the files that the page needs to `scratch`, and return that."""
     if not bucket.is_address(run):
         if not os.path.isdir(run):
             raise UserError(f"{one_line(run)} does not exist: give the output folder of a job, or its address in a bucket")

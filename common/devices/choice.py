@@ -16,7 +16,7 @@ TO_THE_CPU = "--enable_gpu false to train on the CPU"
 
 
 def choose(args: argparse.Namespace) -> torch.device:
-    """Return the accelerator of this process's local rank, or the CPU. --enable_gpu decides; unset: an accelerator, if any."""
+    """Set up and return this local rank's accelerator or the CPU, as --enable_gpu and --device say; unset: what there is."""
     here, cut, name = args.world, slices(), kinds.accelerator()
     if here.local_rank < len(cut):
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
@@ -55,17 +55,17 @@ def _number(here, cut):
 
 
 def _choose_algorithms(kind, deterministic):
-    """Choose algorithms that always give the same bits, or an error; else the fastest, found in the first steps."""
+    """Choose algorithms that always give the same bits, or raise; else let cuDNN find the fastest in the first steps."""
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
-        os.environ.update(kind.deterministic)  # before their first use
+        os.environ.update(kind.deterministic)  # the libraries read them at their first use
         torch.use_deterministic_algorithms(True)
-        # Slow, and for finding mistakes; pyright does not see that the module has it.
+        # To fill memory is slow and only helps to find mistakes. Pyright does not know this attribute.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
-    """Return a sentence where the platform says that this node has more accelerators than torch sees."""
+    """Return a sentence if torch sees some accelerators, but fewer than the platform says this node has; else None."""
     here, seen = args.world, count() if args.enable_gpu is not False else 0
     if not 0 < seen < here.gpus_promised or here.owns_the_only(seen):
         return None
@@ -74,7 +74,7 @@ def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
 
 
 def require_one_each(args: argparse.Namespace) -> None:
-    """Refuse, in the parent of a node, to start workers that would find no accelerator."""
+    """Raise UserError, in the parent of a node, if the node has accelerators, but fewer than workers."""
     seen = count()
     if args.enable_gpu is not False and 0 < seen < args.world.local_world_size:
         raise UserError(
@@ -84,7 +84,7 @@ def require_one_each(args: argparse.Namespace) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """Return a name that no other device on this machine has; empty for a CPU, which may be shared."""
+    """Return a name that no other device on this machine has; empty for a CPU, which ranks may share."""
     if not kinds.is_accelerator(device):
         return ""
     if kinds.is_nvidia(device):

@@ -14,7 +14,7 @@ from common.packages import first_two
 
 KILLED = "a loader process was killed, perhaps for want of memory: lower --workers or --batch_size, or ask for more memory"
 
-# What torch says where there is no memory left, and what that means. A device's own words have the sizes in them.
+# {pattern of an error for lack of memory: the text to show}. {words} keeps the device's own words, with the sizes.
 NO_MEMORY = {
     r"(?P<words>(CUDA|NPU|XPU|MPS) out of memory\. Tried to allocate \S+ \w+|CUDA error: out of memory"
     r"|MPS backend out of memory|\w+_STATUS_ALLOC_FAILED)": "{words}: the {noun}'s memory is full; lower --batch_size",
@@ -29,7 +29,7 @@ NO_MEMORY = {
 
 
 def no_memory(error: Exception) -> Optional[TrainingFailed]:
-    """Return the line for what had no room in a memory; or None."""
+    """Return the error to end with if a device, /dev/shm or the node has run out of memory; else None."""
     message = f"{type(error).__name__}: {error}"
     found = ((re.search(pattern, message), text) for pattern, text in NO_MEMORY.items())
     lines = (text.format(**match.groupdict(), noun=kinds.noun()) for match, text in found if match)
@@ -37,9 +37,9 @@ def no_memory(error: Exception) -> Optional[TrainingFailed]:
 
 
 def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optional[str]:
-    """What to do where torch has no kernels for a GPU, or None.
+    """Return the end of "this GPU is ..." if torch has no kernels for it, with what to install; else None.
 
-    `known`: sm_86 runs on 8.6 and 8.9, sm_90a on 9.0 alone; the driver compiles compute_90 for whatever is newer.
+    `known`: e.g. sm_86, which runs on 8.6 and 8.9; sm_90a, on 9.0 alone; compute_90, which the driver compiles for 9.0 and up.
     """
     wanted = 10 * capability[0] + capability[1]
     named = [(match[1], int(match[2]), match[3]) for name in known if (match := re.fullmatch(r"(sm|compute)_(\d+)(\w?)", name))]
@@ -54,14 +54,14 @@ def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optio
 
 
 def build() -> str:
-    """What torch's devices are driven by."""
+    """Return a text with the versions of torch and CUDA, or of torch_npu and CANN."""
     if kinds.is_ascend():
         return f"torch_npu {_version('torch_npu')}, CANN {drivers.cann() or 'unknown'}"
     return f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
 
 
 def diagnosis(kind: str = "") -> str:
-    """Why torch sees no device of this kind (unset: that of this machine), and what to change."""
+    """Return why torch sees no device of this kind (empty: that of this machine), and what to change."""
     kind = kind or ("npu" if drivers.npus() else kinds.accelerator())
     if kind == "npu":
         return _of_npus()
@@ -98,7 +98,7 @@ def _of_npus():
 
 
 def versions_apart() -> Optional[str]:
-    """Return a sentence where the versions of an NPU's software do not go together, although a device can be seen."""
+    """Return misfit() of the installed versions where NPUs are used; else None. Torch may see NPUs in spite of a misfit."""
     if not kinds.is_ascend():
         return None
     return misfit(torch.__version__.split("+")[0], _version("torch_npu"), drivers.cann())
@@ -111,7 +111,7 @@ def _version(package):
         return ""
 
 
-# The oldest CANN for each torch_npu, of the vendor's table of versions that go together.
+# {torch_npu: the oldest CANN for it}, from the vendor's table of versions that go together.
 OLDEST_CANN: dict[tuple[int, ...], tuple[int, int]] = {
     (2, 6): (8, 2),
     (2, 7): (8, 3),
@@ -124,7 +124,7 @@ OLDEST_CANN: dict[tuple[int, ...], tuple[int, int]] = {
 
 
 def misfit(torch_version: str, torch_npu: str, cann: Optional[str]) -> Optional[str]:
-    """Return a sentence where the versions of torch, torch_npu and CANN do not go together: 2.7.1, 2.7.1.post2, 8.5.0."""
+    """Return why versions of torch, torch_npu and CANN, such as 2.7.1, 2.7.1.post2 and 8.5.0, do not go together, or None."""
     mine = first_two(torch_npu)
     if first_two(torch_version) != mine:
         return f"torch_npu {torch_npu} is for another torch than {torch_version}; install the torch_npu of that version"
@@ -135,5 +135,5 @@ def misfit(torch_version: str, torch_npu: str, cann: Optional[str]) -> Optional[
 
 
 def is_its_own_fault(text: str) -> bool:
-    """Whether an error speaks of the device, or of its connection to others, so that another device may do better."""
+    """Whether an error text is about the device or its connection to others, so that it may not occur on another device."""
     return any(words in text for words in ("CUDA error", "NCCL error", "NPU error", "HCCL error"))

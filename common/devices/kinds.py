@@ -1,7 +1,7 @@
 """A table of the kinds of device, and the number of accelerators that this process sees.
 
-The table defines all differences between kinds; no other module compares names of devices. The entry for NPUs follows the
-vendor's pages and was tested on a stand-in only. The entries for XPUs and MPS follow torch's pages and are untested.
+The table holds most differences between the kinds, so that other packages need not compare names of devices. The entry for NPUs
+follows the vendor's pages and was tested on a stand-in only. Those for XPUs and MPS follow torch's pages and are untested.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ import torch
 from common.errors import UserError
 from common.packages import first_two
 
-TORCH = first_two(torch.__version__)  # (2, 1) and up, for what is called differently in an older one
+TORCH = first_two(torch.__version__)  # (2, 1) or later, for calls that differ between versions
 
 if TORCH < (2, 5) and importlib.util.find_spec("torch_npu"):  # a newer torch imports it by itself
     importlib.import_module("torch_npu")
 
-# What a job may need of its device.
+# Features that a job may need of its device.
 DATA_PARALLEL, DALI, COMPILE, CHANNELS_LAST = "DataParallel", "DALI", "--compile", "the channels-last layout"
 
 DDP_INSTEAD = "take train_ddp.py"
@@ -30,16 +30,16 @@ TORCH_INSTEAD = "take train_ddp.py, or --data_backend pytorch where the job has 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    noun: str  # what a user calls one
+    noun: str  # what users call such a device
     backend: Optional[str]  # of torch.distributed; None: it has none
-    layout: torch.memory_format = torch.channels_last  # in which its convolutions are fastest, or work at all
-    queues: bool = False  # work goes to queues beside the program (streams), in which events are timed
+    layout: torch.memory_format = torch.channels_last  # memory layout in which its convolutions are fastest, or work at all
+    queues: bool = False  # whether it has streams, with events that measure time
     fused: bool = True  # whether torch has optimizers that update all weights in one kernel
-    norm_kernels: bool = False  # whether torch has kernels for the parts of a norm over several processes
-    half: torch.dtype = torch.bfloat16  # that it computes in, unless the device itself says otherwise
+    norm_kernels: bool = False  # whether torch has the kernels of SyncBatchNorm for it
+    half: torch.dtype = torch.bfloat16  # for half precision, unless the device itself lacks it
     widest: torch.dtype = torch.float64  # for sums that are to be exact
     activity: Optional[str] = None  # its name in torch's profiler
-    # Variables with which it gives the same bits in every run, where torch has not got its own switch for that.
+    # Environment variables that it needs, besides torch's own switch, to give the same bits in every run.
     deterministic: Mapping[str, str] = dataclasses.field(default_factory=dict)
     exact: Optional[str] = None  # path below torch of the switch that lets convolutions be less exact than float32
     cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {what it cannot do: what to do instead}
@@ -70,7 +70,7 @@ def of(device: torch.device) -> Kind:
 
 
 def accelerator() -> str:
-    """Return the kind of device for which this torch is made, whether or not there is one; it knows one in a process."""
+    """Return the kind of accelerator that this torch is built for, present or not; "cuda" if there is none in KINDS."""
     if TORCH < (2, 6):  # before torch.accelerator
         return "npu" if hasattr(torch, "npu") else "cuda"
     found = torch.accelerator.current_accelerator()
@@ -78,7 +78,7 @@ def accelerator() -> str:
 
 
 def noun() -> str:
-    """What this machine's accelerators are called."""
+    """Return what users call the accelerators of this machine, e.g. GPU."""
     return KINDS[accelerator()].noun
 
 
@@ -88,7 +88,7 @@ def is_ascend() -> bool:
 
 
 def module() -> Any:
-    """What torch offers for the accelerator: torch.cuda, torch.npu, ..."""
+    """Return torch's module for the accelerator: torch.cuda, torch.npu, ..."""
     return getattr(torch, accelerator())
 
 
@@ -99,7 +99,7 @@ def slices() -> list[str]:
 
 
 def count() -> int:
-    """Return the number of accelerators that this process may use; a slice of a GPU is one."""
+    """Return the number of accelerators that this process may use; each slice of a GPU counts as one."""
     return len(slices()) or module().device_count()
 
 
@@ -112,12 +112,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether it is one of NVIDIA's: some things exist there alone."""
+    """Whether this is a CUDA device, for features that no other kind has."""
     return device.type == "cuda"
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the type for sums over many batches."""
+    """Return the dtype for sums over many batches: float64 if the device has it."""
     return of(device).widest
 
 
@@ -126,19 +126,19 @@ def has_queues(device: torch.device) -> bool:
 
 
 def backend() -> str:
-    """Return the backend of torch.distributed for the devices that this process would take by itself."""
+    """Return the backend of torch.distributed for this machine's accelerators; gloo if there are none."""
     return KINDS[accelerator()].backend or "gloo" if available() else "gloo"
 
 
 def collectives_of(device: torch.device) -> str:
-    """Return the backend of torch.distributed for tensors on it."""
+    """Return the backend of torch.distributed for tensors on this device; UserError if there is none."""
     if name := of(device).backend:
         return name
     raise UserError(f"torch has no collectives for {device.type}: take train.py, or give --device cpu")
 
 
 def refuse(device: torch.device, need: str) -> None:
-    """Raise UserError where a device of this kind cannot do what a job needs of it."""
+    """Raise UserError if a device of this kind lacks a feature that a job needs, e.g. DALI."""
     kind = of(device)
     if need in kind.cannot:
         raise UserError(f"{need} does not work on {kind.noun}s: {kind.cannot[need]}")

@@ -24,18 +24,18 @@ def layout(device: torch.device) -> torch.memory_format:
 
 
 def fused(device: torch.device) -> dict[str, Any]:
-    """Return the option of an optimizer that updates all weights in one kernel: SGD since torch 2.3, on a CPU since 2.4."""
+    """Return the option `fused` of an optimizer (all weights in one kernel); empty before torch 2.3, on a CPU before 2.4."""
     since = (2, 3) if kinds.is_accelerator(device) else (2, 4)
     return {"fused": kinds.of(device).fused} if since <= kinds.TORCH else {}
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """What is computed inside `with` has this type. For float32, which a CPU refuses before torch 2.4, nothing is to do."""
+    """Return an autocast to this dtype; for float32, which CPUs refuse before torch 2.4, a context that does nothing."""
     return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 def grad_scaler() -> Any:
-    """torch's class for scaled gradients. Before torch 2.3 each kind of device had its own, which was not told the kind."""
+    """Return torch's GradScaler class; before torch 2.3, that of the kind of device, made to take a device as an argument."""
     if kinds.TORCH >= (2, 3):
         return torch.amp.GradScaler
     own: Any = kinds.module().amp.GradScaler
@@ -49,9 +49,9 @@ def grad_scaler() -> Any:
 
 
 def compile_network(args: argparse.Namespace, model: torch.nn.Module, accumulates: bool = False) -> None:
-    """Compile the network in place with --compile true: kernels of several operations, which a GPU replays as a graph.
+    """With --compile true, compile the network in place; an NVIDIA GPU then replays its kernels as a CUDA graph.
 
-    `accumulates`: gradients of several batches are added up, which a graph would overwrite with those of the next batch.
+    `accumulates`: gradients of several batches are added up. A graph would overwrite them, so there is none.
     """
     if not args.compile:
         return
@@ -69,7 +69,7 @@ def compile_network(args: argparse.Namespace, model: torch.nn.Module, accumulate
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """--amp_dtype, or bfloat16 where the hardware computes in it and float16 elsewhere (V100, T4, P100, Ascend 910A)."""
+    """Return --amp_dtype; unset: bfloat16 where the hardware computes in it, else float16 (V100, T4, P100, Ascend 910A)."""
     if args.amp_dtype == "float16" and not kinds.is_accelerator(device) and kinds.TORCH < (2, 4):
         raise UserError(f"float16 on a CPU needs torch 2.4 or later, this is {torch.__version__}: give --amp_dtype bfloat16")
     if args.amp_dtype:
@@ -83,7 +83,7 @@ def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtyp
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Convolutions in float32; by itself torch lets a GPU or an NPU compute them with ten bits (TF32, HF32)."""
+    """Compute convolutions inside `with` in full float32; by default torch lets a GPU or NPU use TF32 or HF32, of ten bits."""
     path, _, name = (kinds.KINDS[kinds.accelerator()].exact or "backends.cudnn.allow_tf32").rpartition(".")
     switches = operator.attrgetter(path)(torch)
     before = getattr(switches, name)
@@ -95,7 +95,7 @@ def full_precision() -> Iterator[None]:
 
 
 def profiled() -> list:
-    """What torch's profiler records."""
+    """Return the activities for torch's profiler to record: the CPU, and the accelerator if there is one."""
     from torch.profiler import ProfilerActivity
 
     activity = kinds.KINDS[kinds.accelerator()].activity
@@ -106,7 +106,7 @@ def profiled() -> list:
 
 
 def loader_workers(args: argparse.Namespace) -> int:
-    """--workers, or this node's cores divided among its ranks."""
+    """Return --workers; unset: this node's cores divided among its ranks."""
     return cores_of_a_rank(args) if args.workers is None else args.workers
 
 
@@ -115,9 +115,9 @@ def cores_of_a_rank(args: argparse.Namespace) -> int:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """Move it to the device without making the host wait: from pinned memory, which the device reads by itself.
+    """Move a tensor to the device. With `pin` the host does not wait, as a device with streams copies from pinned memory.
 
-    Images go in the device's layout, which the host gives them where the device has only one.
+    If the device does not know channels last, images are made contiguous before.
     """
     if tensor.dim() == 4 and layout(device) is torch.contiguous_format:
         tensor = tensor.contiguous()
@@ -138,23 +138,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def current() -> torch.device:
-    """Return the accelerator that this process uses."""
+    """Return the accelerator that this process uses, with its number."""
     return torch.device(kinds.accelerator(), kinds.module().current_device())
 
 
 def use(device: torch.device) -> None:
-    """Use this device in a new thread, which would allocate memory on the first one."""
+    """Make this device current in the calling thread; a new thread would otherwise use the first one."""
     if kinds.has_queues(device) and device.index is not None:
         kinds.module().set_device(device)
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a queue of a device for work beside the training; None where there are no queues."""
+    """Return a new stream for work beside the training; None if the device has no streams."""
     return kinds.module().Stream(device) if kinds.has_queues(device) else None
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager:
-    """What is asked of the device inside `with` goes to this queue, if there is one."""
+    """Return a context in which the device's work goes to this stream; one that does nothing for None."""
     return kinds.module().stream(stream) if stream else contextlib.nullcontext()
 
 
@@ -163,7 +163,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def mark(stream: Any) -> Any:
-    """Return an event at this place of a queue, with the time."""
+    """Record an event that measures time in this stream, and return it."""
     event = kinds.module().Event(enable_timing=True)
     event.record(stream)
     return event
@@ -173,7 +173,7 @@ def mark(stream: Any) -> Any:
 
 
 def seed_in_use(number: int) -> None:
-    """Seed the generator of the device that this process uses, if it uses one. torch.manual_seed would take longer, for all."""
+    """Seed the generator of the accelerator that this process uses, if any. torch.manual_seed() seeds all, and takes longer."""
     module = kinds.module()
     if kinds.KINDS[kinds.accelerator()].queues:
         if module.is_initialized():
@@ -192,13 +192,13 @@ def memory_in_use() -> list[tuple[int, int]]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """How many bytes tensors have taken on the device so far; on a CPU, what this process has."""
+    """Return the most bytes that tensors have taken on the device; if torch does not count them, the peak of the process."""
     most = getattr(kinds.module(), "max_memory_allocated", None) if kinds.is_accelerator(device) else None
     return most(device) if most else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def give_memory_back(device: torch.device) -> None:
-    """What torch holds for tensors to come."""
+    """Free the device memory that torch keeps for later tensors; on a CPU, do nothing."""
     if kinds.is_accelerator(device):
         synchronize(device)
         kinds.module().empty_cache()

@@ -1,4 +1,4 @@
-"""The doctor's checks of the machine and the job. Each function says what it has found, how bad this is and what to do."""
+"""The doctor's checks of the machine and the job. Each returns a Finding: how bad it is, what was found, what to do."""
 
 import argparse
 import contextlib
@@ -19,10 +19,10 @@ from common.wire import network, secret
 from common.world import World
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
-GPU_IDLE_MIB = 1024  # a rank that has just started takes half of it
-NCCL_SHM = 32 * MIB  # of /dev/shm that NCCL may take for each rank
-PREFETCHED = 2  # batches that torch's loader keeps ready for each of its processes
-LEFT_OUT = 0.1  # fraction of the samples that may fill no batch
+GPU_IDLE_MIB = 1024  # with more in use, a GPU is busy; a rank that has just started uses half of it
+NCCL_SHM = 32 * MIB  # bytes of /dev/shm that NCCL may take for each rank
+PREFETCHED = 2  # batches that torch's loader keeps ready for each of its worker processes
+LEFT_OUT = 0.1  # fraction of the samples that may be left out because they do not fill a batch
 TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and ASCEND_RT_VISIBLE_DEVICES"}
 EXCHANGE = 0.5  # fraction of a step that the exchange of gradients may take
 
@@ -61,8 +61,8 @@ def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> 
 
 
 def cards() -> list[tuple]:
-    """Return [(number, MiB in use, percent of the time busy)] of the devices that this process may use, from their driver."""
-    if devices.is_ascend():  # which has no figure for how busy it is
+    """Return [(number, MiB in use, percent busy)] of the devices that this process may use; empty if nvidia-smi fails."""
+    if devices.is_ascend():  # no figure says how busy an NPU is
         return [(number, used // MIB, 0) for number, used in devices.memory_in_use()]
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
     try:
@@ -73,7 +73,7 @@ def cards() -> list[tuple]:
 
 
 def parse_cards(text: str, visible: Optional[str]) -> list[tuple]:
-    """`visible`: numbers or the beginnings of UUIDs; None for all."""
+    """Read the output of nvidia-smi for cards(). `visible`: numbers or beginnings of UUIDs with commas; None for all."""
     gpus = []
     for line in text.splitlines():
         number, uuid, *use = (word.strip() for word in line.split(","))
@@ -98,7 +98,7 @@ def check_driver(enable_gpu: Optional[bool]) -> Finding:
 
 
 def check_secret(given: bool, port: int) -> Finding:
-    """Whether strangers can join the job (docs/security.md)."""
+    """Check whether the nodes have a common secret, without which strangers can join the job (docs/security.md)."""
     if given:
         return good("secret", "the nodes prove to each other that they belong to this job")
     do = f"set {secret.VARIABLE} or {secret.FILE} on every node, or let only the job's nodes reach that port"
@@ -129,12 +129,12 @@ def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
     if name == "lo" and here.level == "process":
         found = f"the master's name, {here.master_addr}, is lo ({own}) on this node, which no other node can reach"
         return bad("interface", found, "set MASTER_ADDR to an address that the other nodes can reach, or correct /etc/hosts")
-    known = name not in (None, "lo")  # else the parents tell their ranks the address by which they were reached
+    known = name not in (None, "lo")  # otherwise the parent processes take that of the connection through which they met
     return good("interface", f"{name} ({own})" if known else "chosen when the nodes have met")
 
 
 def check_clock(ahead: float, other: str) -> Finding:
-    """`ahead`: by how many seconds this node's clock is ahead of that of `other`."""
+    """`ahead`: seconds by which the node's clock is ahead of the clock of `other`; negative if it is behind."""
     found = f"{abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} {other}"
     do = "set this node's clock (chrony, ntp), or ask for another node"
     if abs(ahead) > CLOCK_BAD:
@@ -145,7 +145,7 @@ def check_clock(ahead: float, other: str) -> Finding:
 
 
 def shared_memory(args: argparse.Namespace) -> int:
-    """Return the bytes that the ranks of this node need in /dev/shm, for NCCL; without enough, batches go elsewhere."""
+    """Return the bytes of /dev/shm that NCCL may need on this node; batches can do without it (datasets/loader.py)."""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
 
@@ -164,7 +164,7 @@ def check_shm(need: int, folder: str = "/dev/shm") -> Finding:
 
 
 def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> Finding:
-    """An epoch without a step is not looked for here: the sampler refuses it."""
+    """Check how many samples fill no batch. An epoch without a step is not checked: the sampler refuses it."""
     steps, left = divmod(samples, global_batch)
     found = f"{count(steps, 'step')} of {global_batch} samples ({count(ranks, 'rank')}) in each of {count(epochs, 'epoch')}"
     if left > LEFT_OUT * samples:
@@ -174,7 +174,7 @@ def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> F
 
 
 def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: float, samples: int, overlap: bool) -> Finding:
-    """Compare the seconds that a batch of `samples` takes to load and to train on; `overlap`: it is loaded during a step."""
+    """Compare the seconds to load a batch of `samples` with those of a step. `overlap`: whether it is loaded during a step."""
     found = f"{samples / load_seconds:,.0f} images/s, the model takes {samples / step_seconds:,.0f} (each rank)"
     waiting = max(0, load_seconds - step_seconds) / load_seconds if overlap else load_seconds / (load_seconds + step_seconds)
     if waiting < STARVED:
@@ -184,7 +184,7 @@ def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: flo
 
 
 def check_network(rate: float, gradients: Optional[int], step_seconds: Optional[float], ranks: int) -> Finding:
-    """`rate`: bytes a second of an all-reduce; `gradients`: bytes of them, None where there is no model yet."""
+    """`rate`: bytes per second that a rank sends in an all-reduce; `gradients`: their bytes, None if there is no model yet."""
     found = f"{rate / MIB:,.1f} MiB/s in an all-reduce of all ranks"
     if gradients is None or step_seconds is None:
         return good("network", found)
@@ -197,7 +197,7 @@ def check_network(rate: float, gradients: Optional[int], step_seconds: Optional[
 
 
 def check_time(seconds: float, limit: Optional[tuple[float, str]]) -> Finding:
-    """`limit`: (seconds left, what sets it), or None where none is known."""
+    """`seconds`: of training that are left; `limit`: (seconds left, what sets it), or None if none is known."""
     found = f"about {duration(seconds)} of training"
     if limit and seconds > limit[0]:
         do = "start the job again when it has ended, it goes on; or ask for more time or more GPUs"
@@ -207,7 +207,7 @@ def check_time(seconds: float, limit: Optional[tuple[float, str]]) -> Finding:
 
 
 def time_limit(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[tuple[float, str]]:
-    """Return the earliest end that an option or the platform sets: (seconds left, what sets it)."""
+    """Return the earliest end that an option or SLURM sets: (seconds left, what sets it); None if none does."""
     limits = []
     if args.max_hours is not None:
         limits.append((args.max_hours * 3600, f"--max_hours {args.max_hours:g}"))

@@ -55,7 +55,7 @@ class Examination:
     # --- This node ---
 
     def world(self, args: argparse.Namespace) -> None:
-        """The place of this process is known: check the machine, once for each node."""
+        """Check the machine, in one process of each node, as soon as the place of this process is known."""
         self.here = here = args.world
         shm = checks.check_shm(checks.shared_memory(args))
         if not heartbeat.has_parent() and not (here.level == "process" and here.local_rank):
@@ -65,7 +65,7 @@ class Examination:
     # --- The nodes, where the platform started a process on each ---
 
     def supervisor(self, supervisor: Any) -> None:
-        """Let the ranks try the job without restarts, and wait --doctor_seconds for the other nodes."""
+        """Prepare the supervisor: no restarts, a wait of --doctor_seconds, and the findings that this node sends to node 0."""
         self._supervisor = supervisor
         supervisor.max_restarts, supervisor.join_seconds = 0, self._seconds
         if self.here.num_nodes > 1 and self.here.node_rank == 0:
@@ -75,7 +75,7 @@ class Examination:
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
 
     def supervised(self, supervisor: Any, code: int) -> None:
-        """Show the findings of all nodes, and leave with the exit code."""
+        """Add the findings of the other nodes and of the ranks, show the table on node 0, and end the process."""
         if supervisor.stop_signal:
             sys.exit(code)
         self._collect(supervisor)
@@ -107,7 +107,7 @@ class Examination:
     # --- The ranks, where the platform started each of them ---
 
     def meeting(self, args: argparse.Namespace) -> float:
-        """Which ranks have come, and their clocks: before the process group is made, which would wait for missing ranks."""
+        """Find missing ranks, for which the process group would wait, and compare clocks; return a collective's time limit."""
         here = self.here
         if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
             self._meet(here)
@@ -137,12 +137,12 @@ class Examination:
     # --- The job ---
 
     def joined(self, device: torch.device) -> None:
-        """The process group is there: measure the network between the nodes."""
+        """Measure the network, if there are several nodes, as soon as the process group is formed."""
         if self.here.num_nodes > 1:
             self._rate = measure.all_reduce_rate(device)
 
     def data(self, args: argparse.Namespace) -> None:
-        """Where the data would have to be fetched first, the examination ends here."""
+        """End the examination here if the data would have to be fetched first."""
         if not (args.input.address and args.input.fetched):
             return
         if self._rate:
@@ -152,7 +152,7 @@ class Examination:
         self.end()
 
     def batches(self, run: Any, loader: Any) -> Iterator:
-        """Use the first step: measure the loader, and give the job one of its batches for a few steps."""
+        """Measure the loader, then return an iterator that gives the job one batch for a few steps and ends the process."""
         self._guard.start()
         batch, load_seconds = measure.time_loader(loader, run.args.workers or 0)
         return self._take_steps(run, loader, batch, load_seconds)
@@ -179,7 +179,7 @@ class Examination:
     # --- The end ---
 
     def failure(self, error: BaseException) -> None:
-        """An error that ends the job is a line of the table, in the process that shows the table."""
+        """In the process that shows the table, add the error that ends the job, show the table and end the process."""
         if heartbeat.has_parent() or (self.here and self.here.level == "process" and self.here.rank):
             return  # run_job reports it
         if self._supervisor and isinstance(error, UserError):
@@ -202,7 +202,7 @@ class Examination:
         os._exit(1)
 
     def end(self) -> None:
-        """Show the table, or write the findings for the parent of this node, and end the process."""
+        """Show the table, or write the findings of rank 0 for the parent process of its node, and end the process."""
         code = 0
         if heartbeat.has_parent():
             if self.here.rank == 0:
@@ -213,7 +213,7 @@ class Examination:
         sys.exit(code)
 
     def show(self) -> int:
-        """Print the table; returns the exit code."""
+        """Print the table; return the exit code, 1 if a finding is bad."""
         print(table(self.findings), flush=True)
         return int(self._is_bad())
 
@@ -222,13 +222,13 @@ class Examination:
 
 
 def _of_node(args, here):
-    """Make the checks that one process makes of its node before the job begins."""
+    """Yield the findings of the checks that one process makes of its node before the job begins."""
     yield checks.check_place(here)
     yield checks.check_gpus(args.enable_gpu, here, checks.cards())
     yield checks.check_driver(args.enable_gpu)
     if here.world_size > 1:
         yield checks.check_interface(here, os.environ)
-    if here.node_rank == 0 or args.ledger:  # other nodes write nothing
+    if here.node_rank == 0 or args.ledger:  # without --ledger, other nodes write nothing
         yield stores.check_output([args.output_dir, args.checkpoint_dir, args.tensorboard_dir])
         if why := folders.not_kept(args, os.environ):
             yield bad("output", why, "declare an output of the job there (ModelArts: train_url)")
@@ -242,5 +242,5 @@ def _of_node(args, here):
 
 
 def decode(findings: list[list]) -> list[Located]:
-    """Findings of another process, without control characters, which could change a terminal."""
+    """Return the findings of another process without long texts and control characters, which could change a terminal."""
     return [(node, Finding(*(one_line(word)[:1000] for word in words))) for node, words in findings]

@@ -1,4 +1,4 @@
-"""What the doctor measures of a job in a second or two: its loader, its steps, the network between its nodes."""
+"""The doctor's measurements of a job, in a few seconds: its loader, its steps, the network between its nodes."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ ALL_REDUCES = 3
 
 
 def time_loader(loader: Any, workers: int) -> tuple[Any, float]:
-    """Return (a batch, the seconds to load one on the slowest rank), once the prefetched ones are used up."""
+    """Return (a batch, the seconds to load one on the slowest rank), measured once the prefetched batches are used up."""
     prefetched, batches = 1 + PREFETCHED * workers, _endless(loader)
     for _ in range(prefetched):
         batch = next(batches)
@@ -39,7 +39,7 @@ def _endless(loader):
 
 
 def time_steps(run: Any, batch: Any) -> Generator[Any, None, float]:
-    """Give the job this batch for a few steps; the seconds of one, on the slowest rank. All ranks take as many steps."""
+    """Yield the batch for a few steps, equally many on all ranks; return the seconds of a step on the slowest rank."""
     steps = 2
     for warm in (False, True):
         devices.synchronize(run.device)
@@ -58,7 +58,7 @@ def _slowest(seconds):
 
 
 def all_reduce_rate(device: torch.device) -> float:
-    """Return bytes a second that a rank sends, and receives, in an all-reduce; those of the slowest rank."""
+    """Return the bytes per second that the slowest rank sends, and also receives, in an all-reduce."""
     ranks = distributed.get_world_size()
     for length in (SMALL, LARGE):
         tensor = torch.zeros(length // 4, device=device)
@@ -74,14 +74,14 @@ def all_reduce_rate(device: torch.device) -> float:
 
 
 def steps_left(args: argparse.Namespace, sampler: Any) -> int:
-    """Return the seconds until the end of the run, which goes on from its newest checkpoint."""
+    """Return the number of steps until the end of the run; with --resume auto, from its newest checkpoint."""
     steps = args.epochs * (sampler.samples_per_epoch // sampler.global_batch)
     done = checkpoint.numbers(args.checkpoint_dir) if args.resume == "auto" else []
     return max(0, min(steps, args.max_steps or steps) - (done[-1] // sampler.global_batch if done else 0))
 
 
 def room_to_save(run: Any) -> int:
-    """Return the bytes for the checkpoints and weights that are kept, the best and the next one, less those on disk."""
+    """Return the bytes that the disk still needs for --keep checkpoints and weights, the best and the next one."""
     state, folder = run.state(), run.args.checkpoint_dir
     need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.evaluated_weights(state)))
     files = [os.path.join(folder, f"{number:012d}.pt") for number in checkpoint.numbers(folder)]

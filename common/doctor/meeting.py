@@ -12,7 +12,7 @@ from common.world import World
 
 
 def hold(here: World, seconds: float, findings: list) -> tuple[list[int], list[tuple]]:
-    """Return (the ranks that have not come; on rank 0: [(node or None, findings, clock ahead)] of the others)"""
+    """Return (missing ranks, on rank 0 a list of (node, findings, seconds ahead)). Only a node's first rank names the node."""
     keys = distributed.PrefixStore("doctor", store.of_all_ranks(here, seconds))
     keys.set(f"says/{here.rank}", json.dumps({"node": None if here.local_rank else here.node_rank, "findings": findings}))
     missing, others = store.meet(here, keys, seconds), []
@@ -26,7 +26,6 @@ def hold(here: World, seconds: float, findings: list) -> tuple[list[int], list[t
 
 
 def not_met(here: World, error: object) -> Finding:
-    """Return the line of the table for nodes or ranks that did not meet."""
     text = one_line(error)
     if "did not answer" in text:
         do = "see that node 0 was started, and that this port of it is open for the other nodes (security group, firewall)"

@@ -20,13 +20,13 @@ from common.storage import bucket, https
 from common.storage.listing import SPARE
 from common.world import folders
 
-ANSWER_SECONDS = 5  # for a store or a server
+ANSWER_SECONDS = 5  # that a store or a server may take
 TRIES = 1000  # more than there are nodes, each of which removes its folders once
 LISTING_SECONDS = 3  # of a bucket's objects; those not listed by then are not counted
 
 
 def check_disk(what: str, folder: str, need: int, users: str) -> Finding:
-    """Whether the disk of the folder has room for `need` bytes and a reserve."""
+    """Check that the disk has room for `need` bytes and a reserve, and for more files. `users`: what needs the bytes."""
     place = _existing(folder)
     disk = os.statvfs(place)
     free = disk.f_bavail * disk.f_frsize
@@ -40,7 +40,7 @@ def check_disk(what: str, folder: str, need: int, users: str) -> Finding:
 
 
 def check_output(folders: list[str]) -> Finding:
-    """Whether files can be written there and replaced by a rename, which every checkpoint depends on."""
+    """Check that files can be written there and replaced by a rename, as every checkpoint needs it."""
     for folder in folders:
         made = _missing(folder)
         try:
@@ -56,7 +56,7 @@ def check_output(folders: list[str]) -> Finding:
 
 
 def _try_rename(folder):
-    """Try to rename in a new folder, as nodes may share this one; again if another one has just removed what it made."""
+    """Replace a file in a new subfolder, as nodes may share the folder; again if another node has just removed the folder."""
     for number in range(TRIES):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -73,7 +73,7 @@ def _try_rename(folder):
 
 
 def _missing(folder):
-    """Return the folders that making this one would make, the innermost first."""
+    """Return the folders that os.makedirs(folder) would make, the innermost first."""
     missing, path = [], os.path.abspath(folder)
     while not os.path.lexists(path):
         missing.append(path)
@@ -89,7 +89,7 @@ def _existing(folder):
 
 
 def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str] = None) -> Iterator[Finding]:
-    """Whether the store allows to list, read, and where it `writes` to write and delete; its clock; the disk for `inputs`."""
+    """Check that the bucket can be listed and read, or written if `writes`; then the clock, and the disk of `inputs` if set."""
     patience = Patience(ANSWER_SECONDS)
     try:
         place = bucket.Bucket(url, say=lambda text: None)
@@ -123,7 +123,7 @@ def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str
 
 
 def _list(place, patience):
-    """Return ({key: size}, whether those are all, by how many seconds our clock is ahead of the store's)"""
+    """Return ({key: size}, whether these are all, seconds by which this node's clock is ahead of the store's)."""
     sizes, marker, began = {}, "", time.monotonic()
     while True:
         asked = time.time()
@@ -141,7 +141,7 @@ def _list(place, patience):
 
 
 def check_web(url: str) -> Finding:
-    """Whether the server has the file, and the job would accept it."""
+    """Check that the server has the file, and that the job would accept it."""
     try:
         https.refuse_unsafe(url)
         with urllib.request.build_opener(https.SafeRedirects).open(url, timeout=ANSWER_SECONDS) as answer:

@@ -18,7 +18,7 @@ from common.ranks.collectives import GROUP
 
 
 def workers(args: argparse.Namespace) -> None:
-    """Raise an error where a job cannot be elastic."""
+    """Raise a UserError if --min_nodes is given and the job cannot be elastic."""
     here, least = args.world, args.min_nodes
     if not least or heartbeat.has_parent():
         return

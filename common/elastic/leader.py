@@ -18,28 +18,28 @@ from common.watching.watch import CASCADE_SECONDS
 from common.wire import channel, network
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
-STOP_SECONDS = 1.5  # a platform that stops the job tells all nodes within this time; one that takes a node away, that one
+STOP_SECONDS = 1.5  # within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these
 TRIES = 5  # to form a group of the same members again
-CHANGES = 20  # that are remembered until a step counts; a generation may end before it has formed
+CHANGES = 20  # the latest that a generation lists: several generations may end before a step counts
 SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
 
 
 class Leader:
-    """The part of a parent (supervisor.py) that leads the job: from the start, or `after` the node that led before was lost."""
+    """The part of a parent that leads the job. `after`: the leader before, which is lost; `silent`: it may still run."""
 
     def __init__(self, parent: Any, after: Optional[int] = None, silent: bool = False):
         self._parent = parent
-        self._reports: dict[int, dict] = {}  # what each node has said of its workers
+        self._reports: dict[int, dict] = {}  # {node: what it last said of its workers (messages.HERE)}
         self._greeted = set(parent.hub.connections) if parent.hub else set()
-        self._silent: set[int] = {after} if after is not None and silent else set()  # these may still be there
-        self._lost: set[int] = set() if after is None else {after}  # members that are lost; one may come back as a new node
+        self._silent: set[int] = {after} if after is not None and silent else set()  # lost nodes that may still run
+        self._lost: set[int] = set() if after is None else {after}  # lost since the last generation; may be back as new nodes
         self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
-        self._stops: dict[int, tuple[float, int]] = {}  # when which node was told to stop, and by which signal
-        self._leaving: set[int] = set()  # those of them that were told that they may
+        self._stops: dict[int, tuple[float, int]] = {}  # {node: (when it was told to stop, by which signal)}
+        self._leaving: set[int] = set()  # the nodes in _stops that were told that they may leave
         self._stuck_since = self._short_since = self._sought = 0.0
         self._tries = 0
         self._lighthouse: Any = None
-        self._kept: list = []  # those before it: to end one may wait for a host that is cut off
+        self._kept: list = []  # all earlier lighthouses: to delete one may wait for a host that is cut off
 
     def hear(self, node: int, report: dict) -> None:
         self._reports[node] = report
@@ -48,7 +48,7 @@ class Leader:
         self._stops.setdefault(node, (time.monotonic(), number))
 
     def lost(self, node: int, silent: bool, how: str) -> None:
-        """A node is lost; `silent`: it may still be there."""
+        """Note that a node is lost. `silent`: it may still run; `how`: what is known of the loss, for the log."""
         parent = self._parent
         report = self._reports.pop(node, {"workers": []})
         self._greeted.discard(node)
@@ -59,11 +59,11 @@ class Leader:
         stop = self._stops.pop(node, None)
         if stop:
             parent.causes.append(f"{parent.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})")
-        elif report["workers"]:  # else their end has been told already
+        elif report["workers"]:  # else the end of its workers was reported already
             parent.causes.append(f"{parent.name_of(node)} {how}")
 
     def lead(self, now: float) -> None:
-        """What is due; called again and again."""
+        """Do what is due: greet nodes that join, answer stop signals, begin a generation. The parent calls it in its loop."""
         parent = self._parent
         if parent.hub:
             for node in set(parent.hub.connections) - self._greeted:
@@ -78,7 +78,7 @@ class Leader:
     # --- The next generation ---
 
     def _decide(self, now):
-        """Begin it, if its members are others than those of the last one, or have lost each other."""
+        """If the members have changed or lost each other, begin a generation, stop the run, or wait for more nodes."""
         parent, last = self._parent, self._parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
         there = quorum.next_members(last["number"], ranks, self._reports.values())
@@ -107,7 +107,7 @@ class Leader:
             self._announce(there.ranks, why, writes=min(set(there.ranks) - there.new, default=None))
 
     def _gathered(self, now):
-        """Whether the nodes that remain have come to this new leader, or had the time to."""
+        """Whether a new leader has heard from all nodes; it marks those as lost that have ended or come too late."""
         parent = self._parent
         for node, address, port in parent.generation["nodes"] if self._gather_until else ():
             if node in self._lost or node == parent.node or node in self._reports:
@@ -134,8 +134,8 @@ class Leader:
             self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
 
     def _announce(self, ranks, why, stop=False, writes=None):
-        """Announce the next generation, with these ranks. `stop`: the one of them that writes saves the run, and all end.
-        `writes`: who does so if the one before is lost."""
+        """Send the next generation, with these ranks, to all nodes. `stop`: the rank that writes saves the run, and all end.
+        `writes`: the rank that writes from now on, if the one before is lost."""
         parent, last = self._parent, self._parent.generation
         if self._lighthouse:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
@@ -162,7 +162,7 @@ class Leader:
     # --- Nodes that leave, and node 0 ---
 
     def _answer_stops(self, now):
-        """Nodes were told to stop: if they are all, or too few would remain, the job stops; else they leave it."""
+        """If nodes were told to stop, stop the job if too few would remain; else let these nodes leave after STOP_SECONDS."""
         parent = self._parent
         if not self._stops or parent.stop_signal:
             return
@@ -179,7 +179,7 @@ class Leader:
                 parent.may_leave = True
 
     def _seek_node_0(self, now):
-        """A node 0 that has come back waits for the others at the platform's address, so it is told where they are."""
+        """Without node 0, try every SEEK_SECONDS to tell it who leads: once it is back, it waits at the platform's address."""
         if self._parent.node and 0 not in self._parent.hub.connections and now - self._sought > SEEK_SECONDS:
             self._sought = now
             threading.Thread(target=self._tell_node_0, daemon=True).start()

@@ -34,34 +34,34 @@ from common.ranks.collectives import AtOnce, Changed, Stopped
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
 SHORTEST_NAP, LONGEST_NAP = 0.0001, 0.004  # between two looks at a collective
-CONNECT_SECONDS = datetime.timedelta(seconds=10)  # whatever keeps two members apart for longer, the parents know of it
+CONNECT_SECONDS = datetime.timedelta(seconds=10)  # to connect two members; the parents notice what takes longer
 STATE_SECONDS = datetime.timedelta(minutes=10)  # for handing over the state
-FOREVER = datetime.timedelta(hours=24)  # who waits longer than it should leaves when the generation is over
+FOREVER = datetime.timedelta(hours=24)  # in effect, no timeout: a rank stops waiting when there is a new generation
 
 
 class Members:
-    """The present group of this rank. Its collectives raise Changed if a member was lost or has joined."""
+    """The present process group of this rank. Waiting for a collective raises Changed if a member was lost or has joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size = rank, size  # of the present generation, once there is one
-        self.writes = False  # whether this one shows the progress and writes the files
-        self.news = ""  # who was lost, or has joined, since the last step that counted
-        self._told = 0  # the generation of that step
-        self.comes_later = COMES_LATER in os.environ  # to a run that is under way
-        self._name, self._device = rank, device
-        self._number = 0  # of the generation
+        self.writes = False  # whether this rank shows the progress and writes the files
+        self.news = ""  # which nodes were lost or have joined since the last step that counted
+        self._told = 0  # the generation of the last step that counted
+        self.comes_later = COMES_LATER in os.environ  # whether this rank joins a run that is under way
+        self._name, self._device = rank, device  # _name: the rank in the job, which never changes
+        self._number = 0  # of the last generation that this rank has tried
         self._pulse = heartbeat.of_this_process()
         self._manager: Any = None  # torchft's
         self._group: Any = None
-        self._kept: list = []  # all that there were: to delete a group waits for members that may be cut off
+        self._kept: list = []  # all groups and managers so far: to delete one waits for members that may be cut off
         moments.listen(AtOnce())
 
     def form(self, place: int, state: Callable[[], dict], take: Callable[[dict], None]) -> None:
-        """Become a member of the next generation; returns when its group works.
+        """Become a member of the next generation; return when its group works. Raise Stopped if the run is to end.
 
-        `place`: how far this rank is. Those that are behind `take` the `state()` of the one that is furthest.
+        `place`: how far this rank is. A rank that is behind calls `take` with the `state()` of the rank that is furthest.
         """
-        _group_class(self._device)  # or an error at once
+        _group_class(self._device)  # raises an error at once, if torchft has none
         while True:
             offer = self._next_offer()
             received: list[dict] = []
@@ -73,7 +73,7 @@ class Members:
                 attempt.join(SHORTEST_NAP * 10)
             if formed and not self.changed():
                 break
-            if faults and not self.changed():  # mostly a member that has just died, of which the parents tell
+            if faults and not self.changed():  # mostly because a member has just died, which the parents report
                 print(f"warning: rank {self._name} could not join the others: {faults[0]}", file=sys.stderr, flush=True)
         if self._manager:
             threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
@@ -84,7 +84,7 @@ class Members:
             take(received[0])
 
     def _next_offer(self):
-        """What the parents have decided since this generation, which is over for this rank."""
+        """Wait until the parents offer a new generation, and return it; raise Stopped if the run is to end."""
         self._pulse.put("wanted", self._number + 1)
         while not self.changed():
             if self.told_to_stop():
@@ -97,7 +97,7 @@ class Members:
         return offer
 
     def _try(self, offer, place, state, received, formed, faults):
-        """Try to form this generation, in a thread: it waits for members that may never come."""
+        """Append the new group to `formed`, or an error to `faults`. Called in a thread: it may wait for members for ever."""
         address = os.environ[ADDRESS]
         try:
             devices.use(self._device)
@@ -122,12 +122,12 @@ class Members:
             faults.append(one_line(error))
 
     def step_counts(self) -> None:
-        """Note that the step of this group counts."""
+        """Note that a step of the present group counts; the news is then out of date."""
         self.news, self._told = "", self._number
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
-        """Compute alone what the other members have done already."""
+        """Within this context, be the only rank, to compute alone what the other members have finished."""
         present = self.rank, self.size
         self.rank, self.size = 0, 1
         try:
@@ -162,7 +162,7 @@ class Members:
         self.all_reduce(tensor).wait()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Gather the tensors of all members, in their order; all have the same size."""
+        """Return the tensors of all members, in the order of their ranks; all must have the same shape."""
         flat = own.to(self._device).contiguous().view(-1)
         everything = flat.new_empty(self.size * flat.numel())
         self.all_gather(everything, flat).wait()
@@ -194,7 +194,7 @@ class Work:
 
 
 def torchft() -> Any:
-    """Import the library, and silence it: what fails in it is tried again, and the parents say why."""
+    """Import torchft and silence its logs: what fails in it is tried again, and the parents log why."""
     if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
         raise UserError(f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: leave it out")
     os.environ.setdefault("RUST_LOG", "error")
@@ -218,7 +218,7 @@ def _group_class(device):
 
 
 def _store(address):
-    """torch's, which otherwise listens on all interfaces."""
+    """Return a TCPStore that listens at this address only; by default it listens on all interfaces."""
     listener = socket.create_server((address, 0), family=_family(address))
     port = listener.getsockname()[1]
     return distributed.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -229,7 +229,7 @@ def _family(address):
 
 
 def _manager_class(address):
-    """torchft's, which otherwise listens on all interfaces, and ends this process for whoever asks for it there."""
+    """Return torchft's Manager, made to listen at this address only: any client that reaches it can end this process."""
     module = torchft().manager
     from torchft.coordination import ManagerServer
 
@@ -246,15 +246,15 @@ def _with_timeout(options):
 
 
 def _transport(address):
-    """torchft's, which otherwise listens on all interfaces, names this host instead of its address, and unpickles what it is
-    sent."""
+    """Return torchft's transport for the state, made to listen at this address only and to announce it. By default it listens
+    on all interfaces, announces the host's name, and unpickles what it receives."""
     from torchft.checkpointing import HTTPTransport, http_transport
 
     class Server(http.server.ThreadingHTTPServer):
         address_family, request_queue_size = _family(address), 1024
 
         def server_bind(self):
-            """Bind as HTTPServer does, which asks for the name of the address, and may wait for an answer."""
+            """Bind without the look-up of the address's name that HTTPServer makes, which may take long."""
             socketserver.TCPServer.server_bind(self)
             self.server_name, self.server_port = address, self.server_address[1]
 

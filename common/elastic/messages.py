@@ -2,7 +2,7 @@
 
 from common.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
 
-# What a node says of its workers, [rank, generation that it waits for] of those that live; then, who the members are.
+# What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that are done.
 HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
 GENERATION = record(
     number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=BOOL,

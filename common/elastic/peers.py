@@ -1,8 +1,8 @@
 """The ranks that train together in an elastic job. If a rank is lost or joins, they repeat the step or evaluation.
 
 A step or an evaluation counts only after all its communication. If a rank is lost or joins before, the ranks form the next
-group (members.py) and repeat it. A rank that had already received everything is ahead. After a step the others load its state;
-they would have reached the same state. After an evaluation each of them evaluates alone.
+group (members.py) and repeat it. A rank that had already received everything is ahead. If it was a step, the others load its
+state, which is the one that they would have reached. If it was an evaluation, each of the others repeats it alone.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from common.run.peers import Fixed
 
 
 class Elastic(Fixed):
-    each_has_a_ledger = False  # who writes has the samples of all ranks
+    each_has_a_ledger = False  # the rank that writes notes the samples of all ranks
 
     def __init__(self, args: argparse.Namespace, members: Members):
         super().__init__(args)
@@ -29,12 +29,12 @@ class Elastic(Fixed):
         self.rank, self.size = members.rank, members.size
         self.shows = self.rank == 0 and not members.comes_later
         self.may_write = True
-        self._together = self._behind = False  # in an evaluation of all ranks; the others have finished it
+        self._together = self._behind = False  # whether work of all ranks is under way; whether the others have done it
         self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step
         self._run: Any = None
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
-        return look() if self.shows else None  # the others get its state
+        return look() if self.shows else None  # the other ranks get the state of this one
 
     def meet(self, run: Any) -> None:
         if not run.shares:
@@ -47,14 +47,14 @@ class Elastic(Fixed):
         self._form()
 
     def _form(self):
-        """Become a member of the next group, or save and end where there will be none."""
+        """Become a member of the next group; if the run is to stop, save and exit instead."""
         run, here = self._run, self._run.position
         run.show("join")
-        place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # an evaluation closes an epoch
+        place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # a finished evaluation counts as well
         try:
             self._members.form(place, self._to_hand_over, self._take)
         except collectives.Stopped as stop:
-            self._counted = None  # the others may go on, and have its line in the ledger
+            self._counted = None  # the others may go on, and their ledger then has this step
             self._write_if_chosen()
             run.plan = run.plan if run.plan.began else dataclasses.replace(run.plan, began=here)
             if number := self._members.told_to_stop():
@@ -71,7 +71,7 @@ class Elastic(Fixed):
         self._run.sampler.start_at(self._run.position.epoch, self._run.position.consumed)
 
     def together(self, work: Callable, *arguments: Any) -> Any:
-        """Again, when the ranks have changed meanwhile."""
+        """Return the result of `work`, of which each rank does a part; do it again if the ranks change meanwhile."""
         deal_tests = self._run.shares.deal_tests
         self._together, self._behind = True, False
         while True:
@@ -93,14 +93,14 @@ class Elastic(Fixed):
     def _take(self, given):
         run, about = self._run, given["about"]
         if self._together and about["total_steps"] == run.position.total_steps:
-            self._behind = True  # by this evaluation alone: this rank does all of it, and then closes the epoch, too
+            self._behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
             return
         restore.refuse_another_run(about["identity"], run.saving.identity, "what the other nodes train")
         restore.into(run, given["state"], about, "the state of the other nodes")
         self._counted = given["counted"]
 
     def _exchange(self):
-        """What the ranks tell each other in a step: what is due, and, for the ledger, which samples they have taken."""
+        """Exchange what is due and, for the ledger, the samples of all ranks. Called in each step, before it counts."""
         run, gather = self._run, self._members.gather
         self.agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
         ids = run.loader.ids
@@ -122,7 +122,7 @@ class Elastic(Fixed):
         self._members.step_counts()
 
     def _write_if_chosen(self):
-        """Begin to write the files, if this rank is the one that does so from here on."""
+        """If this rank is chosen to write the files: take over if it did not before, and note the last step in the ledger."""
         run = self._run
         if not self._members.writes or run.trial:
             return
@@ -133,7 +133,7 @@ class Elastic(Fixed):
             run.evidence.keep(self.rank, attempt=True, ledger=True)
             if run.plan.began:
                 run.tell("began", about=facts.of_this_start(run, "the state of the other nodes"))
-        if self._counted:  # its line may lack, if the one that was to write it was lost; now it counts once
+        if self._counted:  # the rank that noted it may be lost; a new start in the ledger lets it count once
             epoch, consumed, ids = self._counted
             run.evidence.begin(epoch, consumed)
             run.evidence.taken(epoch, consumed, ids)

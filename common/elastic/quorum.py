@@ -1,4 +1,4 @@
-"""The rules of the leader (leader.py): who is a member of the next generation, and whether the remaining nodes may continue.
+"""The rules of the leader (leader.py): which ranks are the next members, and whether the remaining nodes may continue.
 
 A node has certainly ended if its connection was closed or its worker was seen to end. It no longer counts. A silent node still
 counts: it may be cut off, and may see the others as silent. The remaining nodes then continue only if they are more than half.
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclasses.dataclass
 class NextMembers:
-    ranks: list[int]  # who would be the next members
+    ranks: list[int]  # the members of a next generation
     missing: set[int]  # members of the last generation that are lost
-    new: set[int]  # and who was none of them
-    stuck: bool  # a member has broken off the step that was under way
+    new: set[int]  # those of `ranks` that were not members of the last generation
+    stuck: bool  # whether a member has broken off its step and waits for the next generation
 
 
 def next_members(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> NextMembers:
-    """`reports`: what each node says of its workers (messages.HERE). A new node takes part once all of its workers wait."""
+    """Return the next members. A new node takes part once all of its workers wait. `reports`: messages.HERE of each node."""
     ranks: list[int] = []
     stuck, done = False, set()
     for report in reports:
@@ -34,7 +34,7 @@ def next_members(generation: int, last: list[int], reports: Iterable[dict[str, A
 
 
 def is_certain(before: set[int], now: set[int], silent: set[int]) -> bool:
-    """Whether those of the nodes `before` that are there now may go on without the others."""
+    """Whether the nodes `now` may go on. If others are silent, these must be more than half of the nodes that may still run."""
     still_count = before & (now | silent)
     return not silent & before or 2 * len(before & now) > len(still_count)
 
@@ -58,5 +58,5 @@ def in_url(address: str) -> str:
 
 
 def address_of(server: Any, address: str) -> str:
-    """Return the server's address, which otherwise names this host."""
+    """Return the URL of the server at this address, as its own names the host; empty without a server."""
     return f"http://{in_url(address)}:{server.address().rpartition(':')[2]}" if server else ""

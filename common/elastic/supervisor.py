@@ -26,31 +26,31 @@ from common.watching.watch import OWN
 from common.watching.worker import STOP
 from common.wire import channel, hub, messages, secret
 
-SEEK_SECONDS = 10.0  # for a run that goes on without node 0
+SEEK_SECONDS = 10.0  # how long a node looks for a run that goes on without node 0
 
 
 class ElasticSupervisor(supervisor.Supervisor):
     def __init__(self, here: Any, min_nodes: int, join_seconds: float, alike: dict, output_dir: str):
         super().__init__(here, 0, join_seconds, alike)
-        members.torchft()  # an error before anything is started, where it is not installed
+        members.torchft()  # raises an error before anything is started, if it is not installed
         messages.FORMS.update(FORMS)
         self.min_nodes = min_nodes
-        self._noted = os.path.join(output_dir, "nodes.json")  # where the nodes of the run are, if this one is started again
+        self._noted = os.path.join(output_dir, "nodes.json")  # the addresses of all nodes, for a later start of this one
         self.address = "127.0.0.1"  # of this node, as the others reach it
-        self.listener = hub.listen(0)  # where they come to, if this node has to lead
+        self.listener = hub.listen(0)  # where the other nodes connect, if this node has to lead
         self.hello["listens"] = self.listener.getsockname()[1]
-        self.leader: Optional[Leader] = None  # on the node that leads
+        self.leader: Optional[Leader] = None  # set on the node that leads
         self.led_by = 0
         # The last generation: its members, which of them writes, and all nodes with their addresses.
         self.generation: dict[str, Any] = {"number": 0, "ranks": [], "writes": 0, "nodes": [], "why": "", "changes": []}
-        self.causes: list[str] = []  # what has happened since then
-        self.lost_workers: list[str] = []  # of this node: what has happened to them
+        self.causes: list[str] = []  # what has happened since the last generation, for the log
+        self.lost_workers: list[str] = []  # how this node has lost workers, for the log
         self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
         self.told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
-        self.may_leave = False  # because of that, as the others go on
-        self.comes_later = False  # to a run that is under way
+        self.may_leave = False  # whether this node may end on that signal, as the others go on
+        self.comes_later = False  # whether this node joins a run that is under way
         self.excluded = ""  # why the others go on without this node
-        self.told_leader: Any = None  # what its workers do
+        self.told_leader: Any = None  # what the leader was last told of the workers of this node
 
     @property
     def node(self) -> int:
@@ -76,13 +76,13 @@ class ElasticSupervisor(supervisor.Supervisor):
         return go
 
     def _join(self, address, port):
-        """Join through node 0, or, if the run goes on without that, through another that was there when this one was."""
+        """Join the run through node 0 or, if it goes on without node 0, through a node whose address an earlier start noted."""
         how = self.hello, self.join_seconds, self.say, self.key
         connection = channel.greets(address, port)
         until = time.monotonic() + SEEK_SECONDS
         places = self._noted_places() if not connection else []
         for host, its_port in places:
-            if time.monotonic() > until:  # of many machines that are lost each would take a second
+            if time.monotonic() > until:  # each lost machine takes a second to try
                 break
             if there := channel.greets(host, its_port):
                 try:
@@ -100,7 +100,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             return []
 
     def _note(self):
-        """Write down where the nodes are. A node that comes back without it finds the run through node 0."""
+        """Write the addresses of the nodes to a file: with it, a node that comes back finds the run even if node 0 is lost."""
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._noted), exist_ok=True)
             write_atomically(self._noted, json.dumps(self.generation["nodes"]).encode())
@@ -150,7 +150,7 @@ class ElasticSupervisor(supervisor.Supervisor):
                 return code
 
     def _ending(self, now):
-        """Return the exit code, once this node is to end."""
+        """Return the exit code if this node is to end now, else None. Log why it ends; pass a stop signal on to the workers."""
         if self.verdict:
             return self._carry_out()
         if self.excluded:
@@ -212,7 +212,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             super().suspect(worker)  # another rank would fail in the same way
             return
         with contextlib.suppress(ProcessLookupError):
-            worker.process.kill()  # it may be stopped
+            worker.process.kill()  # it may still run, but be stopped (state T)
         self.workers.remove(worker)
         self.causes.append(report["text"])
         self.lost_workers.append(report["text"])
@@ -220,7 +220,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             (self.connection.tell if self.connection else self.hub.send)(cause=report["text"])
 
     def _tell(self, beat):
-        """Say that this node was told to stop, and what its workers do: with every change, and with every beat."""
+        """Tell the leader, with every beat, what the workers do and whether this node was told to stop; a change, at once."""
         mine = {
             "workers": [[worker.rank, worker.pulse.get("wanted")] for worker in self.workers if worker.code is None],
             "done": [worker.rank for worker in self.workers if worker.code == 0],
@@ -256,7 +256,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             super().hear(node, message)
 
     def take(self, generation: dict) -> None:
-        """Tell the workers of this node of a new generation."""
+        """Accept a generation if it is new, and offer it to the workers of this node. If it says stop, they save and end."""
         if generation["number"] <= self.generation["number"]:
             return
         self.generation, self.causes = generation, []
@@ -289,7 +289,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             self.leader.lost(node, silent, how)
 
     def _leader_is_lost(self, silent, how):
-        """The first of the nodes that remain leads now, and the others go to it."""
+        """Lead the job, if this is the first node that remains; else connect to that node. Without any node, fail."""
         lost = self.led_by
         self.connection.close()
         self.connection = None
@@ -298,7 +298,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         if self.own_finished():
             self.finished.update(range(self.nodes))
             return
-        if not any(re.search(rf"\bnode {lost}\b", cause) for cause in self.causes):  # its own last words tell more
+        if not any(re.search(rf"\bnode {lost}\b", cause) for cause in self.causes):  # its own report says more
             self.causes.append(f"{self.name_of(lost)} {how}")
         for node, address, port in sorted(self.generation["nodes"]):
             if node == self.node:

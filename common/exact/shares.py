@@ -6,7 +6,7 @@
         ...                                             # its forward and backward pass
         loss = shares.mean(loss)
         if loss is None:
-            continue                                    # this rank has more shares of this step
+            continue                                    # this rank has more shares of this step, or the ranks have changed
         optimizer.step()
         run.step(loss)
 
@@ -33,13 +33,13 @@ PART_BYTES = 8 << 20  # of gradients that are exchanged together
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """--shares, and what the same bits need of other options."""
+    """Add --shares, and set the defaults of other options that the same bits on any number of ranks need."""
     arguments.group(parser, "training").add_argument("--shares", type=arguments.COUNT, help=SHARES)
     parser.set_defaults(deterministic=True, sync_bn=False)
 
 
 def settled(args: argparse.Namespace, same_bits: bool) -> argparse.Namespace:
-    """Return the same in a job that trains so only if it is asked to; without `same_bits` it has shares for another reason."""
+    """Return the arguments for training with shares: --sync_bn false if unset and, with `same_bits`, --deterministic true."""
     return arguments.replaced(args, deterministic=args.deterministic or same_bits, sync_bn=bool(args.sync_bn))
 
 
@@ -48,9 +48,9 @@ class Shares:
         self, args: argparse.Namespace, model: torch.nn.Module, train_sampler: Any, test_sampler: Any,
         global_batch: Optional[int] = None, in_order: bool = True,
     ):  # fmt: skip
-        """The samplers have been sharded over the ranks, where there are several. Unset, a share has batch_size samples.
+        """Deal the shares and the samples to the ranks. `global_batch`: samples of a step; unset: batch_size for each share.
 
-        `in_order`: the same bits on any number of ranks; else the sums are as the communication library makes them.
+        `in_order`: give the same bits on any number of ranks; otherwise the communication library adds in an order of its own.
         """
         if any(isinstance(module, norms.SynchronisedNorm) for module in model.modules()):
             raise UserError(
@@ -68,18 +68,17 @@ class Shares:
         if in_order and not devices.is_accelerator(self._device):
             torch.set_num_threads(1)  # sums over two threads have other bits than over one
         self.passes = 1  # backward passes for each share
-        self.interrupted = False  # whether the ranks have changed in this step, which then is taken again
-        self.before_it_counts: Optional[Callable[[], None]] = None  # what else the ranks exchange in a step
+        self.interrupted = False  # whether the ranks have changed in this step, which is then repeated
+        self.before_it_counts: Optional[Callable[[], None]] = None  # called before a step counts
         self._deal(args.shares or self._group.size)
         for weight in self._weights:
             weight.register_post_accumulate_grad_hook(self._has_gradient)
 
     def deal_again(self) -> None:
-        """The ranks are others than before."""
         self._deal(self.number)
 
     def _deal(self, shares):
-        """Which shares are this rank's, and what travels together: the gradients in the order of backward(), then the rest."""
+        """Deal the shares to the ranks, and group the tensors to exchange: gradients in backward()'s order, then the rest."""
         rank, ranks = self._group.rank, self._group.size
         if ranks > shares:
             raise UserError(
@@ -99,7 +98,7 @@ class Shares:
 
     @property
     def first_line(self) -> str:
-        """What the log says of them."""
+        """Line of the log that describes the shares."""
         many, size = self.number, self._sampler.global_batch // self.number
         if self._kind is sums.AnyOrder:
             return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
@@ -110,11 +109,11 @@ class Shares:
         )
 
     def learning_rate(self, run: Any) -> float:
-        """--lr, which is for a share, for as many samples as a step has."""
+        """Return --lr, which is for the batch_size samples of a share, scaled to the samples of a step."""
         return self._args.lr * run.global_batch / self._args.batch_size
 
     def of(self, batch: Sequence[torch.Tensor], samples_seen: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """This rank's batch, a share at a time."""
+        """Yield this rank's batch one share at a time, each with the same buffers, no gradients and its own random numbers."""
         without_average = getattr(self._model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
         self._before = [buffer.clone() for buffer in self._buffers]
         self._added, self._sent = set(), 0
@@ -129,7 +128,7 @@ class Shares:
                 yield tensors
 
     def _has_gradient(self, weight):
-        """backward() calls this: what is complete in the last share travels while the rest is computed."""
+        """Hook of backward(): in the last share, send groups of gradients that are complete while the rest is computed."""
         if self._share != self._own[-1] or self.number == 1:
             return
         part = self._part_of[weight]
@@ -142,15 +141,15 @@ class Shares:
             raise RuntimeError(f"a share has more backward passes than shares.passes, which is {self.passes}")
 
     def _send(self):
-        """Send them in one order on all ranks, whatever order the gradients come in."""
+        """Send the groups that are complete, in one order on all ranks, whatever order the gradients come in."""
         while self._sent < len(self._parts) and self._parts[self._sent] in self._added:
             self._parts[self._sent].send()
             self._sent += 1
 
     @torch.no_grad()
     def mean(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
-        """Call it after a share's backward pass. It returns None, but for this rank's last share: then the gradients and
-        the running statistics have become the means over all shares of all ranks, and the mean loss is returned."""
+        """Add the results of a share after its backward pass, and return None. After this rank's last share, make gradients and
+        float buffers the means over all shares of all ranks, and return the mean loss, or None if the ranks have changed."""
         if self.number == 1:
             return loss.detach()
         before = self._before[: len(self._averaged)]
@@ -200,7 +199,7 @@ class Shares:
 
 
 def _together(tensors):
-    """Lists of tensors of one kind, in their order, of a size that is worth a message."""
+    """Split the tensors, in their order, into lists of one dtype, each of which is full once it has PART_BYTES."""
     groups: list[list[torch.Tensor]] = []
     for tensor in tensors:
         last = groups[-1] if groups else []

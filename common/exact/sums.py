@@ -15,12 +15,12 @@ Root = tuple[int, int, Any]  # (level, index in the level, value)
 
 
 def shares_of(rank: int, ranks: int, shares: int) -> range:
-    """Return the shares that this rank computes: as many as the others, or one more."""
+    """Return the shares that this rank computes; two ranks' numbers of shares differ by one at most."""
     return range(rank * shares // ranks, (rank + 1) * shares // ranks)
 
 
 def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], Any]) -> None:
-    """Put a root to the right of these, and add up the siblings that have come together."""
+    """Append a root to the right of `roots`, and add siblings that have come together."""
     level, index, value = root
     while True:
         width = -(-shares // 2**level)
@@ -52,12 +52,12 @@ class Part:
         self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
         self._roots: list[Root] = []
         self._free_buffers: list[torch.Tensor] = []
-        self._given: Any = None  # to the others, and taken from them: while they are exchanged
+        self._given: Any = None  # the chunks sent to the ranks, and those received from them, during an exchange
         self._taken: Any = None
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
-        """Add the tensors' values in this share; None counts as zeros. Shares come in their order."""
+        """Add the tensors' values in this share; None counts as zeros. The shares must come in their order."""
         flat = self._free_buffers.pop() if self._free_buffers else self._new(self._ranks * self._chunk)
         views = self._views(flat)
         missing = [view for view, value in zip(views, values) if value is None]
@@ -76,7 +76,7 @@ class Part:
         return torch.zeros(size, dtype=self.tensors[0].dtype, device=self.tensors[0].device)
 
     def _views(self, flat):
-        """Return the parts of a flat vector as tensors of the shapes, and in the layouts, of those that it is for."""
+        """Return views of a flat vector that have the shapes and memory layouts of `tensors`."""
         views, begin = [], 0
         for tensor, strides in zip(self.tensors, self._strides):
             views.append(flat.as_strided(tensor.shape, strides, begin))
@@ -114,7 +114,7 @@ class Part:
         self._work = self._group.all_gather(self._total, chunk.div_(self._shares))
 
     def means(self) -> list[torch.Tensor]:
-        """Return a tensor for each of `tensors`; they share memory that is written again in the next step."""
+        """Wait for the exchange; return the mean of each of `tensors`, in memory that the next step overwrites."""
         if self._ranks > 1:
             self._work.wait()
         self._given = self._taken = self._work = None
@@ -124,7 +124,7 @@ class Part:
 
 
 class AnyOrder(Part):
-    """The same mean, but all_reduce makes the sum: faster, and the bits depend on the ranks."""
+    """A Part that adds with all_reduce: it is faster, and the bits depend on the number of ranks."""
 
     def _put(self, share, flat):
         self._roots = [(0, 0, self._sum(self._roots[0][2], flat) if self._roots else flat)]
@@ -135,7 +135,7 @@ class AnyOrder(Part):
             self._work = self._group.all_reduce(self._total)
 
     def finish(self) -> None:
-        """There is nothing else to do."""
+        """Do nothing: the all_reduce of send() is the whole exchange."""
 
     def means(self) -> list[torch.Tensor]:
         views = super().means()

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Average(nn.Module):
-    """Averages weights and statistics. Its state is that of torch's AveragedModel; unlike there, no step waits for the GPU."""
+    """A moving average of weights and buffers. Its state_dict is that of torch's AveragedModel; no update waits for the GPU."""
 
     n_averaged: torch.Tensor
 
@@ -18,13 +18,13 @@ class Average(nn.Module):
         self.register_load_state_dict_post_hook(lambda average, _: average._look())
 
     def _look(self):
-        self._begun = bool(self.n_averaged)  # once, after a restart
+        self._begun = bool(self.n_averaged)  # this waits for the GPU, but only once, after a restart
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Add a network to the average; the first one is copied."""
+        """Add a network to the average; the first one is copied, and of later ones the counters."""
         pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
-        for averaged in (True, False):  # numbers with a fraction, and counters
+        for averaged in (True, False):  # floating-point tensors, then counters
             chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]
             ours, theirs = [one for one, _ in chosen], [other for _, other in chosen]
             if averaged and self._begun:

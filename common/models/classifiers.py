@@ -6,7 +6,7 @@ import torch
 
 from common.errors import UserError
 
-# Names of that script for networks that torchvision has not got, and what comes nearest.
+# {a network of that script that torchvision lacks: what comes nearest}
 NEAREST = {
     "se_resnext101_32x4d": "resnext101_32x4d, which lacks the squeeze-and-excitation",
     "efficientnet_widese_b0": "efficientnet_b0, whose squeeze-and-excitation is narrower",
@@ -17,15 +17,15 @@ NEAREST = {
 
 
 def require(arch: str, image_size: int) -> None:
-    """Raise an error for an unknown network, or one that takes no images of this size; before any data are read."""
+    """Raise UserError for an unknown network, or one that takes no images of this size. Jobs call it before they read data."""
     _named(arch.replace("-", "_"))
-    if not arch.startswith("regnet"):  # it computes widths with tensors, and takes images of any size
+    if not arch.startswith("regnet"):  # it needs real tensors to compute its widths, and takes any size
         with torch.device("meta"):
             classifier(arch, 1, image_size)
 
 
 def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = False) -> torch.nn.Module:
-    """`shallow`: in ResNets the last norm of each block begins at zero, so that training begins with a shallow network."""
+    """Return a new network, in eval mode. `shallow`: each ResNet block at first adds nothing to its input (zero norm)."""
     arch = arch.replace("-", "_")
     residual = {"zero_init_residual": True} if shallow and arch.startswith(("resne", "wide_resnet")) else {}
     sized = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
@@ -48,7 +48,7 @@ def _named(arch):
         return lambda **own: ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4, **own)
     if arch in NEAREST:
         raise UserError(f"--arch {arch} is none of torchvision's networks; the nearest: {NEAREST[arch]}")
-    # inception_v3 and googlenet answer with more than the classes.
+    # inception_v3 and googlenet return more than scores of the classes.
     names = set(torchvision.models.list_models(module=torchvision.models)) - {"inception_v3", "googlenet"}
     if arch not in names:
         near = difflib.get_close_matches(arch, names, n=3, cutoff=0) or sorted(names)

@@ -9,7 +9,7 @@ FEW = 8  # channels
 
 
 class Across(nn.Conv2d):
-    """A 1x1 convolution. On CPUs with AVX2 only, torch 2.15 overwrites memory in its gradient of few channels with a stride."""
+    """A 1x1 convolution. With few channels it strides by slicing: torch 2.15's gradient corrupts memory on AVX2-only CPUs."""
 
     def forward(self, x):
         rows, columns = self.stride

@@ -43,12 +43,12 @@ class Restorer(nn.Module):
 
 
 def psnr(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Peak signal to noise ratio in dB, one for each pair of a batch; pictures in [0, 1]."""
+    """Return the peak signal-to-noise ratio in dB, at most 100, of each pair of a batch; pictures in [0, 1]."""
     return -10 * torch.log10((images - targets).square().flatten(1).mean(dim=1).clamp(min=1e-10))
 
 
 def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Structural similarity (Wang and others, 2004) of each pair of a batch, over windows that lie inside the picture."""
+    """Return the structural similarity (Wang et al., 2004) of each pair of a batch; pictures in [0, 1], windows inside them."""
     place = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
     weights = torch.exp(-place.square() / (2 * SIGMA**2))
     weights = (weights / weights.sum()).expand(images.shape[1], 1, WINDOW)

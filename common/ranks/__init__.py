@@ -1,4 +1,4 @@
-"""What all ranks of a job do together: start, form a process group, reduce, wait for each other, and end."""
+"""Operations of all ranks of a job together: start, form a process group, reduce, wait for each other, and end."""
 
 # Modules.
 __all__ = ["barrier", "collectives", "group", "norms", "store"]

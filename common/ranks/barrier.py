@@ -1,7 +1,7 @@
 """A barrier for work of unknown length, such as fetching data: no rank continues before all ranks have finished.
 
 It uses no collective. A waiting rank reads the keys of the job's store, so it can name the rank that it waits for. If one rank
-fails or dies, all ranks fail at once.
+fails or dies, all ranks fail within seconds.
 """
 
 import json
@@ -19,7 +19,7 @@ BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long
 
 
 def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
-    """Return the result of `work()`, once it has ended on every rank; an error on one rank is raised on all."""
+    """Return this rank's result of `work()`, once it has ended on every rank; if one rank fails, all raise an error."""
     rank, world_size = rank_and_size()
     if world_size == 1:
         return work()
@@ -36,7 +36,7 @@ def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
 
 
 class Board:
-    """A few keys in the job's store: which ranks are ready, which are alive, and what the first failure was."""
+    """A few keys in the job's store: which ranks are ready, which are alive, and why one has failed."""
 
     def __init__(self, store: Any, what: str, rank: int):
         self._store, self._what, self._rank = store, what, rank
@@ -63,7 +63,7 @@ class Board:
         self._store.add(self._key("failed"), 1)
 
     def wait(self, world_size: int) -> None:
-        """Wait until all are ready; rank 0 prints which rank it waits for."""
+        """Wait until all ranks are ready; raise an error if one fails or is silent. Rank 0 prints which rank it waits for."""
         self._store.add(self._key("ready", self._rank), 1)
         told, shown = time.monotonic(), heartbeat.of_this_process()
         for rank in range(world_size):

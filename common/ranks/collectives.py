@@ -1,6 +1,6 @@
-"""Collectives of all ranks on the CPU, other than those for gradients: add, compare and send bytes.
+"""Collectives of all ranks: those of All, for gradients and other tensors, and functions for a few values or bytes on the CPU.
 
-They use a Gloo group: the default group if its backend is Gloo, else a second group.
+The functions use a Gloo group: the default group if its backend is Gloo, else a second group.
 """
 
 import datetime
@@ -33,16 +33,16 @@ class Stopped(Exception):
 
 
 class Group:
-    """What this rank has besides the process group: the store, the watcher, the elastic members, a Gloo group."""
+    """Objects of this rank that go with the process group: the store, the watcher, the elastic members, a Gloo group."""
 
     def __init__(self):
         self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
-        self.watcher: Any = None  # of a rank without a parent: watcher.Beside
+        self.watcher: Any = None  # watcher.Beside, in one of several ranks without a parent process
         self.members: Any = None  # elastic's Members, in an elastic job: then the process group has this rank alone
         self._control = None
 
     def control(self) -> Any:
-        """Return the Gloo group; the first call is a collective of all ranks."""
+        """Return the Gloo group; the first call may create it, which is a collective of all ranks."""
         if distributed.get_backend() == "gloo":
             return distributed.group.WORLD
         if self._control is None:
@@ -54,7 +54,7 @@ GROUP = Group()
 
 
 def longest() -> datetime.timedelta:
-    """Return the time that a collective may take; the parents notice a dead peer within seconds."""
+    """Return the timeout of a collective. It is long, as parents and watchers notice a dead rank within seconds."""
     return datetime.timedelta(seconds=max(1800.0, 2 * patience.limit()))
 
 
@@ -74,14 +74,14 @@ class All:
         self.rank, self.size = rank_and_size()
 
     def changed(self) -> bool:
-        """Whether they are no longer those of before."""
+        """Whether a rank was lost or has joined, which does not happen in this group."""
         return False
 
     def all_to_all(self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: list[int], given_sizes: list[int]) -> Any:
         return distributed.all_to_all_single(taken, given, taken_sizes, given_sizes, async_op=True)
 
     def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> Any:
-        if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":  # that of 2.1 has no other form
+        if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":  # in torch 2.1, Gloo has no other form
             return distributed.all_gather(list(everything.chunk(self.size)), own, async_op=True)
         return distributed.all_gather_into_tensor(everything, own, async_op=True)
 
@@ -93,14 +93,14 @@ class All:
         _wait_for(self.all_reduce(tensor))
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Gather the tensors of all ranks, in their order; all have the same size."""
+        """Return the tensors of all ranks, in the order of the ranks; all must have the same size."""
         everyone = [torch.zeros_like(own) for _ in range(self.size)]
         _wait_for(distributed.all_gather(everyone, own, async_op=True))
         return everyone
 
 
 def _wait_for(work):
-    """Wait in Python, where a signal is seen: this rank may be able to stop while another one keeps it waiting."""
+    """Wait for a collective, by polling as long as this process may end alone, so that a stop signal can end the wait."""
     try:
         while STOPS.may_end and not work.is_completed():
             time.sleep(POLL_SECONDS)
@@ -114,7 +114,7 @@ class AtOnce:
     """Ends the process without waiting for the threads of a process group whose other members may never come."""
 
     def leaving(self, code: object) -> NoReturn:
-        """The process ends (common/moments.py)."""
+        """End the process now, with the exit code that `code` would give sys.exit() (common/moments.py)."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
@@ -126,7 +126,7 @@ def current() -> Any:
 
 
 def reduce(values: list, operation: str) -> list[float]:
-    """Element by element over all ranks, in float64. `operation`: a name of torch's ReduceOp."""
+    """Return the values reduced element by element over all ranks, in float64. `operation`: a name of torch's ReduceOp."""
     tensor = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, operation), group=GROUP.control())
     return tensor.tolist()
@@ -151,12 +151,12 @@ def _tensor(content):
 
 
 def _digest(content):
-    """Return a whole number of 63 bits, which is not 0."""
+    """Return a digest as a whole number of 63 bits, which is never 0."""
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1 or 1
 
 
 def compare(facts: dict) -> None:
-    """Stop every rank, naming two that differ, unless all have the same facts; the cost does not grow with their number."""
+    """Raise UserError on every rank, naming two that differ, unless all have the same facts. If so, it is one all_reduce."""
     if distributed.get_world_size() == 1:
         return
     mine = {name: str(value) for name, value in facts.items()}
@@ -179,7 +179,7 @@ def compare(facts: dict) -> None:
 
 
 def one_device_each(identity: str) -> None:
-    """Stop every rank, naming two that compute on one GPU. `identity`: the same only for the same GPU of the same host."""
+    """Raise UserError on every rank if two compute on one GPU. `identity`: names the GPU on its host; "" for a CPU."""
     mine = torch.tensor([_digest(json.dumps([socket.gethostname(), identity])) if identity else 0])
     everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(everyone, mine, group=GROUP.control())

@@ -52,7 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start_workers(args: argparse.Namespace) -> None:
-    """Where the platform started one process per node, become the parent of its workers; in a worker, do nothing."""
+    """If the platform started one process per node, become the parent of its workers and exit with their code.
+
+    In a worker, see that it ends with its parent, or start its watcher, and return. A single rank without restarts returns too.
+    """
     if heartbeat.has_parent():
         _die_with_the_parent()
     elif "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -81,15 +84,15 @@ def start_workers(args: argparse.Namespace) -> None:
 
 
 def join(args: argparse.Namespace, device: torch.device) -> None:
-    """Form the process group, and make sure that all ranks run the same code with the same arguments."""
+    """Form the process group; UserError unless all ranks run the same code with the same arguments, each on its own GPU."""
     here = args.world
     if here.level == "node" and here.world_size > 1:
         raise UserError(
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
     seconds = moments.announce("meeting", args) or longest().total_seconds()
-    # Imported after that, as DistributedDataParallel does, its functions keep the group as a default argument: then
-    # destroy_process_group cannot end Gloo's threads, and one that lets go of its last tensor too late aborts the process.
+    # Imported after the group is formed, as by DistributedDataParallel, it keeps the group as a default argument. Then Gloo's
+    # threads outlive destroy_process_group, and a thread that releases its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     backend, timeout = devices.collectives_of(device), datetime.timedelta(seconds=seconds)
     if here.num_nodes > 1:
@@ -99,7 +102,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
             print(f"warning: node {here.node_rank}: {slow}", flush=True)
     network.allow_open_files(MOST_FILES)
     GROUP.members = moments.announce("members", args, device)
-    if here.level == "node" or GROUP.members:  # then the ranks meet later, and whenever they change
+    if here.level == "node" or GROUP.members:  # alone, or elastic: then the ranks meet later
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)
     else:
@@ -112,7 +115,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         keys.set_timeout(timeout)
         prefixed = distributed.PrefixStore(
             f"start {here.restart_count}", keys
-        )  # torchrun's agent keeps those of earlier starts
+        )  # torchrun's agent keeps the keys of earlier starts
         distributed.init_process_group(backend, store=prefixed, rank=here.rank, world_size=here.world_size, timeout=timeout)
     atexit.register(_leave)
     compare(_alike(args))
@@ -121,7 +124,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def _let_watchers_meet(here, keys):
-    """The watcher of rank 0 tells where it listens, and the secret of this start, through the store of the ranks."""
+    """Connect the ranks' watchers: rank 0 puts its watcher's port and a secret of this start into the ranks' store."""
     if GROUP.watcher is None:
         return
     hello = {"app": "anyrank", "job": here.job_id, "host": socket.gethostname(), "node": here.rank, "nodes": here.world_size,
@@ -137,12 +140,12 @@ def _let_watchers_meet(here, keys):
 
 
 def finished() -> None:
-    """Call it at the end of a job without a Run: its parent would take the end of the process for a failure."""
+    """Report that the job is over, at the end of one without a Run; otherwise its end would be taken for a failure."""
     heartbeat.of_this_process().set("done", 0)
 
 
 def _alike(args):
-    """What has to be the same on every node and rank."""
+    """Return what must be the same on every node and rank."""
     same = {name: value for name, value in arguments.plain(vars(args)).items() if name not in OWN_OPTIONS}
     settings = " ".join(f"{name}={value}" for name, value in sorted(same.items()))
     return {"code": code_digest(os.path.abspath(sys.argv[0])), "arguments": settings, "torch": str(torch.__version__)}
@@ -162,7 +165,7 @@ def code_digest(job: str, root: Path = ROOT) -> str:
 
 
 def _die_with_the_parent():
-    """A worker without its parent would go on writing to the folder of the next start, and keep the GPU and the port."""
+    """Make this worker end with its parent, or it would go on writing to the next start's folder and keep the GPU and port."""
     if sys.platform == "linux":
         _at_the_end_of_the_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ[heartbeat.PARENT]):  # the parent had ended before that call
@@ -171,12 +174,12 @@ def _die_with_the_parent():
 
 
 def _at_the_end_of_the_parent(number):
-    """Let the kernel send this process a signal then."""
+    """Let the kernel send this process the signal `number` when its parent ends."""
     ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
 def _leave():
-    """Garbage is collected before the group is destroyed, or Gloo's threads abort the process at its end."""
+    """Destroy the process group. Garbage is collected first, or Gloo's threads would abort the process at its end."""
     gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()

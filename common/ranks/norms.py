@@ -1,4 +1,4 @@
-"""Batch norms over the samples of all ranks, on GPUs and CPUs.
+"""Batch norms over the samples of all ranks, with torch's kernels on NVIDIA GPUs and with plain operations elsewhere.
 
 torch.nn.SyncBatchNorm looks for ranks without samples, which makes the host wait for the GPU three times per layer. Here all
 ranks have the same number of samples, so the host never waits.
@@ -30,12 +30,12 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def over_all_ranks(args: argparse.Namespace) -> bool:
-    """Whether --sync_bn asks for it; unset, where several ranks have few samples each."""
+    """Whether batch norms are over all ranks: with several ranks, as --sync_bn says or, unset, if each has few samples."""
     return distributed.get_world_size() > 1 and (args.batch_size < FEW if args.sync_bn is None else args.sync_bn)
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Return the same model, with every BatchNorm2d over all ranks; its state_dict has the same names."""
+    """Replace every BatchNorm2d in the model by a SynchronisedNorm, and return the model; names in its state_dict stay."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is nn.BatchNorm2d:
@@ -44,7 +44,7 @@ def synchronised(model: nn.Module) -> nn.Module:
 
 
 class SynchronisedNorm(nn.BatchNorm2d):
-    """A BatchNorm2d over all ranks in training; its evaluation is that of BatchNorm2d."""
+    """A BatchNorm2d whose statistics in training are over all ranks; in evaluation it is a BatchNorm2d."""
 
     @classmethod
     def like(cls, norm: nn.BatchNorm2d) -> "SynchronisedNorm":

@@ -1,7 +1,7 @@
 """The key-value store of a job, through which all ranks meet and form the process group.
 
 Rank 0 or torchrun's agent hosts it. torch's store accepts keys from anybody who reaches it (docs/security.md), so the store of
-rank 0 listens only on the address to which the other ranks connect.
+rank 0 listens only on the address to which the other ranks connect, where that is possible.
 """
 
 import datetime
@@ -33,12 +33,12 @@ def of_all_ranks(here: World, seconds: float) -> Any:
 
 
 def count(store: Any, key: str) -> int:
-    """How often something was added to a key; 0 where it is not there. Torch 2.1 has no Store.check, and get would wait."""
+    """Return the counter under a key, creating it with 0 if missing. Torch 2.1 has no Store.check, and get would wait."""
     return store.add(key, 0)
 
 
 def meet(here: World, store: Any, seconds: float) -> list[int]:
-    """Wait until every rank has come: those that did not come within `seconds`, alike on all ranks. Rank 0 counts."""
+    """Wait until every rank has come; return, alike on all, those that did not come within `seconds`, as rank 0 counts."""
     if store.add(f"{CAME}/{here.rank}", 1) > 1:
         raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
     if here.rank:
@@ -66,7 +66,7 @@ def _opened(here, seconds):
     with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     keeps = here.rank == 0 and not with_agent
     listener = _listener(here) if keeps else None
-    if here.rank and not with_agent:  # it says what it waits for, and torch does not
+    if here.rank and not with_agent:  # connect() says what it waits for, and torch does not
         channel.connect(*where, seconds, lambda text: print(f"rank {here.rank}: {text}", flush=True)).close()
     more: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
     try:
@@ -78,12 +78,12 @@ def _opened(here, seconds):
 
 
 def _listener(here: World) -> Optional[socket.socket]:
-    """Return a socket at the master's address alone; None if others may use another: torch then listens at all of them."""
+    """Return a socket that listens only at the master's address; None if that is impossible: torch then listens at all."""
     try:
         found = socket.getaddrinfo(here.master_addr, here.master_port, type=socket.SOCK_STREAM)
         family, *_, address = found[0]
         if here.num_nodes > 1 and any(ipaddress.ip_address(place[0]).is_loopback for *_, place in found):
             return None
         return socket.create_server(address[:2], family=family, backlog=4096)
-    except OSError:  # a service's address, which no interface has; or no address, or a port that is taken, as torch will say
+    except OSError:  # a service's address, which no interface has; or, as torch will say, no address or a port that is taken
         return None

@@ -1,4 +1,4 @@
-"""The figures of a report as SVG in the colour of the surrounding text. A table beside each figure shows the same."""
+"""The figures of a report as SVG in the colour of the surrounding text. The page has a table of the numbers below each."""
 
 import io
 import re
@@ -9,20 +9,20 @@ from common import optional
 
 COLOURS = ("#3b82c4", "#d9822b", "#4c9f50", "#b5559e", "#8a6d3b", "#6d6ad1", "#2a9d9d", "#c44e52")  # on white and on black
 MARKS = {"restart": ("#c44e52", "--"), "nodes": ("#8a6d3b", ":"), "best": ("#4c9f50", "-")}
-POINTS = 800  # of a line, at most: a screen shows no more
-UNSEEN = {"Date": None, "Creator": None, "Format": None, "Type": None}  # what a picture says of its making
+POINTS = 800  # about the most that are drawn of a line: a screen shows no more
+UNSEEN = {"Date": None, "Creator": None, "Format": None, "Type": None}  # metadata that matplotlib leaves out
 
 Series = tuple[Sequence[float], Sequence[Optional[float]], dict]  # x, y, and how matplotlib draws the line
 
 
 def thinned(rows: Sequence, most: int = POINTS) -> list:
-    """Return every n-th of many rows, and the last."""
+    """Return every n-th row and the last one, so that about `most` remain; all rows if there are no more than that."""
     step = -(-len(rows) // most) or 1
     return [*rows[:-1:step], *rows[-1:]]
 
 
 def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
-    """Curves; `marks`: [(kind, x)] as vertical lines. Empty without matplotlib, as every figure."""
+    """Return curves as SVG; `marks`: [(kind, x)] of vertical lines. Empty if matplotlib is missing."""
     if not optional.there(optional.FIGURES):
         return ""
     from matplotlib.ticker import EngFormatter
@@ -42,7 +42,7 @@ def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]
 
 
 def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
-    """Draw a bar for each label, of the parts on top of each other."""
+    """Return stacked bars as SVG; `parts`: for each colour, its height in every bar. Empty if matplotlib is missing."""
     if not optional.there(optional.FIGURES):
         return ""
     figure, axes = _empty()
@@ -69,7 +69,7 @@ def _empty() -> Any:
 
 
 def _svg(figure, name):
-    """Return the drawing alone, with names of its own, as several are on one page."""
+    """Return the figure as an <svg> element. Its ids begin with `name`, because a page has several figures."""
     import matplotlib
 
     drawn = io.StringIO()

@@ -1,4 +1,4 @@
-"""Read the files in the folder of a run. A file may be missing, cut off, of an older version, or untrusted."""
+"""Read the files that a run has left in its folder. A file may be missing, cut off, of an older version, or untrusted."""
 
 import contextlib
 import dataclasses
@@ -14,17 +14,17 @@ from common.errors import UserError, one_line
 from common.files import append, drop_half_a_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
-LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes of one of them; of speed.jsonl, for each row that is put together with another
+LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes: a file above LARGEST is ignored; above GROUPED, rows of speed.jsonl are joined
 ADDED = ("images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
 NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
-LARGEST_NUMBER = 1e11  # as a time in seconds it is in the year 5138
-NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # in the journal
+LARGEST_NUMBER = 1e11  # larger ones are dropped; as Unix time it is in the year 5138
+NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # must be numbers in the journal
 
 
 @dataclasses.dataclass
 class Left:
     folder: str
-    name: str  # of the folder, by which a reader knows the run
+    name: str  # the folder's name, which the page shows as that of the run
     epochs: list[dict]  # metrics.jsonl: numbers alone
     speed: list[dict]  # speed.jsonl: a row for each line of the log and each epoch, numbers alone
     journal: list[dict]  # journal.jsonl: what happened
@@ -43,23 +43,23 @@ class Left:
         return cls(folder, shown, epochs, speed, journal, _checked(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
-        """Return the events, each once: in a folder that they share each that has led has written them."""
+        """Return the events of a kind; "nodes" without repeats, as each rank that takes over the journal adds its own."""
         rows = [row for row in self.journal if row.get("event") == kind]
         return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values()) if kind == "nodes" else rows
 
     @property
     def start(self) -> dict:
-        """Return the newest start."""
+        """The newest start; empty if none was recorded."""
         return (self.events("start") or [{}])[-1]
 
     @property
     def end(self) -> dict:
-        """Return the end of the newest start; empty where none was recorded."""
+        """The end of the newest start; empty if none was recorded."""
         end = (self.events("end") or [{}])[-1]
         return end if end.get("time", 0) >= self.start.get("time", 0) else {}
 
     def trained(self) -> list[dict]:
-        """Return the rows of `speed` whose steps count: a restart takes those behind its checkpoint again."""
+        """Return the rows of `speed`, without those of steps that a restart from an earlier checkpoint has repeated."""
         starts, kept = self.events("start")[1:], []
         for row in self.speed:
             while starts and starts[0].get("time", 0) <= row.get("time", 0):
@@ -70,24 +70,24 @@ class Left:
         return kept
 
     def metrics(self) -> list[str]:
-        """Return the metrics of an evaluation, in their order."""
+        """Return the names of the evaluation's metrics, in the order in which the epochs have them."""
         return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NOT_OF_AN_EVALUATION]
 
     def best(self) -> tuple[str, dict]:
-        """Return the metric by which the best epoch is chosen, and that epoch; empty where there is none."""
+        """Return the name of the metric that chooses the best epoch, and that epoch's row; both are empty if there is none."""
         by = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
         choose = min if self.start.get("best_is") == "lowest" else max
         return by, choose((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
 
     def seconds(self) -> float:
-        """Return the seconds from the beginning of each start to the last that is known of it."""
+        """Return the seconds of all starts together, each from its beginning to the last row that is known of it."""
         begins = [row.get("time", 0) for row in self.events("start")]
         times = [row.get("time", 0) for row in self.journal + self.speed]
         ends = (max((time for time in times if time < until), default=0) for until in [*begins[1:], math.inf])
         return sum(max(0, end - begin) for begin, end in zip(begins, ends))
 
     def data(self) -> dict[str, list]:
-        """Return {"classes": [(name, for training, for validation)], "left_out": [(reason, how many, one)]} of the pictures."""
+        """Return counts of pictures: {"classes": [(name, training, validation)], "left_out": [(reason, count, example)]}."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
             said = self.start["data"]
             classes = [(one_line(name), int(train), int(val)) for name, train, val in said["classes"]]
@@ -97,10 +97,10 @@ class Left:
 
 
 def add_end(folder: str, since: float, why: str) -> bool:
-    """Add to the journal why the run that began after `since` has ended, unless it has written that; returns whether it did."""
+    """Write to the journal that the start since `since` failed, unless it wrote an end itself; return whether this was done."""
     left = Left.read(folder)
     began = [row for row in left.events("start") if row.get("time", 0) >= since]
-    if left.end or len(began) != 1:  # a later start has gone on from it
+    if left.end or len(began) != 1:  # it wrote its end, never began, or a later start has followed
         return False
     last = max(left.speed, key=lambda row: row.get("time", 0), default={})
     now = max(round(time.time(), 3), began[0]["time"])  # the clock may have gone back
@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(scores: dict) -> dict:
-    """Return the same with what the page needs, as it was written; or nothing."""
+    """Return what the page needs of report.json; empty if any of it is missing or malformed."""
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
         names = [one_line(str(row["class"])) for row in scores["classes"]]
         by_class = [
@@ -141,7 +141,7 @@ def _checked(scores: dict) -> dict:
 
 
 def _lines(path: str) -> Iterator[dict]:
-    """Yield the objects in a file of lines; other lines are none of ours."""
+    """Yield the JSON objects in the lines of a file, and skip other lines. A missing or too large file yields nothing."""
     if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
         return
     with open(path, "rb") as file:
@@ -153,7 +153,7 @@ def _lines(path: str) -> Iterator[dict]:
 
 
 def _few(rows: Iterator[dict], path: str) -> list[dict]:
-    """Join several rows of an epoch of a large file, for less memory: counts add up, of the rest the last one stays."""
+    """Join neighbouring rows of an epoch if the file is large, to save memory: ADDED is summed, other values are the last."""
     most = os.path.getsize(path) // GROUPED if os.path.exists(path) else 0
     found, size = [], 0
     for row in rows:

@@ -19,14 +19,14 @@ from common.report import figures, template
 from common.report.left import Left
 from common.version import VERSION
 
-MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and confusions that are shown of a larger one
-MANY = 10_000  # pictures of an evaluation, of which the accuracy needs no range
+MOST_COLUMNS = 30  # the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
+MANY = 10_000  # from so many pictures on, the accuracy is shown without a range
 MOST_BARS, MOST_ROWS, MOST_OF_A_CURVE, MOST_WARNINGS = 60, 1000, 100, 100
-SIDE, SHOWN = 64, 24  # of the squares in examples/mistakes.png, and how many are in a row (common/run/scores.py)
-OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # options that another run does not take over
-WIDEST = 384  # pixels of a picture of examples
+SIDE, SHOWN = 64, 24  # pixels of a square in examples/mistakes.png, and squares in a row (common/run/scores.py)
+OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # left out of the command to train again
+WIDEST = 384  # the most pixels in the width or height of an embedded picture
 SAMPLES, EPOCH = ("Samples", "样本数"), ("Epoch", "Epoch")
-# As common/run/clock.py has them.
+# The phases in common/run/clock.py.
 PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
 WORDS = {
     "waiting_for_data": ("waiting for data", "等待数据"), "transfer": ("transfer", "传输"), "compute": ("compute", "计算"),
@@ -39,6 +39,7 @@ WORDS = {
 
 
 def of_one(left: Left) -> str:
+    """Return the text of report.html for one run."""
     by, best = left.best()
     return filled(
         template.ONE_RUN, left.name, left=left, outcome=outcome(left), marks=figures.MARKS, curves=list(_curves(left, best)),
@@ -49,7 +50,7 @@ def of_one(left: Left) -> str:
 
 
 def filled(text: str, title: str, **facts: Any) -> str:
-    """Return the page; jinja2 escapes every fact."""
+    """Return the page with `text` as the template of its main part; jinja2 escapes every fact. UserError without jinja2."""
     if why := optional.trouble(optional.PAGE):
         raise UserError(f"the page is made with jinja2: {why}")
     import jinja2
@@ -64,7 +65,7 @@ def filled(text: str, title: str, **facts: Any) -> str:
 
 
 def outcome(left: Left) -> dict[str, Any]:
-    """What the first sentence is made of."""
+    """Return the facts in the first sentence of the page (`result` in template.py)."""
     (by, best), machine = left.best(), left.start.get("machine")
     file = f"epoch_{best.get('epoch')}.pth"
     lowest = " (lowest)" if by and left.start.get("best_is") == "lowest" else ""
@@ -81,7 +82,7 @@ def outcome(left: Left) -> dict[str, Any]:
 
 
 def _range(left, by, share):
-    """Return where the accuracy of all such images lies, 19 times of 20, if few of them were seen (Wilson's interval)."""
+    """Return Wilson's 95 % interval of the accuracy, (low, high, images); None for another metric, or from MANY images on."""
     samples = sum(row[0] for row in left.scores.get("by_class", ()))
     if by != "accuracy" or not (0 < samples < MANY and 0 <= share <= 1):
         return None
@@ -114,11 +115,11 @@ def _warnings(left):
 
 
 def _commands(left):
-    """Return the commands to go on, unless the run has finished, and to start it again in another folder."""
+    """Return the commands to go on (None once the run has finished), to train again in another folder, and to export."""
     command, kept = left.start.get("command"), []
     if not isinstance(command, str):
         return {}
-    with contextlib.suppress(ValueError):  # of a quote that is not closed
+    with contextlib.suppress(ValueError):  # shlex raises it for a quote that is not closed
         rest = iter(shlex.split(command))
         for word in rest:
             name, equals, _ = word.partition("=")
@@ -132,7 +133,7 @@ def _commands(left):
 
 
 def options_of(left: Left) -> list[tuple[str, str, str]]:
-    """Return [(name, value, default)]"""
+    """Return [(name, value, default)] of the options that are not at their defaults."""
     options = left.start.get("options")
     return [
         (name, str(pair[0]), str(pair[-1])) for name, pair in (options.items() if isinstance(options, dict) else ()) if pair
@@ -149,7 +150,6 @@ def _machine(left):
 
 
 def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Sequence, svg: str) -> dict:
-    """Return a figure with its table."""
     return {
         "name": name,
         "title": title,
@@ -161,7 +161,7 @@ def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Seq
 
 
 def words(name: str) -> tuple[str, str]:
-    """Return the words in English and Chinese."""
+    """Return (English, Chinese) for a name; the name itself, twice, if it has no entry."""
     return WORDS.get(name, (name, name))
 
 
@@ -196,7 +196,7 @@ def _curves(left: Left, best: dict) -> Iterator[dict]:
 
 
 def _speed(left: Left) -> Iterator[dict]:
-    """Yield the seconds of each epoch, or of several where there are many; images a second."""
+    """Yield two figures: the seconds of each phase by epoch or group of epochs, and the images a second over time."""
     spent: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
     epochs = sorted({int(row.get("epoch", 0)) for row in left.speed})
     size = -(-len(epochs) // MOST_BARS) or 1
@@ -214,7 +214,7 @@ def _speed(left: Left) -> Iterator[dict]:
     yield figure("phases", ("Seconds of each epoch", "每个 epoch 的秒数"), legend, [EPOCH, *map(words, phases)], rows, svg)
 
     rated = [row for row in left.speed if "images_per_s" in row]
-    one_step = left.start.get("global_batch")  # after one, at the beginning of an epoch, its batch had yet to be loaded
+    one_step = left.start.get("global_batch")  # rows of one step are left out: they include the wait for an epoch's first batch
     rated = [row for row in rated if row.get("images") != one_step] or rated
     minutes, rates = (
         [(row.get("time", 0) - left.speed[0].get("time", 0)) / 60 for row in rated],
@@ -231,7 +231,7 @@ def _speed(left: Left) -> Iterator[dict]:
 
 
 def _confusion(left: Left) -> Optional[dict]:
-    """Return the matrix, or of many classes the most frequent confusions."""
+    """Return "names" and "rows" of the matrix or, if it is too large, the most frequent "pairs". None without scores."""
     if not left.scores:
         return None
     names, cells = left.scores["names"], left.scores["cells"]
@@ -252,7 +252,7 @@ def _confusion(left: Left) -> Optional[dict]:
 
 
 def _classes(left: Left) -> list[tuple]:
-    """Return a row for each class that has images, the worst first."""
+    """Return a row for each class that has images, the lowest recall first."""
     rows = [row for row in zip(left.scores.get("names", ()), left.scores.get("by_class", ())) if row[1][0]]
     rows.sort(key=lambda row: row[1][1])
     return [(name, samples, *(f"{fraction:.4f}" for fraction in fractions)) for name, (samples, *fractions) in rows]
@@ -268,7 +268,7 @@ def _galleries(left: Left) -> Iterator[tuple]:
     seen = set()
     for row, kind in enumerate(("worst", "surest")):
         shots = left.scores.get("mistakes", {}).get(kind, [])[:SHOWN]
-        if {shot["id"] for shot in shots} <= seen:  # there are so few mistakes that both have the same
+        if {shot["id"] for shot in shots} <= seen:  # none, or so few mistakes that it would repeat the gallery before
             return
         seen |= {shot["id"] for shot in shots}
         boxes = [(column * SIDE, row * SIDE, (column + 1) * SIDE, (row + 1) * SIDE) for column in range(len(shots))]
@@ -276,7 +276,7 @@ def _galleries(left: Left) -> Iterator[tuple]:
 
 
 def _restored(left: Left) -> Optional[dict]:
-    """Return the newest strip of examples, cut into its pictures."""
+    """Return the newest sheet of examples, cut into rows of three pictures; None if there is none that can be used."""
     for event in reversed(left.events("picture")):
         name, high, columns = os.path.basename(str(event.get("name"))), int(event.get("rows", 0)), event.get("columns")
         strip = _picture(left, name)
@@ -299,7 +299,7 @@ def _picture(left: Left, name: str) -> Any:
 
 
 def _encoded(picture: Any) -> str:
-    """Return a picture as an address that holds the picture itself."""
+    """Shrink a picture in place to at most WIDEST pixels a side, and return it as a data: URL."""
     content = io.BytesIO()
     picture.thumbnail((WIDEST, WIDEST))
     picture.save(content, "JPEG", quality=88)
@@ -310,7 +310,7 @@ def _encoded(picture: Any) -> str:
 
 
 def identifier(name: str) -> str:
-    """Return a name for HTML of any name."""
+    """Return a name as an HTML id of at most 40 characters: all but ASCII letters and digits become _."""
     return "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:40]
 
 

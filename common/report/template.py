@@ -1,6 +1,6 @@
 """The template of report.html: one self-contained file, in English and Chinese, for phones too, with a dark mode.
 
-`t(en, zh)` is a text in both languages; the browser shows one of them. jinja2 escapes all values.
+`t(en, zh)` is a text in both languages; the browser shows one of them. jinja2 escapes all values but figures, style and script.
 """
 
 SCRIPT = """

@@ -22,7 +22,7 @@ class Agreement:
         self.begin()
 
     def begin(self) -> None:
-        """The run has been restored, or the ranks have changed: all of them count from here."""
+        """Start counting steps: when the run has been restored, or the ranks have changed, on all ranks alike."""
         self._exchanged = time.monotonic()
         self._steps_left = self._steps_between = 1
         self._due: Sequence[float] = (0, 0, 0)
@@ -31,7 +31,7 @@ class Agreement:
         self._saved = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Agree on signals, once in every step. `maximum`: over all ranks, or None where there is only this one."""
+        """Find out what is due, once in every step. `maximum`: reduces numbers over all ranks; None for a single rank."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
         own = [int(STOPS.noted), int(hours), int(now - self._saved >= self._save_seconds)]

@@ -16,7 +16,9 @@ class Losses:
     def __init__(self, device: torch.device, rank: int, world_size: int):
         self._rank, self._world_size = rank, world_size
         self._sum = torch.zeros((), dtype=devices.widest(device), device=device)
-        self._count, self._shared, self._unchecked = 0, True, []
+        self._count = 0
+        self._shared = True
+        self._unchecked = []
 
     def add(self, loss: torch.Tensor, step: int, ids: torch.Tensor) -> None:
         self._sum += loss
@@ -25,7 +27,7 @@ class Losses:
         self._unchecked.append((step, loss, ids))
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
-        """Stop at the first loss that is not a number; called seldom, because it waits for the GPU."""
+        """Raise an error if a loss since the last call is not a finite number. Called seldom, because it waits for the GPU."""
         if bad := self.first_bad():
             step, loss, ids = bad
             where = f"at step {step}, sample ids {ids.tolist()}"
@@ -33,7 +35,7 @@ class Losses:
             raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {last_good()}")
 
     def first_bad(self) -> Optional[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (step, loss, ids) of the first since the last call that is not a finite number, or None. Waits for the GPU."""
+        """Return (step, loss, ids) of the first loss since the last call that is not finite, or None. Waits for the GPU."""
         unchecked, self._unchecked = self._unchecked, []
         if not unchecked:
             return None
@@ -41,14 +43,14 @@ class Losses:
         return None if all(good) else unchecked[good.index(False)]
 
     def all_reduce(self) -> None:
-        """Add the sums of all ranks to that of rank 0, which saves it."""
+        """Add up the sums of all ranks on rank 0, which saves them; on the other ranks the sum becomes 0."""
         if self._world_size > 1 and not self._shared:
             (total,) = reduce([self._sum.item()], "SUM")
             self._sum.fill_(total if self._rank == 0 else 0.0)
         self._shared = True
 
     def close_epoch(self) -> float:
-        """Return the mean of the epoch; the sum of the next one begins at 0."""
+        """Return the mean loss of the epoch, which is right on rank 0 after all_reduce(), and begin the next epoch."""
         mean = (self._sum / self._count).item()
         self._sum.zero_()
         self._count = 0

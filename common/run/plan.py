@@ -11,11 +11,11 @@ from common.run.position import Position
 class Plan:
     args: argparse.Namespace
     sampler: Any  # of the training data; it knows the size of a step and of an epoch
-    patience: Optional[int] = None  # epochs without a better one
-    began: Any = None  # the Position of this start, once it is known
+    patience: Optional[int] = None  # epochs without a better one, after which the run ends
+    began: Any = None  # the Position at which this start has resumed; None until Run.resume()
 
     def limit(self, at: Position) -> Optional[str]:
-        """Return the option that ends the run here, or None: it goes on."""
+        """Return the option that ends the run at this position, or None if the run goes on."""
         if at.epoch >= self.args.epochs:
             return f"--epochs {self.args.epochs}"
         if self.steps_used_up(at):
@@ -33,7 +33,7 @@ class Plan:
         return self.args.run_epochs is not None and at.epoch - self.began.epoch >= self.args.run_epochs
 
     def cut_short(self, at: Position) -> bool:
-        """Whether the same command, with more of what is used up, goes on."""
+        """Whether --max_steps or --run_epochs is used up before --epochs; with more of them the run goes on."""
         return at.epoch < self.args.epochs and (self.steps_used_up(at) or self._epochs_used_up(at))
 
     def finished(self, at: Position) -> bool:
@@ -43,7 +43,7 @@ class Plan:
         return at.consumed >= self.sampler.samples_per_epoch
 
     def progress(self, at: Position) -> float:
-        """Share of the run's samples seen, at the middle of the coming step."""
+        """Return the fraction of the run's samples seen at the middle of the coming step."""
         in_epoch = (at.consumed + self.sampler.global_batch / 2) / self.sampler.samples_per_epoch
         return min(1.0, (at.epoch + in_epoch) / self.args.epochs)
 
@@ -57,5 +57,5 @@ class Plan:
         return -(-(at.consumed + self.samples_left(at)) // self.sampler.samples_per_epoch)
 
     def step_of_the_epoch(self, at: Position) -> tuple[int, int]:
-        """Return (its steps that are done, all of them)"""
+        """Return (steps done in the current epoch, steps of a whole epoch)."""
         return at.consumed // self.sampler.global_batch, self.sampler.samples_per_epoch // self.sampler.global_batch

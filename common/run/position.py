@@ -9,13 +9,13 @@ from typing import Any, Optional
 class Position:
     samples_seen: int = 0  # in all epochs
     total_steps: int = 0
-    epoch: int = 0  # how many are done
-    consumed: int = 0  # samples of the next one
+    epoch: int = 0  # completed epochs
+    consumed: int = 0  # samples seen in the current epoch
     best: Optional[Mapping[str, Any]] = None  # of the best epoch so far: its number, samples_seen, and the metric
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> "Position":
-        """Return the position of a checkpoint."""
+        """Return the position of a checkpoint. `about`: its manifest."""
         return cls(**{field.name: about[field.name] for field in dataclasses.fields(cls)})
 
     def after_step(self, samples: int) -> "Position":
@@ -26,5 +26,5 @@ class Position:
         return dataclasses.replace(self, epoch=self.epoch + 1, consumed=0, best=best)
 
     def row(self, epoch: int) -> dict[str, int]:
-        """How the files of a run name it, for who reads them; `epoch`: that of the row."""
+        """Return a row for metrics.jsonl or the journal with the position. `epoch`: the epoch that the row is about."""
         return {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}

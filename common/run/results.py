@@ -21,7 +21,7 @@ class Results:
         self.history: list[dict[str, Any]] = []
 
     def close_epoch(self, at: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
-        """Add the row of an epoch whose last step is done; returns the position after it."""
+        """Add the row of an epoch whose last step ended at `at`; returns the position after the epoch."""
         epoch, score, before = at.epoch + 1, metrics.get(self.best_by), (at.best or {}).get(self.best_by)
         self.history.append({**at.row(epoch), "train_loss": train_loss, **metrics})
         if score is None or not (before is None or (score < before if self.best_is == "lowest" else score > before)):
@@ -29,7 +29,7 @@ class Results:
         return at.after_epoch({"epoch": epoch, "samples_seen": at.samples_seen, self.best_by: score})
 
     def news(self, at: Position) -> str:
-        """What the epoch before `at` has made better or worse, in words behind its numbers."""
+        """Return what the epoch that ended at `at` has made better or worse, as text for the end of its line of the log."""
         if at.best is None:
             return ""
         row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self.best_by
@@ -40,7 +40,7 @@ class Results:
         return f" ({', '.join(words)})"
 
     def summary(self, at: Position, weights: Optional[str] = None) -> str:
-        """Return the best of them, at the end. `weights`: the name of their file."""
+        """Return a sentence about the best epoch; empty if there is none. `weights`: the name of the file with its weights."""
         if not at.best:
             return ""
         which, file = "lowest" if self.best_is == "lowest" else "best", f" ({weights})" if weights else ""

@@ -8,10 +8,10 @@
             run.step(loss)
         run.end_epoch(accuracy=...)
 
-A checkpoint is made when the loop comes for its next batch or epoch, and so has what the lines below run.step() and
+A checkpoint is made when the loop asks for its next batch or epoch, so it includes what the lines after run.step() and
 run.end_epoch() have changed; where gradients are accumulated over several steps, it is made after the update. Samples count as
-consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so there is
-no generator to save. In a trial (--prof, --doctor) steps are taken and nothing is read or written.
+consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so the state
+of no generator is saved. In a trial (--prof, --doctor) steps are taken, but no checkpoint is read and no file is written.
 """
 
 import argparse
@@ -62,13 +62,17 @@ class Run:
         prof: Optional[int] = None,
         **saved: Any,
     ):
-        """`classes`: their names, for who reads the checkpoints. `test_samples`: in an evaluation, to guess how long one takes.
-        `best_by`: the metric of end_epoch by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
+        """`classes`: their names, stored in checkpoints. `test_samples`: samples of an evaluation, to estimate its time.
+        `best_by`: the metric of end_epoch() by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
-        `saved`: what else to save."""
-        self.args, self.sampler, self.parts = args, sampler, {}
+        `saved`: other objects with a state_dict, saved under these names."""
+        self.args = args
+        self.sampler = sampler
+        self.parts = {}
         self.register(**saved)
-        self.position, self.results, self.plan = Position(), Results(best_by, best_is), Plan(args, sampler, patience)
+        self.position = Position()
+        self.results = Results(best_by, best_is)
+        self.plan = Plan(args, sampler, patience)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = checkpoint.unwrapped(model)
         self.device = next(self.model.parameters()).device
@@ -80,12 +84,12 @@ class Run:
         self.saving = Saving(args, classes, self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.evaluates = False  # from the end of steps() to end_epoch()
-        self.made: dict[str, Any] = {}  # with what options this start has made the parts
+        self.made: dict[str, Any] = {}  # settings of the parts as this start has made them, before a checkpoint is loaded
         self.groups: dict[str, int] = {}  # of the weights of each optimizer, when the epoch began
-        self.changed: dict[str, str] = {}  # which of them are others than before
-        self.restored: Any = None  # until run.steps() of an epoch that has been begun before
-        self._ended: Optional[bool] = None  # an epoch whose checkpoint is still to be made: whether it was a whole one
-        self._due = [0.0, 0.0, 0.0]  # as the peers say it, until the weights are updated
+        self.changed: dict[str, str] = {}  # settings of the parts that differ from the checkpoint
+        self.restored: Any = None  # the checkpoint, until run.steps() of an epoch that an earlier start has begun
+        self._ended: Optional[bool] = None  # whether an ended epoch was a whole one, until its checkpoint is made
+        self._due = [0.0, 0.0, 0.0]  # what the peers have agreed on (Fixed.due), kept until the weights are updated
         self._without_update = 0  # steps
         self._profile = timing.Profile(prof, self.clock, lambda: devices.synchronize(self.device)) if prof else None
 
@@ -93,14 +97,14 @@ class Run:
         self.side_files.say(text)
 
     def register(self, **saved: Any) -> None:
-        """Add state to save and restore, e.g. run.register(scaler=scaler); before resume()."""
+        """Add objects to save and restore, e.g. run.register(scaler=scaler). Call it before resume()."""
         parts.require_savable(saved)
         self.parts.update(saved)
 
-    # --- Who looks on ---
+    # --- Observers ---
 
     def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
-        """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard. `what`: its rows and the names of its columns."""
+        """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard. `what`: stored with it in journal.jsonl."""
         self.tell("picture", name=name, pixels=pixels, what=what)
 
     def tell(self, moment: str, **more: Any) -> None:
@@ -113,19 +117,19 @@ class Run:
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks together take in one step; a resumed run keeps the one it began with."""
+        """Number of samples that all ranks together use in one step; a resumed run keeps the number it began with."""
         self._require_resumed("run.global_batch")
         return self.sampler.global_batch
 
     @property
     def progress(self) -> float:
-        """Share of the run's samples seen, at the middle of the coming step: what a schedule should depend on."""
+        """Fraction of the run's samples seen at the middle of the coming step, for a schedule of the learning rate."""
         self._require_resumed("run.progress")
         return self.plan.progress(self.position)
 
     @property
     def goes_on(self) -> bool:
-        """Whether there was a checkpoint to go on from; also true in a trial, which leaves out what only a new run does."""
+        """Whether this start resumed from a checkpoint; also true in a trial, which skips what only a new run does."""
         self._require_resumed("run.goes_on")
         return self.saving.goes_on or self.plan.began.total_steps > 0 or self.trial
 
@@ -135,28 +139,28 @@ class Run:
 
     @property
     def shares(self) -> Any:
-        """exact.Shares, with which a step's loss is that of all ranks already; or None."""
+        """The exact.Shares of an exact job, in which the loss of a step is that of all ranks already; else None."""
         return self.parts.get("shares")
 
     @property
     def epoch(self) -> int:
-        """How many are done."""
+        """Number of completed epochs."""
         return self.position.epoch
 
     @property
     def total_steps(self) -> int:
-        """How many the run has taken, of all its starts."""
+        """Number of steps that the run has taken, in all of its starts."""
         return self.position.total_steps
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of this start in each phase."""
+        """Seconds that this start has spent in each phase."""
         return self.clock.read()
 
     # --- From here to the end: the course of a run ---
 
     def resume(self) -> None:
-        """Restore the checkpoint to go on from, if there is one; from here on a signal saves and stops."""
+        """Restore the checkpoint to resume from, if there is one. From here on, a stop signal saves the run and ends it."""
         restore.prepare(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
@@ -247,9 +251,9 @@ class Run:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
                 self._keep_up()
-        self.losses.all_reduce()  # with the others, for the last time before the evaluation, in which one may have to save
+        self.losses.all_reduce()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or self.plan.epoch_is_over(self.position)):
-            self.save()  # the lines below are for a whole epoch, which the next start completes
+            self.save()  # the epoch is incomplete, and the next start continues it from here
         self._mark = parts.mark(parts.states(self))
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
         self.may_stop(evaluates=True)
@@ -258,14 +262,14 @@ class Run:
     # The order of a step is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
     #   1. the ledger of this rank has the samples of the step
     #   2. the step counts: the position moves, the loss is added
-    #   3. who looks on is told; what fails there is left out, and the run goes on
-    #      ... the loop comes for its next batch ...
+    #   3. the observers are told; one that fails is dropped, and the run goes on
+    #      ... the loop asks for its next batch ...
     #   4. the ranks agree on what is due
-    #   5. the state is saved, in the background, if all losses are numbers: what fails there, the next save says;
-    #      after the last step of an epoch end_epoch saves, when the evaluation has its numbers
-    #   6. a stop is obeyed, when what was done is saved
+    #   5. the state is saved in the background, if all losses are numbers; the next save reports an error of this one;
+    #      after the last step of an epoch the save comes after end_epoch(), which has the results of the evaluation
+    #   6. the run stops if told to, after it has been saved
     def step(self, loss: torch.Tensor) -> None:
-        """Count a step that has been taken, and report it. What is due is done when the loop comes for its next batch."""
+        """Count the step just taken, and report it. A save or a stop that is due follows when the loop asks for a batch."""
         loss, ids = loss.detach(), self.loader.ids
         self.evidence.taken(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
@@ -293,7 +297,7 @@ class Run:
         self.show("step")
 
     def _keep_up(self):
-        """Save or stop, if it is due."""
+        """Save or stop if that is due, once no gradients wait for an update of the weights."""
         stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
         self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
@@ -309,14 +313,14 @@ class Run:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
-        """Write the epoch's metrics, and its checkpoint when the loop comes for the next epoch; after an epoch cut short by
-        --max_steps, only the checkpoint.
+        """Record the epoch's metrics; its checkpoint is made when the loop asks for the next epoch. After an epoch cut short by
+        --max_steps, there is a checkpoint but no row of metrics.
 
-        `scores`: those of the evaluation, for the report.
+        `scores`: the results of the evaluation, for the report.
         """
         if not self.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
-        self.evaluates = STOPS.may_end = False  # until the lines below have done what belongs to this epoch
+        self.evaluates = STOPS.may_end = False  # until what belongs to this epoch is complete
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
@@ -340,13 +344,16 @@ class Run:
         self.tell("saved", whole=whole)
 
     def together(self, work: Callable, *arguments: Any) -> Any:
-        """Return the result of `work(*arguments)`, of which each rank does a part."""
+        """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if nodes were lost meanwhile."""
         return self.peers.together(work, *arguments)
 
     # --- Saving and restoring ---
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
-        """Copy the state, then write it in the background. Every rank calls this at the same step; rank 0 writes."""
+        """Copy the state and write it in the background, unless it is saved already or a trial.
+
+        Every rank calls this at the same step; rank 0 writes.
+        """
         self.losses.check(self.args.lr, self.saving.last_good)
         self.losses.all_reduce()
         self.peers.agreement.saved()
@@ -362,22 +369,23 @@ class Run:
         self.saving.require_published()
 
     def state(self) -> dict:
-        """What a checkpoint holds."""
+        """Return the contents of a checkpoint."""
         of_the_run = parts.of_the_run(self, self._gradients_wait())
         return {**parts.states(self), "run": {**self.losses.state_dict(), "history": self.results.history, **of_the_run}}
 
     def _updated(self, *_):
-        self._without_update = -1  # this step has yet to be counted
+        self._without_update = -1  # run.step() makes it 0
 
     def _gradients_wait(self):
         """Whether gradients have been computed since the last update of the weights."""
-        known = self.groups and self._without_update > 0  # where there is an optimizer that could tell
+        known = self.groups and self._without_update > 0  # without an optimizer, no update would be noticed
         return bool(known) and any(weight.grad is not None for weight in self.model.parameters())
 
     # --- Ending ---
 
     def may_stop(self, evaluates: bool = False) -> None:
-        """Between two steps several ranks stop only if they agree on it; in an evaluation rank 0 can save for all of them."""
+        """Let a stop signal end this process at once where that is safe: always with one rank; with several ranks on rank 0 in
+        an evaluation. Between steps, several ranks first agree to stop (peers.due())."""
         self.evaluates = evaluates
         STOPS.may_end = self.peers.size == 1 or (evaluates and self.side_files.writes)
 
@@ -386,7 +394,7 @@ class Run:
         self.stop(f"stopped by {number.name}", STOP_SIGNALS[number])
 
     def stop(self, why: str, code: int) -> None:
-        # What has changed since the last step would be changed once more by the next start, which evaluates again.
+        # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
         if not self.evaluates or self._mark == parts.mark(parts.states(self)):
             self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
@@ -410,13 +418,13 @@ class Run:
 
 
 def sizes_of_weights(network: torch.nn.Module) -> list[float]:
-    """Return the norms of those that are trained: they tell whether an epoch has changed anything."""
-    # Not sums: the gradients of a last layer add up to zero. In the widest type, in which small steps are seen.
+    """Return the norm of each trainable weight, to notice an epoch that changes none of them."""
+    # Not the sum: the gradients of a last layer add up to zero. In the widest type, so that small updates are noticed.
     trained = [weight.detach() for weight in network.parameters() if weight.requires_grad]
     sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]
     return torch.stack(sizes).tolist() if sizes else []
 
 
 def skipped(parts: dict) -> int:
-    """Steps whose gradients overflowed."""
+    """Return the number of steps that were skipped because their gradients overflowed."""
     return parts["scaler"].skipped() if isinstance(parts.get("scaler"), Scaler) else 0

@@ -21,20 +21,20 @@ from common.ranks import collectives
 from common.stops import STOPS
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
-SHOWN, SIDE = 24, 64  # of the worst mistakes, and of the surest: so many with a picture, this large
+SHOWN, SIDE = 24, 64  # pictures of the worst mistakes, and as many of the surest; their width and height
 KINDS = ("worst", "surest")
-ALL = 1000  # mistakes that are named, with the highest losses
+ALL = 1000  # mistakes that are listed: those with the highest losses
 
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """A sample whose class was not recognised; classes are numbers."""
+    """A sample whose class was not recognised."""
 
     id: int
     label: int
     predicted: int
     loss: float
-    confidence: float  # the fraction of the softmax that the predicted class has
+    confidence: float  # the softmax of the predicted class
     picture: Optional[torch.Tensor]  # uint8 (3, SIDE, SIDE)
 
 
@@ -46,7 +46,9 @@ class Scores:
         file_of: Optional[Callable[[int], str]] = None,
     ):  # fmt: skip
         """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`: the name of a sample's file, by its id."""
-        self.classes, self._pixels, self._file_of = classes, pixels, file_of
+        self.classes = classes
+        self._pixels = pixels
+        self._file_of = file_of
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
         self._batches = []  # (losses, ids, labels, predicted, confidences)
@@ -55,7 +57,7 @@ class Scores:
         self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in (*KINDS, "all")}  # the last without pictures
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, images: Any = None) -> None:
-        """Add a batch; `ids` are those of the loader that gave it."""
+        """Add a batch. `ids`: the loader's ids of its samples; `images`: the network's input, for pictures of mistakes."""
         logits = logits.float()
         predicted = logits.argmax(dim=1)
         among_five = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).sum()
@@ -69,7 +71,7 @@ class Scores:
             highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
     def all_reduce(self) -> "Scores":
-        """Add up the counts of all ranks; a collective where there are several, which may keep this one waiting."""
+        """Combine the scores of all ranks; call it also in a process without other ranks. A stop signal is obeyed meanwhile."""
         STOPS.wait_for(self._add_up)
         return self
 
@@ -106,7 +108,7 @@ class Scores:
         return own[order], order.tolist()
 
     def _pictures(self, group, highest, own, places):
-        """Return the pictures at these places, each of which one rank has; `own`: this rank's, in the order of add()."""
+        """Return the pictures of the mistakes at `places`, each of which one rank has. `own`: rows of this rank's mistakes."""
         kept, first = highest.pictures(), group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for number, place in enumerate(places):
@@ -137,17 +139,17 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Return the mean cross-entropy, without label smoothing."""
+        """Mean cross-entropy, without label smoothing."""
         return self._sums[2].item() / self.samples
 
     @property
     def chance(self) -> float:
-        """Return the accuracy that a network without eyes can have: the fraction of the largest class, and luck."""
+        """Accuracy that is possible without looking at the images: the fraction of the largest class, and two deviations."""
         largest = self.confusion.sum(dim=1).max().item() / self.samples
         return largest + 2 * math.sqrt(largest * (1 - largest) / self.samples)
 
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
-        """Return a warning, where a fifth of the epochs is over and the network does as well as one that has seen nothing."""
+        """Return a warning if, after a fifth of the epochs, the accuracy on real data is not above chance; else None."""
         if epoch != -(-args.epochs // 5) or args.input.synthetic or self.accuracy > self.chance or self.chance >= 1:
             return None
         begin = ", --weights FILE to begin with" if "weights" in args and not args.weights else ""
@@ -157,7 +159,7 @@ class Scores:
         )
 
     def per_class(self) -> list[tuple[str, int, float]]:
-        """Return [(class, samples, fraction of them that was recognised)] in the order of the classes."""
+        """Return [(class, number of its samples, fraction of them that was recognised)] in the order of the classes."""
         counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
 
@@ -173,7 +175,7 @@ class Scores:
         return torch.cat([places, self.confusion[tuple(places.T)][:, None]], dim=1).tolist()
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it for report.json. The confusion matrix is [[true class, predicted class, count]], without zeros."""
+        """Return the contents of report.json. The confusion matrix is [[true class, predicted class, count]], without zeros."""
         predicted = self.confusion.sum(dim=0).tolist()
         rows = [
             {
@@ -199,7 +201,7 @@ class Scores:
         }  # fmt: skip
 
     def picture(self) -> Optional[torch.Tensor]:
-        """Draw the mistakes of said(), kind after kind: squares of SIDE in rows of SHOWN, one row for each kind."""
+        """Draw the worst and the surest mistakes, one row of SHOWN squares for each kind; None where there is none to draw."""
         if not self._pixels or not self.mistakes["all"]:
             return None
         sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
@@ -210,7 +212,7 @@ class Scores:
 
 
 def _finite(value):
-    """JSON knows no others."""
+    """Return None in place of a number that JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 

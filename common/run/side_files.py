@@ -13,16 +13,20 @@ from common.files import TakenOver, append, drop_half_a_line, own_copy, taken_ov
 
 
 class SideFiles:
-    """What could not be written is kept, and tried again with the next file and at the end. Any thread may write."""
+    """Content that could not be written is kept, and tried again with the next file and at the end. Any thread may write."""
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
-        """Does nothing on other ranks. Which ranks they are may change in an elastic job."""
-        self.shows, self.writes, self._folder = shows, writes, folder
-        self._grow: dict[str, int] = {}  # {a file that grows: the number of the one that this start has made}
+        """`shows`: this rank shows the log; `writes`: it writes files. Both may change in an elastic job."""
+        self.shows = shows
+        self.writes = writes
+        self._folder = folder
+        self._grow: dict[str, int] = {}  # {file that is appended to: inode of this start's copy}
         self._begin(progress.say)
 
     def _begin(self, say: Callable[[str], None]):
-        self._say, self._process, self._warned = say, os.getpid(), set()
+        self._say = say
+        self._process = os.getpid()
+        self._warned = set()
         self._lock = threading.RLock()
         self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
 
@@ -51,11 +55,11 @@ class SideFiles:
     def retry(self) -> None:
         with self._lock:
             told = list(self._write_all())
-        for text in told:  # who hears it may write a line of its own
+        for text in told:  # after _write_all, because an observer that gets the line may write a file
             self.say(text)
 
     def _write_all(self):
-        if taken_over():  # which the next save says
+        if taken_over():  # by a later start; the next save reports it
             self._owed.clear()
         for path, (content, appended) in list(self._owed.items()):
             try:
@@ -77,7 +81,7 @@ class SideFiles:
                 yield f"{path} is written again"
 
     def _append(self, path, content):
-        """Append to a copy of this start's own: where the name is another one's by now, nothing is appended."""
+        """Append to this start's own copy of a file; once a later start has replaced the file, append nothing."""
         if path not in self._grow:
             if os.path.lexists(path) and not os.path.isfile(path):
                 raise OSError(errno.EINVAL, "it is not a regular file")

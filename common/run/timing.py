@@ -10,7 +10,7 @@ WARM_UP = 10  # steps that are slower than those to come
 
 
 class Stopwatch:
-    """How long the parts of a start have taken."""
+    """Measures how long the parts of a program take."""
 
     def __init__(self):
         self._last, self._laps = time.monotonic(), {}
@@ -22,7 +22,7 @@ class Stopwatch:
         self._last = now
 
     def summary(self, seconds: Mapping[str, float]) -> str:
-        """Return one line. `seconds`: run.seconds."""
+        """Return a line with the seconds of all parts. `seconds`: run.seconds."""
         parts = ", ".join(f"{name.replace('_', ' ')} {seconds[name]:.1f} s" for name in TRAINING)
         return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"
 
@@ -31,10 +31,13 @@ class Profile:
     """Measures the speed of N steps for --prof N, after some that warm up."""
 
     def __init__(self, steps: int, clock: Clock, finish_work: Callable[[], None]):
-        self._left, self._steps, self._clock, self._finish_work = WARM_UP + steps, steps, clock, finish_work
+        self._left = WARM_UP + steps
+        self._steps = steps
+        self._clock = clock
+        self._finish_work = finish_work
 
     def step(self, samples: int) -> Optional[str]:
-        """Count a step; after the last one, the line that says how fast they were."""
+        """Count a step; returns a line with their speed after the last one, else None."""
         self._left -= 1
         if self._left in (0, self._steps):
             self._finish_work()

@@ -22,14 +22,14 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.patience import Patience, Say
 from common.secrets import BUCKETS, mask
 
-THREADS = 16  # requests under way at a time
+THREADS = 16  # concurrent requests
 
 ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.DOTALL)
 
-# Where each store is, given the region. OBS and OSS need the bucket's name in the host name (virtual addressing).
+# The endpoint of each store in a region. OBS and OSS need the bucket's name in the host name (virtual addressing).
 ENDPOINTS = {"obs": "https://obs.{region}.myhuaweicloud.com", "oss": "https://oss-{region}.aliyuncs.com"}
 
-# What to do about a refusal. OBS and OSS have some names of their own.
+# The advice for each error code with which a store refuses a request. OBS and OSS have some codes of their own.
 KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) for this store"
 EXPIRED = "the temporary credential has expired: get a new one and start again, and the transfer goes on where it stopped"
 EXPIRED_CODES = ["ExpiredToken", "RequestExpired", "SecurityTokenExpired", "InvalidToken", "TokenRefreshRequired"]
@@ -54,11 +54,11 @@ class Settings:
     endpoint: Optional[str]  # None for Amazon's own
     region: str
     style: str  # where the bucket's name is: "path", "virtual" (in the host name), or "auto"
-    session: Any  # boto3's
+    session: Any  # a boto3.Session
 
 
 class Changed(Exception):
-    """The object has changed since it was listed."""
+    """The object has changed since it was listed, or is shorter than the requested range."""
 
 
 def is_address(text: object) -> bool:
@@ -67,7 +67,7 @@ def is_address(text: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An object as the store lists it. `digest`: its MD5, or md5-of-md5s and the number of parts, where the ETag is one."""
+    """An object as the store lists it. `digest`: the ETag if it looks like an MD5, or an MD5 of MD5s and -N for N parts."""
 
     key: str
     size: int
@@ -98,7 +98,7 @@ class Bucket:
         self.client, self.settings = _client(self.scheme)
 
     def below(self) -> str:
-        """What the keys of everything below the address begin with."""
+        """Return the beginning of the keys of all objects below the address: PREFIX/, or nothing for a whole bucket."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def relative(self, key: str) -> str:
@@ -111,7 +111,7 @@ class Bucket:
         """Yield every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""
         while True:
-            # Version 1 of the request, because every store of this kind has it.
+            # Version 1 of the request, because every S3-compatible store has it.
             page = self.ask("list_objects", prefix, patience, Prefix=prefix, Marker=marker)
             entries = page.get("Contents", [])
             for entry in entries:
@@ -128,13 +128,13 @@ class Bucket:
         work: Optional[Callable[[Any], Any]] = None,
         **parameters: Any,
     ) -> Any:
-        """Return the store's answer to boto3's `operation`, or what `work` makes of it; repeated while that may help.
+        """Return boto3's answer to `operation`, or what `work` makes of it. Temporary errors are retried.
 
-        `work` reads the answer's body, so that one that breaks off is asked for again, too.
+        `work` reads the answer's body, so that an answer that breaks off is retried, too. A refusal raises UserError at once.
         """
         patience = patience or Patience()
         place = f"{self.scheme}://{self.name} at {self.endpoint}"
-        if operation != "list_objects":  # for which the key is only in messages
+        if operation != "list_objects":  # for which the key is used in messages only
             parameters["Key"] = key
         while True:
             began = time.monotonic()
@@ -158,7 +158,7 @@ class Bucket:
 
 
 def encryption(url: str) -> Optional[str]:
-    """How a bucket encrypts what is put into it, where it does and the store tells; asked once."""
+    """Return how a bucket encrypts new objects by default; None if it does not, or the store does not tell. No retries."""
     try:
         bucket = Bucket(url)
         rules = bucket.client.get_bucket_encryption(Bucket=bucket.name)["ServerSideEncryptionConfiguration"]["Rules"]
@@ -168,7 +168,7 @@ def encryption(url: str) -> Optional[str]:
 
 
 def read_seconds() -> float:
-    """A connection that is silent for so long is opened again."""
+    """Return the seconds without a byte after which a request is given up, and then repeated."""
     return min(10.0, time_limit.limit() / 10)
 
 
@@ -197,7 +197,7 @@ def _client(scheme: str) -> tuple[Any, Settings]:
         "max_pool_connections": 2 * THREADS,
         "user_agent_extra": "anyrank",
     }
-    # Other stores than Amazon's refuse the checksums that boto3 adds by default, and the chunks in which it sends them.
+    # Stores other than Amazon's refuse the checksums that boto3 adds by default, and the chunks in which it sends them.
     for name in ("request_checksum_calculation", "response_checksum_validation"):
         if f"AWS_{name.upper()}" not in os.environ:
             config[name] = "when_required"
@@ -206,7 +206,7 @@ def _client(scheme: str) -> tuple[Any, Settings]:
 
 
 def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> tuple[Optional[str], str]:
-    """Return (endpoint or None for Amazon's, region) of a scheme, from the standard environment variables."""
+    """Return (endpoint, or None for Amazon's; region) for a scheme, from environment variables and the `region` boto3 found."""
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if not endpoint and scheme == "obs" and environ.get("S3_ENDPOINT"):  # ModelArts sets it
         endpoint = environ["S3_ENDPOINT"]
@@ -223,7 +223,7 @@ def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> 
 
 
 def _is_plain_host(endpoint: str) -> bool:
-    """Whether no bucket's name can be put before it: an IP address, or a name without a domain."""
+    """Whether the host is an IP address or a name without a domain, before which no bucket's name can be put."""
     host = urllib.parse.urlsplit(endpoint).hostname or ""
     try:
         ipaddress.ip_address(host)
@@ -236,7 +236,7 @@ def _is_plain_host(endpoint: str) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """What went wrong, without the request, which has a signature in it."""
+    """Describe the error in one line, without the request, which contains a signature."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
@@ -251,7 +251,7 @@ def describe(error: Exception) -> str:
 
 
 def _refusal(error: Exception, asked: str) -> Optional[Exception]:
-    """What to raise for this error of what was asked, or None where trying again may help."""
+    """Return the exception to raise for an error of the request `asked`, or None if trying again may help."""
     import urllib3.exceptions
     from botocore import exceptions
     from botocore.parsers import ResponseParserError

@@ -1,7 +1,7 @@
 """Fetch the objects of a bucket as files: in parallel, in parts, resumable, and each verified before it gets its name.
 
 .fetching/index.jsonl states which object each file is, so a second start fetches only what is missing or changed. A large
-object grows in .fetching, with a list of its parts that are there. At the end, size and time of each file are checked.
+object grows in .fetching, beside a list of the parts that it has. At the end, size and time of each file are checked.
 """
 
 import collections
@@ -21,12 +21,12 @@ from common.storage.index import Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few enough for the processor's cache
-AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # parts of one object under way; large objects under way; small objects of one task
-DAMAGED = 8  # so many times may an object arrive with wrong bytes until it counts as damaged
+AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # concurrent parts of an object; concurrent large objects; small objects per task
+DAMAGED = 8  # attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
 
 
 def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) -> None:
-    """Make `folder` hold what is at `url`: every object below it, or the one object of this name."""
+    """Fetch every object below `url`, or the one object of this name, and delete fetched files whose objects are gone."""
     bucket = Bucket(url, say)
     os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as known:
@@ -54,15 +54,14 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
 
 
 def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False) -> None:
-    """Fetch {name: item} as files of `folder`, beside what is there. `remembered`: only those that are not there as they were
-    fetched before."""
+    """Fetch {name: item} as files of `folder`. `remembered`: use the folder's index, and skip files that are up to date."""
     with contextlib.ExitStack() as stack:
         known = stack.enter_context(contextlib.closing(Index(folder))) if remembered else None
         missing = {name: item for name, item in items.items() if known is None or not known.has(name, item)}
         if missing:
             with _progress(bucket.url(bucket.prefix), missing) as progress:
                 Transfer(bucket, folder, known, progress).run(missing)
-    with contextlib.suppress(OSError):  # another fetch has its notes there
+    with contextlib.suppress(OSError):  # the index is there, or another fetch has its notes there
         os.rmdir(index.notes(folder))
 
 
@@ -71,11 +70,11 @@ def _progress(url: str, items: dict[str, Item], tell: Optional[Tell] = None) -> 
 
 
 class Damaged(TrainingFailed):
-    """An object's bytes do not have the digest that the store states."""
+    """An object or checkpoint in a bucket is damaged or incomplete, or has changed at every attempt to read it."""
 
 
 class Transfer:
-    """Fetches with many requests at a time; the first failure that lasts stops them all."""
+    """Fetches objects with many concurrent requests; the first failure that lasts stops all of them."""
 
     def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
         self._bucket, self._folder, self._index, self._progress = bucket, folder, known, progress
@@ -83,13 +82,13 @@ class Transfer:
         self._patience = Patience()
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast_reader = self._fast_parts = obstore.reader(bucket)
-        self._folders: set[str] = set()  # that exist already
-        self._grown: list[tuple[str, Item]] = []  # small objects that were replaced by large ones meanwhile
-        self.by_size = 0  # objects that have no digest, so that only their size was verified
-        self.kept = 0  # objects that were there, and were verified again
+        self._folders: set[str] = set()  # that exist, and are not links out of the folder
+        self._grown: list[tuple[str, Item]] = []  # objects that were small when they were listed, and are large now
+        self.by_size = 0  # objects whose digest is not known, so that only their size was verified
+        self.kept = 0  # objects whose files were already there, with the right bytes
 
     def run(self, items: dict[str, Item]) -> None:
-        """Large objects in parts, a few objects at a time; small objects meanwhile, a batch of them as one task."""
+        """Fetch large objects in parts, a few objects at a time, and meanwhile small objects, a batch of them in each task."""
         small = [pair for pair in items.items() if pair[1].size <= PART]
         size = max(1, min(BATCH, len(small) // (4 * THREADS)))
         batches = [small[begin : begin + size] for begin in range(0, len(small), size)]
@@ -133,11 +132,11 @@ class Transfer:
                 self._finish(name, item, verified=digest is not None)
                 self._progress.add(1, item.size)
                 return
-            self._fast_reader = None  # boto3's answer tells more
+            self._fast_reader = None  # boto3's answer also says whether the object is encrypted
         raise self._damaged(item)
 
     def _read_small(self, item: Item) -> tuple[Any, Optional[str]]:
-        """Return (bytes, the MD5 that they should have or None)"""
+        """Return (bytes, the MD5 that they should have, or None if it is not known)."""
         digest = None if "-" in (item.digest or "-") else item.digest
         content = self._fast_reader.whole(item) if self._fast_reader and digest else None
         if content is not None:
@@ -169,7 +168,7 @@ class Transfer:
         raise self._damaged(item)
 
     def _attempt(self, path: str, item: Item) -> Optional[bool]:
-        """Fetch into PATH.part. Whether the bytes are right; None where that cannot be known."""
+        """Fetch the object into PATH.part; return whether its bytes match its digest, or None if they cannot be checked."""
         parts = Parts(path, item, PART)
         hasher = self._hasher(item)
         ahead: collections.deque[Future[Optional[etag.Crc]]] = collections.deque()
@@ -184,7 +183,7 @@ class Transfer:
                     for chunk in parts.chunks(number - AHEAD, CHUNK):
                         hasher.update(chunk)
         finally:
-            wait([task for task in ahead if not task.cancel()])  # those that could not be cancelled still write
+            wait([task for task in ahead if not task.cancel()])  # tasks that could not be cancelled still write
             parts.close()
         right = hasher.right()
         if right is False:
@@ -193,7 +192,7 @@ class Transfer:
         return right
 
     def _part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
-        """`checksum` of the part; None where its bytes have to be read again for it."""
+        """Fetch a part unless it is there. Return `checksum` of its bytes, or None if they must be read again to be hashed."""
         begin, length = number * PART, parts.length(number)
         if number in parts.there:
             self._progress.add(size=length, old=True)
@@ -207,7 +206,7 @@ class Transfer:
         if self._fast_parts and self._fast_parts.part(item, begin, length, keep):
             self._patience.good()
         else:
-            self._fast_parts = checksum = None  # it has one time limit for a whole part, which a slow line exceeds
+            self._fast_parts = checksum = None  # obstore has one time limit for a whole part, which a slow line exceeds
             self._slow_part(parts, item, begin, length)
         parts.have(number)
         self._progress.add(size=length)
@@ -226,16 +225,16 @@ class Transfer:
         self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
 
     def _hasher(self, item: Item) -> etag.Hasher:
-        """What the bytes of a large object are compared with: the store's checksum, or else the ETag where it is a digest."""
+        """Return a hasher that compares bytes with the store's checksum, or else with the ETag if that is a digest."""
         answer = self._bucket.ask("head_object", item.key, self._patience, ChecksumMode="ENABLED")
         by_etag = None if etag.is_encrypted(answer) else item.digest
         digest, make = etag.checksum(answer) or (by_etag, hashlib.md5)
         part_size = item.size
-        if digest and "-" in digest:  # the bytes of the parts in which it was uploaded
+        if digest and "-" in digest:  # then it was uploaded in parts of this size
             part_size = self._bucket.ask("head_object", item.key, self._patience, PartNumber=1)["ContentLength"]
         return etag.Hasher(digest, item.size, part_size, make)
 
-    # --- What both kinds share ---
+    # --- Objects of any size ---
 
     def _get(self, item: Item, read: Callable[[Any], Any], **parameters: Any) -> Any:
         if item.etag:
@@ -243,7 +242,7 @@ class Transfer:
         return self._bucket.ask("get_object", item.key, self._patience, work=read, **parameters)
 
     def _place(self, name: str) -> str:
-        """Where the object is until it is whole; the folder of its file is made."""
+        """Make the folder of the object's file; return the path of the unfinished object, without its ending."""
         folder = os.path.dirname(os.path.join(self._folder, name))
         if folder not in self._folders:
             os.makedirs(folder, exist_ok=True)
@@ -255,7 +254,7 @@ class Transfer:
         return index.unfinished(self._folder, name)
 
     def _is_there(self, name: str, item: Item) -> bool:
-        """Whether a file that is not noted is the object nevertheless, as one that another program has copied there."""
+        """Return whether a file that the index does not know is the object, e.g. a copy; if so, add it to the index."""
         path = os.path.join(self._folder, name)
         if not self._index or not item.digest or not index.has_size(path, item.size):
             return False
@@ -277,7 +276,7 @@ class Transfer:
         self.by_size += not verified
 
     def _as_it_is_now(self, item: Item) -> Item:
-        """Return the object that has replaced the one that we were reading."""
+        """Return the object that now has this key, as the one being read has been replaced."""
         answer = self._bucket.ask("head_object", item.key, self._patience)
         return Item(item.key, answer["ContentLength"], answer["ETag"].strip('"'))
 

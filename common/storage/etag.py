@@ -10,17 +10,17 @@ from typing import Any, Callable, Optional, Union
 
 from common.files import MIB
 
-# The sizes of parts in which common programs upload, for a store that does not tell.
+# The part sizes with which common programs upload, for a store that does not state the size of an object's parts.
 PART_SIZES = [size * MIB for size in (5, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 256, 512, 1024)]
 
 
 def is_encrypted(answer: Mapping[str, Any]) -> bool:
-    """Whether the store has encrypted the object with a key of its user's, so that its ETag is no digest."""
+    """Whether the object is encrypted otherwise than with the store's own AES256 keys, so that its ETag is not a digest."""
     return answer.get("ServerSideEncryption", "AES256") != "AES256" or bool(answer.get("SSECustomerAlgorithm"))
 
 
 class Crc:
-    """A checksum with the methods of hashlib's digests. `combine` joins the checksums of two pieces to that of both."""
+    """A CRC with the methods of hashlib's hashes. `combine(first, second, length of second)`: the CRC of both."""
 
     def __init__(
         self, compute: Callable[[Any, int], int], length: int, combine: Optional[Callable[[int, int, int], int]] = None
@@ -28,6 +28,7 @@ class Crc:
         self._compute, self._length, self._combine, self._value, self._seen = compute, length, combine, 0, 0
 
     def of_what_follows(self) -> "Optional[Crc]":
+        """Return a new Crc for the next piece, to be given to add(); None if these CRCs cannot be combined."""
         return Crc(self._compute, self._length) if self._combine else None
 
     def update(self, content: Any) -> None:
@@ -43,8 +44,7 @@ class Crc:
 
 @functools.cache
 def _checksums() -> dict[str, Callable[[], Any]]:
-    """Return {name in boto3's answer: what computes it}, the fastest first. Amazon's library computes two of them thirty times
-    as fast as an MD5 is."""
+    """Return {name of a checksum in boto3's answer: maker of its hash}, fastest first. awscrt's are much faster than MD5."""
     makers: dict[str, Callable[[], Any]] = {}
     try:
         from awscrt import checksums
@@ -59,11 +59,11 @@ def _checksums() -> dict[str, Callable[[], Any]]:
 
 
 def checksum(answer: Mapping[str, Any]) -> Optional[tuple[str, Callable[[], Any]]]:
-    """Return (digest as hex, of parts with their number behind it as in an ETag; what computes it), or None."""
+    """Return (digest in hex, with -N at its end if it is that of N parts; the maker of its hash), or None."""
     of_parts = "-" in answer.get("ETag", "")
     for name, make in _checksums().items():
         found = re.fullmatch(r"([A-Za-z0-9+/]+={0,2})(-\d{1,5})?", answer.get(name) or "")
-        # Without a number behind it, that of an object in parts may still be one of its parts' checksums.
+        # Even without -N, the checksum of an object in parts may be a checksum of its parts' checksums.
         if found and (found[2] or not of_parts or answer.get("ChecksumType") == "FULL_OBJECT" or name == "ChecksumCRC64NVME"):
             return base64.b64decode(found[1] + "==").hex() + (found[2] or ""), make
     return None
@@ -73,9 +73,9 @@ class Hasher:
     """Checks bytes against a digest: of all bytes, or of the digests of the parts in which they were stored."""
 
     def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
-        """`digest`: as hex, with the number of parts behind it."""
+        """`digest`: in hex, with -N at its end for an object of N parts of `part_size`; None: nothing is compared."""
         self._expected, self._parts = digest, int(digest.partition("-")[2] or 0) if digest else 0
-        if self._parts and -(-size // part_size) != self._parts:  # a store that does not tell
+        if self._parts and -(-size // part_size) != self._parts:  # the store has not stated the size of the parts
             fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
             part_size = fitting[0] if len(fitting) == 1 else 0
         self._part_size, self._filled = part_size, 0
@@ -84,7 +84,7 @@ class Hasher:
         self._make, self._whole, self._part = make, make(), make()
 
     def of_what_follows(self) -> Optional[Crc]:
-        """Return what is updated with what comes next in the object, and then added; None: update this with its bytes."""
+        """Return a Crc to update with the next part and to give to add(); None if this hasher must be updated instead."""
         follows = not self._parts and self._expected is not None and isinstance(self._whole, Crc)
         return self._whole.of_what_follows() if follows else None
 
@@ -111,7 +111,7 @@ class Hasher:
         self._part, self._filled = self._make(), 0
 
     def right(self) -> Optional[bool]:
-        """Whether the bytes have the digest; None where there is no digest to compare with."""
+        """Return whether the bytes have the digest; None if there is no digest to compare with."""
         if self._expected is None:
             return None
         if self._filled:

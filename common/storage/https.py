@@ -20,22 +20,22 @@ from common.progress import Progress, Tell
 from common.secrets import mask, parts_of
 from common.storage import index
 
-STALL_SECONDS = 15  # a connection that brings no byte for so long is opened again
+STALL_SECONDS = 15  # without a byte, after which a connection is opened again
 CHUNK = 1 << 20
 ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that as --data_url"
 
 
 def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:
-    """`url` as the file `path`. A broken download goes on where it stopped, also in a later start.
+    """Fetch `url` as the file `path`. A broken download goes on where it stopped, also in a later start.
 
-    Without `sha256` only the length that the server states can be verified.
+    Without `sha256`, the length that the server states is verified, and the checksum in a .gz or .tgz file.
     """
     refuse_unsafe(url)
     notes = index.notes(os.path.dirname(path))
     try:
         _fetch(url, path, os.path.join(notes, f"{os.path.basename(path)}.part"), sha256, tell)
     finally:
-        with contextlib.suppress(OSError):  # there is a part, or another fetch has its notes there
+        with contextlib.suppress(OSError):  # it holds a part, or the lock or notes of a fetch
             os.rmdir(notes)
 
 
@@ -43,7 +43,7 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
     shown, secret = one_line(url), parts_of(url)
     if os.path.islink(part):
         os.unlink(part)
-    patience = Patience(limit() / 20)  # a job without Internet should soon hear of it
+    patience = Patience(limit() / 20)  # a job without Internet should fail soon
     while True:
         had, began = _size(part), time.monotonic()
         try:
@@ -83,7 +83,7 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
 
 
 def is_replaced(url: str, path: str) -> bool:
-    """Whether the server has another file now: of another length, or younger than `path`. False where it does not say."""
+    """Return whether the server's file is newer than `path`, or has another length; False if the server does not say."""
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
@@ -91,11 +91,11 @@ def is_replaced(url: str, path: str) -> bool:
         younger = bool(changed) and email.utils.parsedate_to_datetime(changed).timestamp() > os.path.getmtime(path)
         return younger or length not in (None, os.path.getsize(path))
     except (OSError, ValueError, TypeError, http.client.HTTPException, UserError):
-        return False  # no Internet, or an address that answers only once
+        return False  # no Internet, or an address that can be requested only once
 
 
 def _damage(archive: str) -> str:
-    """What is wrong with a gzip file, which has a checksum at its end; empty where nothing is."""
+    """Return what is wrong with a gzip file, which has a checksum at its end; an empty text if it is intact."""
     try:
         with gzip.open(archive) as stream:
             while stream.read(CHUNK):
@@ -106,11 +106,11 @@ def _damage(archive: str) -> str:
 
 
 def refuse_unsafe(url: str) -> None:
-    """Raise UserError for an address that is neither https nor of this machine."""
+    """Raise UserError unless `url` is an https:// address, or http:// of this machine, without a user or password."""
     try:
         parts = urllib.parse.urlsplit(url)
         whole = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"[\s\0-\x1f\x7f]", url)
-    except ValueError:  # a port or an IPv6 address that is none
+    except ValueError:  # an invalid port or IPv6 address
         whole = False
     if not whole:
         raise UserError(f"{one_line(url)[:200]} is not an https:// address: give https://HOST/FILE, with %20 for a space")
@@ -121,7 +121,7 @@ def refuse_unsafe(url: str) -> None:
 
 
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect to an unsafe address."""
+    """Follows redirects, but raises UserError for one to an unsafe address."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         refuse_unsafe(newurl)
@@ -129,7 +129,7 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
-    """Return the bytes that a server says it sends; None where it does not say."""
+    """Return the length in bytes that an answer states, or None; raise UserError for a web page in place of a file."""
     if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
         raise UserError(
             f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {ELSEWHERE}"
@@ -141,7 +141,7 @@ def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
 
 
 def _download(url: str, path: str, part: str, needs_length: bool, tell: Optional[Tell]) -> None:
-    """Append what is missing of `url` to `part`."""
+    """Append the missing bytes of `url` to `part`, or write it anew if the server sends the whole file."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:

@@ -21,7 +21,7 @@ INDEX = "index.jsonl"
 
 
 def notes(folder: str) -> str:
-    """Return the folder of a fetch's notes, which it makes where it is missing."""
+    """Return the subfolder .fetching for the records of a fetch; it is made if it is missing."""
     path = os.path.join(folder, FETCHING)
     refuse_link(path)
     os.makedirs(path, exist_ok=True)
@@ -34,7 +34,7 @@ def refuse_link(path: str) -> None:
 
 
 def digest(name: str) -> str:
-    """Return the name of an object as that of a file of the notes, however long it is and whatever is in it."""
+    """Return a file name for an object whose own name may be too long or have characters that a file name cannot have."""
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -46,12 +46,12 @@ def has_size(path: str, size: int) -> bool:
 
 
 def unfinished(folder: str, name: str) -> str:
-    """Where an object is until it is whole, without the ending."""
+    """Return the path, without its ending, at which an object grows until it is whole."""
     return os.path.join(folder, FETCHING, digest(name))
 
 
 class Index:
-    """Which object each file of the folder is: lines of JSON, of which the last one for a name counts."""
+    """The record of which object each file of a folder is: lines of JSON, of which the last one for a name counts."""
 
     def __init__(self, folder: str) -> None:
         self._folder, path = folder, os.path.join(notes(folder), INDEX)
@@ -65,7 +65,7 @@ class Index:
         return set(self._known)
 
     def has(self, name: str, item: Optional[Item] = None) -> bool:
-        """Whether the file is as it was written, and this object."""
+        """Return whether the file is recorded and unchanged since, and, if `item` is given, is that version of the object."""
         if known := self._known.get(name):
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(self._folder, name))
@@ -81,7 +81,7 @@ class Index:
             self._file.write(line + "\n")
 
     def remove(self, name: str) -> None:
-        """Delete the file of an object that is no longer there."""
+        """Delete the file of an object that the bucket no longer has, and record that."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, name))
         self._file.write(json.dumps({"name": name, "size": None, "etag": None, "mtime": None}) + "\n")
@@ -92,16 +92,16 @@ class Index:
 
 
 def fetched(folder: str) -> set[str]:
-    """Return the names of the objects that the folder has."""
+    """Return the names of the files that were fetched into `folder`, as its index records them."""
     return set(_read(os.path.join(folder, FETCHING, INDEX)))
 
 
 def _read(path: str) -> dict[str, tuple]:
-    """Return {name: (size, etag, time of its last change)}; a name that no object can have is left out."""
+    """Return {name: (size, ETag, mtime in ns)}; names that no object can have are left out."""
     known = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or worse
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut off or damaged
                 entry = json.loads(line)
                 if is_name(entry["name"]):
                     known[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
@@ -129,7 +129,7 @@ class Parts:
 
     def _those_there(self, identity: dict) -> set[int]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            status = [os.lstat(path) for path in (self._path, self._notes)]  # of links, not of where they lead
+            status = [os.lstat(path) for path in (self._path, self._notes)]  # lstat does not follow links
             if all(stat.S_ISREG(one.st_mode) for one in status) and status[0].st_size == self._size:
                 with open(self._notes) as file:
                     lines = file.read().split("\n")
@@ -141,7 +141,7 @@ class Parts:
         return min(self._part_bytes, self._size - number * self._part_bytes)
 
     def chunks(self, number: int, largest: int) -> Iterator[memoryview]:
-        """Yield the bytes of a part that is there, a chunk at a time; each is valid until the next."""
+        """Yield the bytes of a part that is there, in chunks of at most `largest` bytes; each is valid until the next."""
         buffer = memoryview(bytearray(largest))
         begin, end = number * self._part_bytes, number * self._part_bytes + self.length(number)
         while begin < end:

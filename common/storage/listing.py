@@ -14,7 +14,7 @@ SPARE = 64 << 20  # bytes that stay free on the disk
 
 
 def everything(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
-    """Return the objects below the bucket's address, or the one object of this name."""
+    """Return the objects below the bucket's address, or the one object of this name; raise UserError if there are none."""
     below = bucket.below()
     items = []
     for item in bucket.items(below):
@@ -33,7 +33,7 @@ def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
     named = {}
     for item in items:
         if item.key.endswith("/") and item.size == 0:
-            continue  # how a console keeps an empty folder
+            continue  # the mark of a console for an empty folder
         name = os.path.basename(item.key) if item.key == bucket.prefix else bucket.relative(item.key)
         if not is_name(name):
             raise UserError(f"{one_line(bucket.url(item.key))[:300]} cannot be the name of a file: rename the object")
@@ -48,7 +48,7 @@ def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
 
 
 def need_space(folder: str, items: dict[str, Item]) -> None:
-    """Refuse, before the first byte, what the disk has no room for."""
+    """Raise UserError, before anything is fetched, if the disk has no room for the missing bytes or files."""
     there = sum(_bytes_there(folder, name, item) for name, item in items.items())
     need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
     free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
@@ -60,7 +60,7 @@ def need_space(folder: str, items: dict[str, Item]) -> None:
 
 
 def _bytes_there(folder: str, name: str, item: Item) -> int:
-    """Return the rest of a name of an object that is fetched in parts, or of a file that may be the object."""
+    """Return the bytes of an object that are on the disk: in a file of its size, or in parts that an earlier start fetched."""
     if index.has_size(path := os.path.join(folder, name), item.size):
         return item.size
     path = index.unfinished(folder, name) + ".part"

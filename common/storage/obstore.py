@@ -10,13 +10,13 @@ PIECE = 1 << 18  # bytes: they are still in the processor's cache when they are 
 
 
 class Reader:
-    """Reads objects of one bucket. After any failure boto3 has to ask again, as its error says what was wrong."""
+    """Reads objects of one bucket. It gives no reason for a failure: the caller repeats the request with boto3, which does."""
 
     def __init__(self, get: Callable[..., Any]) -> None:
         self._get = get
 
     def whole(self, item: Item) -> Any:
-        """Return an object's bytes, as obstore has them, or None."""
+        """Return an object's bytes, in obstore's buffer; None if the request fails or the object has changed."""
         try:
             answer = self._get(item.key)
             return answer.bytes() if _is_of(answer, item) else None
@@ -24,7 +24,7 @@ class Reader:
             return None
 
     def part(self, item: Item, begin: int, length: int, write: Callable[[int, Any], None]) -> bool:
-        """`write` (place, bytes) of a part, piece by piece. Whether all of it came."""
+        """Read a part and give it to `write(place, bytes)`, piece by piece. Return whether all of it came."""
         have = 0
         try:
             answer = self._get(item.key, options={"range": (begin, begin + length)})
@@ -42,7 +42,7 @@ def _is_of(answer: Any, item: Item) -> bool:
 
 
 def reader(bucket: Bucket) -> Optional[Reader]:
-    """Return the reader, or None where obstore is not installed."""
+    """Return a reader of the bucket, or None if obstore is not installed or does not accept the settings."""
     try:
         import obstore
         from obstore.store import S3Store
@@ -50,7 +50,7 @@ def reader(bucket: Bucket) -> Optional[Reader]:
         return None
     settings = bucket.settings
     endpoint, virtual = settings.endpoint, settings.style == "virtual"
-    if endpoint and virtual:  # obstore needs the bucket's name in it
+    if endpoint and virtual:  # obstore needs the bucket's name in the endpoint
         endpoint = endpoint.replace("://", f"://{bucket.name}.")
 
     def credential() -> Any:  # a TypedDict of obstore's

@@ -1,7 +1,7 @@
 """Do work such as fetching data once per node: one process does it, and the other processes of the node wait.
 
-The lease is a lock on a file. The kernel releases it when its owner dies, so it is never stale. This needs no process group,
-and no collective waits while data are copied: the other processes look at the lease.
+The lease is a lock on a file. The kernel releases it when its owner dies, so it is never stale. No process group is needed,
+and no collective waits while data are copied. That the work is done is not recorded: a later call does it again.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1
 
 
 class Lease:
-    """What the owner of the lease tells the processes that wait: a line of JSON in the lock file."""
+    """The note of the lease's owner to the processes that wait: a line of JSON in the lock file."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -32,7 +32,7 @@ class Lease:
         self._told = 0.0
 
     def tell(self, text: str, progress: int = 0) -> None:
-        """How far the work is; `progress` changes as long as it goes on."""
+        """Report how far the work is, at most once a second; `progress` must change as long as the work goes on."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
@@ -46,7 +46,7 @@ class Lease:
 
 
 def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
-    """One process of this node does `work(lease)`; those that come meanwhile wait, and fail with its error if it fails."""
+    """Call `work(lease)` in one process of this node; processes that call this meanwhile wait, and fail with its error."""
     began = time.monotonic()
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     file = _lockable(path)
@@ -71,7 +71,7 @@ def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, refusal: str) -> Iterator[None]:
-    """Only one process at a time is in such a block with this path; any other gets a UserError with the text `refusal`."""
+    """Hold the lock of `path` during the block; raise a UserError with the text `refusal` if another process holds it."""
     file = _lockable(path)
     try:
         if not _take(file):
@@ -82,7 +82,7 @@ def locked(path: str, refusal: str) -> Iterator[None]:
 
 
 def _lockable(path: str) -> int:
-    """Return the file whose lock is the lease: PATH.lock, or a temporary file of this machine where its disk has no locks."""
+    """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has no locks."""
     refuse_link(f"{path}.lock")
     file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -97,11 +97,11 @@ def _lockable(path: str) -> int:
 
 
 def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
-    """Take the lease. The note of its last owner, if it ended after `began` by the clock of this machine; else nothing."""
+    """Wait for the lease and take it. Return the last owner's note if it is newer than `began` (time.monotonic), else {}."""
     printed = time.monotonic()
     while not _take(file):
         note = _read(file)
-        lease.pulse.set("fetch", int(note.get("at", 0)))  # alive as long as the owner is
+        lease.pulse.set("fetch", int(note.get("at", 0)))  # so this process counts as stuck only if the owner is
         if time.monotonic() - printed > LINE_SECONDS:
             printed = time.monotonic()
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
@@ -111,7 +111,7 @@ def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Another one after each start of the machine, which also sets its clock back to 0."""
+    """Return an id that changes when the machine boots, which also sets time.monotonic() back to 0."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""
@@ -126,7 +126,7 @@ def _take(file: int) -> bool:
 
 
 def _read(file: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, OSError, TypeError, KeyError, RecursionError):  # whatever a file of this name holds
+    with contextlib.suppress(ValueError, OSError, TypeError, KeyError, RecursionError):  # the file may hold anything
         note = json.loads(os.pread(file, 8192, 0))
         return note if 0 <= note["at"] < 1e15 else {}
     return {}

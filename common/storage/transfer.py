@@ -17,7 +17,7 @@ from common.world.folders import INPUT_DIR, is_address, is_name, local_folder
 
 
 def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR) -> str:
-    """Return the folder to read, by default one in `inputs`. One process of a node fetches; the others wait or fail with it."""
+    """Fetch an address, once per node, to `folder` or one in `inputs`; return that folder, or `url` itself if it is a path."""
     if not is_address(url):
         return url
     if not bucket.is_address(url):
@@ -45,7 +45,7 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
 
 
 def publish(path: str, url: str, say: Say = print) -> None:
-    """Copy a file or folder to a path or a bucket: each file under its name once whole, a checkpoint before its manifest."""
+    """Copy a file or folder to a path or a bucket, each file whole under its name; in a bucket, manifests after checkpoints."""
     if bucket.is_address(url):
         upload.Publisher(path, url, say).finish()
     elif is_address(url):
@@ -58,7 +58,7 @@ def publish(path: str, url: str, say: Say = print) -> None:
 
 
 def _copy(path: str, to: str) -> None:
-    """Copy the file and its times, whole under its new name or not at all."""
+    """Copy the file with its times and mode. The copy gets its name when it is whole."""
     with files.open_regular(path) as source, files.create(to + files.TEMPORARY) as target:
         shutil.copyfileobj(source, target)
     shutil.copystat(path, to + files.TEMPORARY)

@@ -22,18 +22,18 @@ from common.storage import etag
 from common.storage.bucket import Bucket, Item
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
-STOP_SECONDS = 20  # that a store is waited for after a stop signal, when the platform is about to kill the job
-FAILURE_SECONDS = 5  # in all, where a rank has failed and the others wait to hear of it
+STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform is about to kill the job
+FAILURE_SECONDS = 5  # for all of the publishing after a rank has failed, as the other ranks wait to hear of it
 PART = 16 << 20  # larger files go in parts of this size
 NOTHING = re.compile("(?!)")  # matches no name
 CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/(\d{12})(?:-\d+)?\.(pt|json)")
-OF_AN_EPOCH = re.compile(r"epoch_\d+\.(?:pth(?:\.sha256)?|json)|report\.(?:json|txt)|examples/.*")  # what an evaluation leaves
+OF_AN_EPOCH = re.compile(r"epoch_\d+\.(?:pth(?:\.sha256)?|json)|report\.(?:json|txt)|examples/.*")  # files of an epoch
 
-Surplus = Callable[[list[str]], list[str]]  # of these names, those that are no longer kept
+Surplus = Callable[[list[str]], list[str]]  # returns those of the given names that are no longer kept
 
 
 class Failures:
-    """Why looks in a row have failed; `refused`: the same, once the store has refused all for longer than --patience."""
+    """Why the last looks failed. `refused`: the reason, once the store has refused everything for longer than --patience."""
 
     def __init__(self) -> None:
         self.end()
@@ -43,9 +43,9 @@ class Failures:
         self._refused_since = 0.0
 
     def add(self, error: Exception) -> bool:
-        """Add one; returns whether it is another than the one before."""
+        """Record the error of a look; return whether its reason differs from that of the look before."""
         before, now = self._why, time.monotonic()
-        self._why = re.sub(r"^.* answered ", "", one_line(error))  # without what was asked for, which is another file each time
+        self._why = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
         self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
         self.refused = self._why if self._refused_since and now - self._refused_since > limit() else ""
         return self._why != before
@@ -54,8 +54,8 @@ class Failures:
 class Publisher:
     """Copies the changes of a folder, or of one file, to a bucket.
 
-    start() copies in the background; finish() waits until all is there. `ours`: the names whose unfinished uploads by an
-    earlier start are removed from the bucket. `starts`: the numbered starts of a run (common/run/saving/starts.py).
+    start() publishes in the background; finish() publishes the rest. `ours`: the names whose unfinished uploads by an earlier
+    start are removed from the bucket. `starts`: the numbered starts of a run (common/run/saving/starts.py).
     """
 
     def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING, starts: Any = None) -> None:
@@ -68,11 +68,11 @@ class Publisher:
         self._pruned: Optional[Surplus] = None
         self._patience = Patience()
         self._starts = starts
-        self._later = self.taken_over = False  # there is a later start; and what this one has overwritten is made good
+        self._later = self.taken_over = False  # there is a later start; and its version of shared files is restored
         self.failures = Failures()
 
     def start(self) -> None:
-        """Publish in the background from now on; UserError at once where the bucket cannot be written to."""
+        """Fail if the bucket cannot be written to; clean up after earlier starts; then publish in the background."""
         self._put(".writable", b"")
         self._bucket.ask("delete_object", self._key(".writable"), self._patience)
         self._abort_unfinished()
@@ -83,14 +83,14 @@ class Publisher:
         self._thread.start()
 
     def saved(self, surplus: Surplus) -> None:
-        """A checkpoint was written or found; `surplus(names)` says which of the bucket's objects are no longer kept."""
+        """Publish soon, as a checkpoint was written or found. `surplus(names)`: those of the objects that are not kept."""
         self._surplus = surplus
         self._wake.set()
 
     def finish(self, in_a_hurry: bool = False, at_most: Optional[float] = None) -> None:
-        """Publish what is left, and wait for it, `at_most` so many seconds; TrainingFailed where that is not possible.
+        """Publish what is left, and wait for it, no longer than `at_most` seconds if given; raise the error if that fails.
 
-        May be called again.
+        `in_a_hurry`: wait for the store at most `at_most` seconds, or else STOP_SECONDS. May be called again.
         """
         self._patience.change(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
         self._over.set()
@@ -124,12 +124,12 @@ class Publisher:
                 self._patience.good()
                 self._sync(background=True)
                 self.failures.end()
-            except TakenOver:  # which the next save says
+            except TakenOver:  # the next save raises it
                 return
-            except Exception as error:  # the training goes on, and the next look tries again
+            except Exception as error:  # the training goes on, and the next look at the folder tries again
                 if self.failures.add(error):
                     self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
-                with contextlib.suppress(Exception):  # a profile that is just being written, for instance
+                with contextlib.suppress(Exception):  # an AWS profile is just being written, for instance
                     self._bucket.renew()
                     if self._starts:
                         self._starts.bucket.renew()
@@ -139,7 +139,7 @@ class Publisher:
     def _sync(self, background: bool = False) -> None:
         if not self._is_late():
             self._look(background)
-        if self._is_late():  # also after all that was sent
+        if self._is_late():  # checked again after everything was sent
             self._make_good()
             self.taken_over = True
             raise TakenOver(self._bucket.url(self._bucket.prefix))
@@ -149,19 +149,19 @@ class Publisher:
         return self._later
 
     def _make_good(self) -> None:
-        """Give the files that all starts write under one name the content that the latest start has left."""
+        """Restore the latest start's version of the files that all starts write under the same names."""
         for name, copy in self._starts.copies(self._patience).items():
-            with contextlib.suppress(UserError):  # that one has just replaced or deleted it
+            with contextlib.suppress(UserError):  # the latest start has just replaced or deleted the copy
                 self._copy(copy, name)
 
     def _look(self, background: bool) -> None:
-        surplus = self._surplus  # read first: the checkpoints that it keeps are in the folder now, so in the bucket at the end
+        surplus = self._surplus  # read first: what it keeps is in the folder now, so uploaded before others are deleted
         unread: list[OSError] = []
         files = self._changed(unread)
         manifests = {name: _content(self._path(name)) for name in files if CHECKPOINT.fullmatch(name) and name.endswith("json")}
         for name in sorted(files, key=_order):
             if background and self._over.is_set():
-                return  # the last look begins with what is newest then
+                return  # finish() looks again, and begins with what is newest then
             content = manifests.get(name)
             if name in manifests and not self._has_file_of(name):
                 continue
@@ -169,9 +169,9 @@ class Publisher:
                 self._announce(name)
                 self._upload(name, content)
                 self._announced(name)
-            except FileNotFoundError:  # no longer kept
+            except FileNotFoundError:  # deleted meanwhile, as it is no longer kept
                 continue
-            except OSError as error:  # of the file: an answer of the store raises none
+            except OSError as error:  # of the file: requests to the store raise other errors
                 unread.append(error)
                 continue
             self._there[name] = files[name]
@@ -185,7 +185,7 @@ class Publisher:
             )
 
     def _changed(self, unread: list[OSError]) -> dict[str, tuple[int, int]]:
-        """Return {name: (size, mtime)} of the files that are new, or changed since they were uploaded."""
+        """Return {name: (size, mtime)} of files that are new or changed since their upload. Errors are added to `unread`."""
         changed = {}
         for path in self._paths(unread):
             name = os.path.relpath(path, self._folder).replace(os.sep, "/") if path != self._folder else ""
@@ -213,24 +213,24 @@ class Publisher:
             yield from (os.path.join(folder, name) for name in names)
 
     def _announce(self, name: str) -> None:
-        """Send a checkpoint's manifest before its file, under the temporary name, as the bucket may have that number already.
+        """Send a checkpoint's manifest under a temporary name before its file, as the bucket may have that checkpoint already.
 
-        From when the file is replaced until its manifest is, that one counts for a reader.
+        A reader of the new file uses the temporary one until the manifest itself is replaced.
         """
         if (match := CHECKPOINT.fullmatch(name)) and match[2] == "pt":
             manifest = re.sub(r"pt$", "json", name)
-            places = (*unfinished(self._path(manifest)), self._path(manifest))  # in this order they get their names here, too
+            places = (*unfinished(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
             content = next(filter(None, map(_content, places)), None)
             if content:
                 self._put(manifest + TEMPORARY, content)
 
     def _announced(self, name: str) -> None:
-        """Delete the temporary manifest, as the checkpoint's own is there."""
+        """After a checkpoint's manifest was sent, delete the temporary one."""
         if (match := CHECKPOINT.fullmatch(name)) and match[2] == "json":
             self._bucket.ask("delete_object", self._key(name + TEMPORARY), self._patience)
 
     def _has_file_of(self, manifest: str) -> bool:
-        """Whether the checkpoint that this manifest describes is in the bucket as it is in the folder."""
+        """Whether the bucket has the file of this manifest's checkpoint as it is in the folder."""
         name = re.sub(r"json$", "pt", manifest)
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(os.path.join(self._folder, name))
@@ -297,7 +297,7 @@ class Publisher:
             raise
 
     def _abort_unfinished(self):
-        """A killed start may have left parts of uploads, which cost money and which no list shows."""
+        """Abort the unfinished uploads of a killed start: their parts cost money, and no listing of objects shows them."""
         with contextlib.suppress(Exception):  # not every store can list them
             client, name = self._bucket.client, self._bucket.name
             answer = client.list_multipart_uploads(Bucket=name, Prefix=self._bucket.below())
@@ -319,7 +319,7 @@ class Publisher:
 
 
 def is_up_to_date(item: Optional[Item], path: str) -> bool:
-    """Whether an object of a bucket, or None where there is none, has the bytes of the file as far as its ETag tells."""
+    """Return whether the ETag of an object proves that it has the bytes of the file; False for None (no such object)."""
     if item is None or item.size != os.path.getsize(path) or not item.digest:
         return False
     hasher = etag.Hasher(item.digest, item.size, PART)
@@ -330,9 +330,9 @@ def is_up_to_date(item: Optional[Item], path: str) -> bool:
 
 
 def _order(name: str) -> tuple:
-    """Return the newest checkpoint first, because a stop may leave little time; a manifest after its file; the rest last.
+    """Return a sort key for uploads: files of an epoch, checkpoints from the newest, each before its manifest, then the rest.
 
-    But before it what its epoch has left: a start that goes on from the checkpoint does not make that again.
+    A stop may leave little time, and a start that goes on from a checkpoint does not make the files of its epoch again.
     """
     if OF_AN_EPOCH.fullmatch(name):
         return -1, 0, name

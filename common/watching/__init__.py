@@ -1,4 +1,4 @@
-"""Watch the ranks of a job and find the cause of a failure: the parent of a node's workers, or a watcher beside a rank."""
+"""Watch the ranks of a job and find the cause of a failure, in the parent of a node's workers or in a watcher of a rank."""
 
-# Modules; the rest belongs to this room.
+# The modules that other packages may import.
 __all__ = ["single_rank", "supervisor", "watch", "watcher", "worker"]

@@ -1,7 +1,7 @@
 """A watcher: a small process that tells how a rank ended, if the rank has no parent process of this project.
 
-It is forked before anything is computed, and does not use the device. This module has the communication between the two;
-watcher.py watches one of several ranks, single_rank.py the only rank.
+It is forked from the rank before the rank computes anything, and does not use the device. This module connects the two
+processes; watcher.py watches one of several ranks, single_rank.py the only rank.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from common.errors import STOP_SIGNALS, one_line
 from common.files import scratch_folder
 from common.watching.worker import Worker
 
-ANSWER_SECONDS = 10  # of the watcher, to its rank
-ENDING_SECONDS = 2  # how long a rank may take to end by itself
+ANSWER_SECONDS = 10  # how long a rank waits for an answer from its watcher
+ENDING_SECONDS = 2  # how long a rank may take to end by itself before it is killed
 
-# What Python's fault handler writes of a crash, beside the stack.
+# {words that Python's fault handler writes above the stack of a crash: the signal that they stand for}
 CRASHES = {
     "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS,
     "Illegal instruction": signal.SIGILL, "Floating": signal.SIGFPE,
@@ -34,17 +34,17 @@ CRASHES = {
 
 
 class Rank:
-    """The process from which the watcher was forked, with the methods of Popen that a Worker needs."""
+    """The watched process, as its watcher sees it, with the methods of Popen that a Worker needs."""
 
     def __init__(self, pid: int, files: str, orders: socket.socket):
         self.pid, self._files, self._orders = pid, files, orders
-        self._stops_well = False  # whether it handles SIGTERM by now
-        self.doubt = ""  # about the signal that poll() returns
+        self._stops_well = False  # whether the process had a handler for SIGTERM at the last poll()
+        self.doubt = ""  # for the log: another signal that may have ended the process, besides the one that poll() returns
 
     def poll(self) -> Optional[int]:
-        """Return None while it runs; then the exit code that it has left, or the signal that has ended it.
+        """Return None while the process runs; then its exit code or, as Popen does, minus the signal that has ended it.
 
-        Only a parent learns that signal. A crash leaves its stack; else it is SIGKILL, or SIGTERM as long as nobody handles it.
+        Only a parent learns the signal. It is inferred: from a crash's stack, or SIGTERM if that had no handler, or SIGKILL.
         """
         if os.getppid() == self.pid:
             with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ class Rank:
             os.kill(self.pid, number)
 
     def order(self, seconds: float) -> Optional[dict[str, Any]]:
-        """What it asks for, if it does within these seconds."""
+        """Return the next request of the rank, or None if none comes within `seconds`."""
         if select.select([self._orders], [], [], seconds)[0] and (line := self._orders.recv(65536)):
             return json.loads(line)
         return None
@@ -72,7 +72,7 @@ class Rank:
         self._orders.send(json.dumps(answer).encode())
 
     def end(self, code: int) -> None:
-        """Make it end with this exit code, or by force."""
+        """Ask the rank to exit with this code, and kill it if it has not ended within ENDING_SECONDS."""
         with contextlib.suppress(OSError):
             self.answer(end=code)
         deadline = time.monotonic() + ENDING_SECONDS
@@ -82,10 +82,10 @@ class Rank:
 
 
 class Beside:
-    """The socket to its watcher, in the process that is watched."""
+    """The connection of a watched process to its watcher."""
 
     def __init__(self, orders: socket.socket, lost: Callable[[], None]):
-        """`lost` is called when the watcher has gone."""
+        """`lost`: called in a thread when the watcher has ended."""
         self._orders, self._answers, self._lost = orders, threading.Semaphore(0), lost
         self._port = 0
         threading.Thread(target=self._listen, name="watcher", daemon=True).start()
@@ -103,7 +103,7 @@ class Beside:
         self._lost()
 
     def listen(self, key: str, **order: Any) -> int:
-        """Return the port on which the watcher of rank 0 now waits for the others; 0 where it does not answer."""
+        """Ask the watcher of rank 0 to wait for the other watchers; return its port, or 0 if it does not answer."""
         self._send(listen=key, **order)
         self._answers.acquire(timeout=ANSWER_SECONDS)
         return self._port
@@ -112,12 +112,12 @@ class Beside:
         self._send(**order)
 
     def _send(self, **order):
-        with contextlib.suppress(OSError):  # it was lost, and the rank trains on
+        with contextlib.suppress(OSError):  # the watcher has ended, and _listen() calls `lost`
             self._orders.send(json.dumps(order).encode())
 
 
 def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) -> tuple[str, Beside]:
-    """Fork a process that calls `watch`; (the files with which this one tells how it is, the socket to that one)."""
+    """Fork a watcher, which calls `watch`; return (the prefix of this process's status files, the socket to the watcher)."""
     folder = scratch_folder()
     worker = Worker(rank, os.path.join(folder, "worker"))
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,9 +133,9 @@ def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) 
 
 
 def _name_this_process(name):
-    """Write the name over the command that this process has from its rank, for ps."""
+    """Let ps show this name, in place of the command line that the watcher has inherited from its rank."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    room = end - begin - 1  # what the last byte is else, the kernel takes for a part of a longer name
+    room = end - begin - 1  # the last byte stays 0, or the kernel would read on beyond it
     if room > 0:
         ctypes.memmove(begin, name.encode()[:room].ljust(room + 1, b"\0"), room + 1)
 
@@ -143,7 +143,7 @@ def _name_this_process(name):
 def _watch(worker, watch, folder) -> NoReturn:
     try:
         _name_this_process(f"watcher of rank {worker.rank}")
-        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2):  # they are for the rank, which says what it does
+        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2):  # they are meant for the rank
             signal.signal(number, signal.SIG_IGN)
         watch(worker)
     except BaseException as error:

@@ -9,22 +9,22 @@ from typing import Optional
 from common import patience
 
 DISK = "a disk or a mount"
-FUSE = "request_wait_answer"  # where the kernel waits for the program behind a mount; that counts as sleep, not as state D
+FUSE = "request_wait_answer"  # the kernel function that waits for the daemon of a FUSE mount: in state S, not D
 
 
 class Held:
-    """The threads of a rank and of its loader processes that the kernel blocks, and since when."""
+    """The threads of a rank and of its child processes that the kernel blocks, and since when."""
 
     def __init__(self) -> None:
-        self._since: dict[tuple[int, str], float] = {}  # {a wait of a thread: when it was found}
+        self._since: dict[tuple[int, str], float] = {}  # {a wait, as waits_of() yields it: when it was first seen}
         self._looked = 0.0
 
     def look(self, pid: int) -> Optional[float]:
-        """Since when one of them has been held, if that is long enough to count."""
+        """Return the time.monotonic() since which a thread has been blocked, or None if none has been for least_seconds()."""
         now = time.monotonic()
-        if now - self._looked > 2 * least_seconds():  # nobody has asked meanwhile
+        if now - self._looked > 2 * least_seconds():  # not called in between: count from now on
             self._since = {}
-        if now - self._looked >= least_seconds() / 5:  # there may be hundreds of threads
+        if now - self._looked >= least_seconds() / 5:  # not at every call: there may be hundreds of threads
             self._since = {wait: self._since.get(wait, now) for wait in waits_of(pid)}
             self._looked = now
         since = min(self._since.values(), default=now)
@@ -32,15 +32,15 @@ class Held:
 
 
 def least_seconds() -> float:
-    """A busy disk answers sooner."""
+    """Return after how many seconds a blocked thread counts; a disk that is only busy answers sooner."""
     return min(3.0, patience.limit() / 100)
 
 
 def waits_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield each thread that is held, and how often it has waited for anything: of a slow disk it waits again and again."""
+    """Yield (thread, number of its waits so far) for each blocked thread; the number tells a long wait from many short ones."""
     for process in [pid, *children(pid)]:
         for thread in threads(process):
-            with contextlib.suppress(OSError, IndexError):  # it has ended
+            with contextlib.suppress(OSError, IndexError):  # the thread has ended
                 place = f"/proc/{process}/task/{thread}"
                 if state(place) == "D" or _read(f"{place}/wchan") == FUSE:
                     yield thread, _read(f"{place}/status").partition("\nvoluntary_ctxt_switches:")[2].split()[0]
@@ -59,7 +59,7 @@ def threads(pid: int) -> list[int]:
 
 
 def state(place: str) -> str:
-    """Return the letter that the kernel has for it."""
+    """Return the letter of the state of a process or thread, such as D or T. `place`: its folder below /proc."""
     return _read(f"{place}/stat").rpartition(")")[2].split()[0]
 
 

@@ -1,6 +1,6 @@
 """The watcher of a job with one rank: if the rank is killed, crashes or hangs, the last line of the log says so, and where.
 
-A process that hangs or is stopped is ended, so that the platform can start it again; in a terminal there is only a warning.
+A rank that hangs or is in state T is ended, so that the platform can start it again; in a terminal there is only a warning.
 """
 
 import socket
@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.2
 
 
 def start(rank: int, killed: Callable[[float, str], object]) -> None:
-    """Fork the watcher of this process, which calls `killed` with the reason when this one has died."""
+    """Fork a watcher, which calls `killed(since, why)` when this process was killed, has crashed, or hung and was ended."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     try:
         files, _ = beside.start(rank, lambda worker: _watch(worker, interactive, killed), _unwatched)
@@ -52,7 +52,7 @@ def _watch(worker: Worker, interactive: bool, killed: Callable[[float, str], obj
 
 
 def _fault(worker):
-    """What is wrong with it, unless it has said that itself. Nobody waits for it, so only its training is timed."""
+    """Return what is wrong with the rank, or None: a rank that exits says why itself, and only its training is timed."""
     if worker.code is not None and worker.code >= 0:
         return None
     report = worker.fault(f"host {socket.gethostname()}")

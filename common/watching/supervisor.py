@@ -23,7 +23,7 @@ from common.watching.worker import Worker
 from common.wire import channel, hub, network, secret
 from common.world import World
 
-KILLED_SECONDS = 10  # that killed workers may take to end; one that the kernel holds does not
+KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
 
 
@@ -53,7 +53,7 @@ class Supervisor(Watch):
     # --- From start to end ---
 
     def run(self) -> int:
-        """Start the workers, and again after a fault while restarts are left; returns the exit code."""
+        """Start the workers, and start them again after a fault while restarts are left. Return the exit code."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         import torch.distributed.elastic.multiprocessing  # noqa: F401 (slow, so before the nodes expect beats)
@@ -97,7 +97,7 @@ class Supervisor(Watch):
         return go
 
     def _meet_again(self, go):
-        """Wait after a fault until every node has ended its workers, then begin the next attempt together."""
+        """After a fault, wait until every node has ended its workers; return the message that starts the next attempt."""
         self.verdict, self.suspects, self.finished, self.statuses = None, [], set(), {}
         self.attempt = attempt = go["attempt"] + 1
         self.say(f"restart {attempt} of {self.max_restarts} from the last checkpoint")
@@ -160,7 +160,7 @@ class Supervisor(Watch):
             worker.process = started.subprocess_handlers[index].proc
 
     def _for_workers(self):
-        """What else their environment has to tell them."""
+        """Return further environment variables for the workers."""
         return {}
 
     def _own_address(self):
@@ -171,7 +171,7 @@ class Supervisor(Watch):
     # --- Watching ---
 
     def _watch(self):
-        """Watch until the end; return the exit code, or None to start again."""
+        """Watch until the workers have finished, stopped or failed; return the exit code, or None to start them again."""
         told = 0.0
         while True:
             for node, message in self.messages():
@@ -224,7 +224,7 @@ class Supervisor(Watch):
             self.stop_signal = int(number)
 
     def _stopping(self):
-        """Pass the signal on once, then wait: the workers agree on a step, save and leave."""
+        """Pass the stop signal on. Return the exit code once the workers have ended or saved, or time is over; else None."""
         now = time.monotonic()
         if self.stop_began is None:
             self.stop_began = now
@@ -246,7 +246,7 @@ class Supervisor(Watch):
                 show(f"rank {worker.rank} could not stop as it should: {fault['text']}")
                 return fault["code"]
         saved = any(worker.rank == self._writer() and worker.code == code for worker in self.workers)
-        if not late or saved:  # those that are late may wait for data, or for the one that has saved
+        if not late or saved:  # late workers may wait for data, or for the rank that has saved
             return code
         if now - self.stop_began > GRACE_SECONDS:
             phases = ", ".join(f"rank {worker.rank} in phase {worker.last[0]}" for worker in late)
@@ -255,7 +255,7 @@ class Supervisor(Watch):
         return None
 
     def _writer(self):
-        """Return the rank that saves."""
+        """Return the rank that writes the checkpoints."""
         return 0
 
     def _kill_workers(self):
@@ -277,7 +277,7 @@ class Supervisor(Watch):
 
 
 def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:
-    """Return a Python process for each number; torch's own files go into an empty folder below this one."""
+    """Start a Python process for each key of `arguments` through torch, whose own files go into a new folder in `folder`."""
     from torch.distributed.elastic import multiprocessing
 
     logs = os.path.join(folder, "logs")

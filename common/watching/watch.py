@@ -1,8 +1,8 @@
 """Decide what happened to a job: the base of the parent of a node (supervisor.py) and the watcher of a rank (watcher.py).
 
 Each of them reports the state of its workers to node 0, which decides. A worker that was killed, stopped or failed by itself is
-the cause. A worker whose collective broke is a victim. It is reported only if no cause appears within the time that it takes to
-notice a lost node.
+the cause. A worker whose collective broke is a victim. A victim is named only if no cause appears within the time that it takes
+to notice a lost node.
 """
 
 import time
@@ -12,35 +12,35 @@ from common.watching.worker import STOP, Worker, cause, stalled, summary, where
 from common.wire import channel
 from common.wire.channel import SILENCE_SECONDS
 
-OWN = -1  # this one, among the numbers of the others
+OWN = -1  # this node itself, among the numbers of the other nodes
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
 
 
 class Watch:
-    """`nodes`: how many processes like this one there are; `home`: the node or host of its workers, for the log."""
+    """One of `nodes` parents or watchers, all called nodes here. `home`: the node or host of its workers, for the log."""
 
     def __init__(self, nodes: int, home: str):
         self.nodes, self.home = nodes, home
-        self.hub: Any = None  # in the first: the connections to the others
-        self.connection: Any = None  # in every other: the connection to the first
+        self.hub: Any = None  # on node 0: the connections to the other nodes
+        self.connection: Any = None  # on every other node: the connection to node 0
         self.workers: list[Worker] = []
         self.statuses: dict[int, dict] = {}
         self.finished: set[int] = set()
         self.suspects: list[tuple[float, dict]] = []
         self.stop_signal: Any = None
-        self.verdict: Any = None  # what the first has decided
-        self.since = time.time()  # its workers are there
+        self.verdict: Any = None  # what node 0 has decided: a cause()
+        self.since = time.time()  # the time.time() at which its workers were started
         self.beat_seconds = channel.beat_seconds(nodes)
 
     def name_of(self, node: int) -> str:
         raise NotImplementedError
 
     def stopped(self) -> None:
-        """A worker was told to stop, and did."""
+        """Called when a worker has ended after a stop signal."""
         raise NotImplementedError
 
     def messages(self) -> list[tuple]:
-        """Return [(node, message)] since the last call, after a moment at most; a message of None is of a node that is lost."""
+        """Wait up to 0.1 s; return [(node, message)] since the last call. A message of None means that the node is lost."""
         if self.hub or self.connection:
             return (self.hub or self.connection).poll(0.1)
         time.sleep(0.05)
@@ -78,7 +78,7 @@ class Watch:
             self.verdict = report
 
     def suspect(self, worker: Worker) -> None:
-        """Report a worker that has failed or is stopped; once."""
+        """Report a worker once if it has failed or is stopped (state T); call stopped() if it has ended after a stop signal."""
         if worker.reported or self.stop_signal:
             return
         report: Any = worker.fault(self.home)
@@ -107,7 +107,7 @@ class Watch:
                 self.finished.add(OWN)
 
     def judge(self, stalls: bool) -> None:
-        """Node 0 decides: a cause at once; a victim when no cause has appeared in time; a stall when nothing moves."""
+        """On node 0, reach a verdict and send it: at once for a cause, later for a victim, or for a stall if `stalls`."""
         now = time.monotonic()
         causes = [report for _, report in self.suspects if report["direct"]]
         victims = [(since, report) for since, report in self.suspects if not report["direct"]]
@@ -124,7 +124,7 @@ class Watch:
             self.hub.send(verdict=self.verdict)
 
     def stopping(self, workers: int) -> str:
-        """What is done after a verdict, for the log."""
+        """Return the line for the log about the verdict. `workers`: the number of ranks."""
         return f"{self.verdict['text']}; stopping all {workers} ranks" if workers > 1 else self.verdict["text"]
 
     def others_finished(self) -> bool:

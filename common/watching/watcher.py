@@ -1,7 +1,7 @@
-"""The watcher of a rank, for jobs whose ranks the platform starts itself (torchrun, srun, mpirun), without a parent of ours.
+"""The watcher of a rank, for jobs whose ranks the platform starts itself (torchrun, srun, mpirun), without our parent process.
 
-It reads the rank's pulse, and meets the watchers of the other ranks once these have formed a group. It gives the guarantee of a
-parent: a rank that is killed, stopped, stuck or lost is named on every node within seconds, and the other ranks end.
+It reads the rank's pulse, and connects to the watchers of the other ranks when all ranks have met. It gives the guarantee of a
+parent: if a rank is killed, stopped, stuck or lost, the log of every node names it, and the other ranks end.
 """
 
 import os
@@ -19,8 +19,8 @@ from common.watching.worker import Worker
 from common.wire import channel, hub
 from common.world import World
 
-MEETING_SECONDS = 60  # of the watchers, when all ranks have come
-PARTING_SECONDS = 10  # how long the first watcher waits for the others to end, after its own rank
+MEETING_SECONDS = 60  # how long the watchers may take to connect, once all ranks have met
+PARTING_SECONDS = 10  # how long the watcher of rank 0 waits for the others after its own rank has ended
 
 
 class Watcher(Watch):
@@ -32,10 +32,10 @@ class Watcher(Watch):
         return f"rank {node}"
 
     def stopped(self) -> None:
-        """The rank has agreed with the others on a step, and all of them end."""
+        """Do nothing: the ranks have agreed on the step at which they stop, and all of them end."""
 
     def lost(self, node: int) -> None:
-        """A rank that has ended well takes its watcher with it, as a platform may wait for both."""
+        """Report a node as lost, unless its rank has finished: its watcher then ends too, as a platform may wait for both."""
         if node not in self.finished:
             super().lost(node)
         elif self.hub:
@@ -69,7 +69,7 @@ class Watcher(Watch):
         self._carry_out()
 
     def _may_leave(self, seconds):
-        """Once its rank has ended: at once, unless the others still need this watcher, or it has something to hear."""
+        """Whether to end, `seconds` after the rank: rank 0's watcher waits for the others, a failed rank's for a verdict."""
         if self.own_finished():
             if self.connection:
                 self.connection.tell(finished=True)
@@ -77,7 +77,7 @@ class Watcher(Watch):
         return seconds > CASCADE_SECONDS + channel.SILENCE_SECONDS
 
     def _obey(self):
-        """What the rank asks for."""
+        """Connect to the watchers of the other ranks, if the rank has asked for it; this blocks until all have come."""
         order = self.rank.order(0)
         if order is None:
             return
@@ -102,7 +102,7 @@ class Watcher(Watch):
         if rank == self.verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
         single = not self.hub and not self.connection
-        if self.here.local_rank == 0 and not (single and worker.reported_fault()):  # which the rank has said itself
+        if self.here.local_rank == 0 and not (single and worker.reported_fault()):  # unless the rank has shown it
             show(self.stopping(self.here.world_size))
         self.rank.end(self.verdict["code"])
         if rank == 0:
@@ -110,8 +110,8 @@ class Watcher(Watch):
 
 
 def start(here: World, killed: Callable[[float, str], object]) -> Beside:
-    """Fork the watcher of this rank, which ends when that is killed, as the others take it for lost then. That of rank 0 calls
-    `killed` with the reason when the job has ended with an error."""
+    """Fork the watcher of this rank. If the watcher is killed, the rank ends, as the other watchers then take it for lost.
+    The watcher of rank 0 calls `killed(since, why)` when the job has failed."""
 
     def lost() -> None:
         show(f"the watcher of rank {here.rank} has ended, so this rank does, too: start again, the run goes on where it saved")

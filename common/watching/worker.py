@@ -1,4 +1,4 @@
-"""A worker as the parent of its node sees it: its progress, why it died, and which worker the others wait for."""
+"""A worker as its parent or watcher sees it: its progress, why it died, and which worker the others wait for."""
 
 import collections
 import contextlib
@@ -14,37 +14,37 @@ from common import heartbeat, patience
 from common.errors import STOP_SIGNALS
 from common.watching import held
 
-STOPPED_SECONDS = 3.0  # a debugger may put a process into state T for a moment; this is longer
-STALL_STEPS = 10  # so many median steps the training may take for one
-ASLEEP_SECONDS = 10  # without a look at a worker: a terminal's Ctrl-Z, or a cluster that has suspended the job
+STOPPED_SECONDS = 3.0  # how long in state T until it counts; a debugger may stop a process for a moment
+STALL_STEPS = 10  # a step may take this many times the median step
+ASLEEP_SECONDS = 10  # without a look(): this process was suspended (Ctrl-Z, or by the cluster), and with it the rank
 STOP = "stop"  # no fault: the platform has told this worker to stop
 
 
 def cause(text: str, direct: bool = True, code: int = 1, restart: bool = True) -> dict[str, Any]:
-    """What happened; `direct`: not because of another worker; the exit code; and whether a restart could help."""
+    """Return a report of what happened. `direct`: not because of another worker; `restart`: whether a restart could help."""
     return {"text": text[:2000], "direct": direct, "code": code, "restart": restart}
 
 
 class Worker:
-    """One process of this node, and the progress that its pulse has shown."""
+    """A worker process, and the progress that its pulse has shown."""
 
     def __init__(self, rank: int, files: str):
         self.rank, self.files = rank, files
-        self.process: Any = None  # a Popen, once it is started
+        self.process: Any = None  # a Popen or a beside.Rank, once it is started
         self.pulse = heartbeat.create(files)
         self.changed = self.looked = time.monotonic()
         self.last = self.pulse.read()
         self.step_seconds = collections.deque(maxlen=50)
         self.stopped_since = self.code = None
         self.held = held.Held()
-        self.waited = self.waited_before = 0.0  # by the last look, and by the one that saw a change
+        self.waited = self.waited_before = 0.0  # seconds of waits, by the last look() and by the last one that saw progress
         self.reported = False
 
     def look(self) -> None:
         """Read the pulse and the state of the process."""
         now, seen, waited = time.monotonic(), self.pulse.read(), self.pulse.waited()
         self._look_for_a_disk(now)
-        # What this process has slept counts as little as what the rank has waited for: then the rank slept, too.
+        # Time in which the rank waited for a store or a disk, or in which both processes were suspended, is not idle time.
         slept = now - self.looked if now - self.looked > ASLEEP_SECONDS else 0.0
         self.changed = min(now, self.changed + max(slept, waited - self.waited))
         self.looked = now
@@ -58,7 +58,7 @@ class Worker:
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
     def _look_for_a_disk(self, now):
-        """A rank that the kernel holds cannot say itself what it waits for."""
+        """If the kernel blocks the rank on a disk, note it in the pulse and log it: the rank itself cannot."""
         disk, longest = self.pulse.disk, patience.limit()
         idle = self.code is None and (now - self.changed > held.least_seconds() or disk.lasts())
         since = self.held.look(self.process.pid) if idle else None
@@ -86,7 +86,7 @@ class Worker:
         }  # fmt: skip
 
     def fault(self, home: str) -> Union[dict[str, Any], str, None]:
-        """What is wrong with it: a cause(), STOP, or None. `home`: the node and host that it runs on."""
+        """Return what is wrong with the worker: a cause(), STOP, or None. `home`: the node or host that it runs on."""
         phase, steps = self.last
         name, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
         if self.code is None:
@@ -103,18 +103,18 @@ class Worker:
         if self.code > 0:
             return cause(f"{name} ended with exit code {self.code} {where}")
         hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else getattr(self.process, "doubt", "")
-        # A victim aborts at the end of its broken collective; every other signal came from outside.
+        # A victim aborts when its collective breaks (SIGABRT); a worker that ended by another signal is a cause.
         text = f"{name} was killed by {signal.Signals(-self.code).name}{hint} {where}"
         return {**cause(text, direct=self.code != -signal.SIGABRT), "stack_of": self.rank}
 
     def reported_fault(self) -> Optional[dict[str, Any]]:
-        """What the worker has written with heartbeat.report_fault, if it could."""
+        """Return what the worker has written with heartbeat.report_fault(), or None."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(Path(f"{self.files}.fault").read_text())
         return None
 
     def stack(self) -> str:
-        """Return the stack of the worker, which its fault handler writes on a signal, or has written when it crashed."""
+        """Return the stack that a crashed worker has left, which may be empty; wait up to 2 s for that of a running one."""
         if self.code is not None:
             return heartbeat.crash(self.files)
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class Worker:
 
 
 def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
-    """What node 0 needs of the workers of a node to find a stall, however many they are."""
+    """Summarize the statuses of a node's workers for stalled(), in a message whose size does not grow with their number."""
     training = [status for status in statuses if status["phase"] in heartbeat.TRAINING]
     others = [status for status in statuses if status not in training]
     return {
@@ -143,7 +143,7 @@ def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limit(phase):
-    """A smaller --patience makes only that of the training smaller: a save takes as long as it takes."""
+    """Return the seconds that a phase may last without progress. A smaller --patience shortens only those of training."""
     times = patience.limit() / patience.DEFAULT
     return heartbeat.PHASES[phase] * (times if phase in heartbeat.TRAINING else max(1.0, times))
 
@@ -158,12 +158,12 @@ def _progress(status):
 
 
 def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """Return the status of the worker that the others wait for, if the whole job has made no progress for too long."""
-    if any(node["waiting"] for node in summaries):  # and the others for that rank
+    """Return the status of a worker over its phase's limit, or of the last one if all nodes train without progress; or None."""
+    if any(node["waiting"] for node in summaries):  # a rank waits for a store or a disk, and the others for that rank
         return None
     late = next((node["late"] for node in summaries if node["late"]), None)
     if late or not summaries or not all(node["training"] for node in summaries):
-        return late  # a rank saves or evaluates within the limit of its phase, and the others wait for it
+        return late  # in other phases the others wait for this rank, up to the limit of its phase
     limit = max(_limit("step"), STALL_STEPS * max(node["median"] for node in summaries))
     if min(node["idle"] for node in summaries) <= limit:
         return None

@@ -1,8 +1,8 @@
-"""The connections between the parents of a job's nodes: how a node joins, and how a lost node is noticed.
+"""The connections between the parents of a job's nodes, or between its watchers: how a node joins, how a loss is noticed.
 
-Node 0 listens on the platform's port (hub.py), and the other nodes connect to it. Both sides prove that they have the job's
-secret (secret.py) before any other message. Messages are lines of JSON whose form is checked; nothing is unpickled. A node that
-is lost is noticed at once by its closed connection. A cut link or a frozen machine is noticed by its silence.
+Node 0 listens on a port (hub.py), and the other nodes connect to it. Both sides prove that they have the job's secret
+(secret.py) before any other message. Messages are lines of JSON whose form is checked; nothing is unpickled. If the process of
+a node ends, its connection is closed, which is noticed at once. A cut link or a frozen machine is noticed by its silence.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from common.wire import messages, secret
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is lost
-ANSWER_SECONDS = 4.0  # another program on the port does not answer our first message
+ANSWER_SECONDS = 4.0  # for an answer to the first messages, which another program on the port does not give
 GREETING_SECONDS = 1.0
 WAITING_LINE_SECONDS = 10
-ATTEMPTS = 5  # to join, where node 0 closes the connection before both have proved that they belong
+ATTEMPTS = 5  # to join, if node 0 closes the connection before the proof, or names another leader
 LONGEST_MESSAGE, LONGEST_PROOF = 1 << 20, 4096
 NOT_OURS = "it sends no messages of this program"
 
 
 def beat_seconds(nodes: int) -> float:
-    """How often the nodes say that they are there: with thousands of them less often, or node 0 would do nothing else."""
+    """Return the seconds between two beats of a node: longer with thousands of nodes, or node 0 would do nothing else."""
     return max(BEAT_SECONDS, nodes / 2000)
 
 
@@ -43,7 +43,7 @@ class Elsewhere(Exception):
 
 
 def checked(message: dict) -> dict:
-    """Return the message; ConnectionLost when it is not one of ours."""
+    """Return the message; raise ConnectionLost if it is not valid (messages.py)."""
     if not messages.is_valid(message):
         raise ConnectionLost(NOT_OURS)
     return message
@@ -62,9 +62,9 @@ class Connection:
         self._received, self._longest = b"", LONGEST_PROOF
         self.heard = time.monotonic()
         self.proved = False
-        self.node = -1  # which node is at the other end, once node 0 knows it
-        self.peer = ""  # its address
-        with contextlib.suppress(OSError):  # it is lost already
+        self.node = -1  # the number of the node at the other end; set on node 0 when that node joins
+        self.peer = ""  # the address of the other end
+        with contextlib.suppress(OSError):  # the connection is lost already
             self.peer = own.getpeername()[0].replace("::ffff:", "")
 
     def fileno(self) -> int:
@@ -80,12 +80,12 @@ class Connection:
             raise ConnectionLost("it does not read what it is sent")
 
     def tell(self, **message: Any) -> None:
-        """Do as send() does, but a broken connection is left to be noticed when it is read, or by its silence."""
+        """Send a message, and ignore a broken connection: it is noticed when it is read, or by its silence."""
         with contextlib.suppress(ConnectionLost):
             self.send(**message)
 
     def receive(self) -> list[dict]:
-        """Return the messages that have arrived; call it when the connection is readable."""
+        """Return the messages that have come; raise ConnectionLost if the connection is closed or they are invalid."""
         try:
             chunk = self.socket.recv(65536)
         except BlockingIOError:
@@ -107,11 +107,11 @@ class Connection:
         return received
 
     def has_proved(self) -> None:
-        """From now on the other end is one of ours, which may send longer messages."""
+        """Note that the other end has proved that it has the secret, and accept longer messages from it."""
         self.proved, self._longest = True, LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
-        """Return the next messages; ConnectionLost after `seconds` without any."""
+        """Wait for the next messages and return them; raise ConnectionLost after `seconds` without any."""
         deadline = time.monotonic() + seconds
         while self.readable(deadline - time.monotonic()):
             if received := self.receive():
@@ -124,7 +124,7 @@ class Connection:
         return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def poll(self, seconds: float) -> list[tuple]:
-        """Return [(0, message)] of node 0, as Hub.poll() of the others."""
+        """Wait up to `seconds` for messages of the leading node; return [(0, message)], or [(0, None)] if it is lost."""
         try:
             if self.readable(seconds):
                 return [(0, checked(message)) for message in self.receive()]
@@ -138,7 +138,7 @@ class Connection:
 
 
 def has_ended(address: str, port: int) -> bool:
-    """Whether that host answers, and says that the process which listened there has ended."""
+    """Return whether the host answers, but no process listens on this port any more."""
     try:
         socket.create_connection((address, port), timeout=0.3).close()
     except ConnectionRefusedError:
@@ -152,7 +152,7 @@ def has_ended(address: str, port: int) -> bool:
 
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
-    """Return a socket to node 0, once its name resolves and its port answers."""
+    """Return a socket to node 0; try until its name resolves and its port answers, and raise UserError after `seconds`."""
     begun, node_0 = time.monotonic(), f"node 0 at {address}:{port}"
     told = begun
     while True:
@@ -170,7 +170,7 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
 
 
 def greets(address: str, port: int) -> Optional[socket.socket]:
-    """Return a connection to that node if it leads a run: then it greets whoever connects."""
+    """Return a socket to the node if it leads a run, else None: a leader sends a first message to each new connection."""
     with contextlib.suppress(OSError):
         connection = socket.create_connection((address, port), timeout=GREETING_SECONDS)
         with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ def greets(address: str, port: int) -> Optional[socket.socket]:
 def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", opened: Any = None
 ) -> tuple[Connection, dict]:
-    """Join node 0 from another node: return the connection to it, and the message with which it starts all nodes."""
+    """Join node 0; return the connection and the message that starts all nodes. `opened`: a socket to node 0, if any."""
     for attempt in range(ATTEMPTS):
         connection = Connection(opened or connect(address, port, seconds, say))
         opened = None
@@ -195,7 +195,7 @@ def join(
             connection.close()
             address, port = elsewhere.args
             why = ConnectionLost("it names other nodes in turn")
-        except Closed as lost:  # perhaps to make room: strangers fill the port of node 0
+        except Closed as lost:  # perhaps to make room, if strangers fill the port of node 0
             connection.close()
             why = lost
             if connection.proved:
@@ -212,7 +212,7 @@ def join(
 
 
 def prove(connection: Connection, key: bytes) -> None:
-    """Node 0 says its number; then each proves to the other that it has the secret."""
+    """Prove to node 0 that this node has the secret, and let node 0 prove it too; raise ConnectionLost if node 0 does not."""
     theirs, mine = _next(connection, "nonce"), secret.nonce()
     if not messages.text(64)(theirs):
         raise ConnectionLost(NOT_OURS)

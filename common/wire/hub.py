@@ -1,7 +1,7 @@
 """Node 0's side of the connections (channel.py): it accepts the other nodes of its job, and limits what strangers can do.
 
 A stranger is a connection that has not yet proved that it has the job's secret. Few strangers may wait, each for a short time,
-and one line counts them. Whatever they send, the job goes on.
+and a line of the log counts those that were refused. Whatever they send, the job goes on.
 """
 
 import collections
@@ -28,29 +28,29 @@ from common.wire.channel import (
 )
 from common.wire.messages import HELLO, PROOF
 
-STRANGERS = 64  # as many connections may wait without a proof, beside those of the nodes that are still missing
+STRANGERS = 64  # connections that may wait without a proof, in addition to one for each node that is missing
 STRANGER_SECONDS = 2.0
 STRANGERS_LINE_SECONDS = 600
 ACCEPTED_AT_ONCE = 256
-PAUSE_SECONDS = 0.1  # without accepting, where there are no descriptors left
-SPARE_DESCRIPTORS = 256  # for what else this process opens
-LACK = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # of descriptors or memory
+PAUSE_SECONDS = 0.1  # for which no connection is accepted when there are no descriptors left
+SPARE_DESCRIPTORS = 256  # for the other files of this process
+LACK = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # the errors for a lack of descriptors or memory
 
 
 class Hub:
     """The connections to all other nodes, by their numbers."""
 
     def __init__(self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"", stays_open: bool = False):
-        """`stays_open`: nodes may also join later, and whoever does not fit is refused alone."""
+        """`stays_open`: nodes may also join after meet(); a node that does not fit is then refused alone."""
         self._hello, self._say, self._key, self._stays_open = hello, say, key, stays_open
         self.connections: dict[int, Connection] = {}
-        self.hellos: dict[int, dict] = {}  # of every node that has ever joined; "ahead": by how much its clock is ahead of ours
+        self.hellos: dict[int, dict] = {}  # of each node that has ever joined; "ahead": seconds that its clock is ahead
         self._strangers: dict[
             Connection, tuple[float, str]
-        ] = {}  # since when each is connected, and the number that we have sent it
+        ] = {}  # since when each is connected, and the nonce that it was sent
         self._refused: collections.Counter = collections.Counter()
         self._told = -math.inf
-        self._complete = False  # all nodes have joined, further ones are refused
+        self._complete = False  # whether all nodes have joined; further ones are then refused, unless `stays_open`
         self._listener, self._pause = listener, 0.0
         listener.setblocking(False)
         listener.listen(4096)
@@ -59,7 +59,7 @@ class Hub:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def meet(self, seconds: float) -> None:
-        """Wait until every node has introduced itself; name those that have not when the time is over."""
+        """Wait until every node has joined; after `seconds`, raise a UserError that names the missing nodes."""
         nodes = self._hello["nodes"]
         begun = told = beaten = time.monotonic()
         while len(self.connections) < nodes - 1:
@@ -83,11 +83,11 @@ class Hub:
         return naming.describe_nodes(missing, self._hello["workers"])
 
     def is_complete(self) -> None:
-        """Wait for nobody from here on."""
+        """Mark the nodes as complete without meet(): the run is under way."""
         self._complete = True
 
     def poll(self, seconds: float) -> list[tuple]:
-        """Return [(node, message)], a message of None for a node that is lost."""
+        """Wait up to `seconds`; return [(node, message)]. A message of None means that the node is lost."""
         received = []
         for key, _ in self._selector.select(min(seconds, PAUSE_SECONDS) if self._pause else seconds):
             connection: Any = key.fileobj
@@ -106,7 +106,7 @@ class Hub:
         received += [(node, None) for node in sorted(silent - lost)]
         for connection, (since, _) in list(self._strangers.items()):
             if now - since <= STRANGER_SECONDS:
-                break  # the others came later
+                break  # the others in this dict came later
             self._refuse(connection, "said nothing in time")
         if self._pause and now > self._pause:
             self._pause = 0.0
@@ -141,7 +141,7 @@ class Hub:
                 connection = Connection(self._listener.accept()[0])
             except BlockingIOError:
                 return
-            except OSError as error:  # of one connection that is lost again, or of all
+            except OSError as error:  # this connection is lost again, or descriptors are lacking
                 if error.errno in LACK:
                     self._make_room()
                     return
@@ -157,7 +157,7 @@ class Hub:
             connection.tell(app="anyrank", nonce=number)
 
     def _make_room(self):
-        """Descriptors are lacking: close the connection of the oldest stranger, or accept no more for a moment."""
+        """Close the oldest stranger's connection, as descriptors are lacking; without strangers, pause accepting."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)), "made room for others")
         elif not self._pause:
@@ -171,7 +171,7 @@ class Hub:
                     self._introduce(connection, message)
                     return
                 self._examine(connection, message)
-        except Closed:  # without a word, as what looks whether a port is open does
+        except Closed:  # not counted: a check whether the port is open does this
             self._close(connection)
         except ConnectionLost as lost:
             why = str(lost) if str(lost) == secret.DIFFERS else "sent something else"
@@ -188,7 +188,7 @@ class Hub:
         connection.has_proved()
 
     def _introduce(self, connection, hello):
-        """Accept a node of this job, refuse one of another; where two nodes contradict each other, stop all and name both."""
+        """Accept a node of this job, or refuse it; _refuse_all() for a contradiction. Raise Elsewhere if it leads a run."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
         mine, node, host = self._hello, hello["node"], one_line(hello["host"])[:80]
@@ -245,7 +245,7 @@ class Hub:
             self._refused.clear()
 
     def _refuse_all(self, why, newcomer=None):
-        """Two nodes contradict each other: all stop, or only the newcomer where the others train already."""
+        """Refuse all nodes, and raise a UserError; refuse only the newcomer, if the others train already."""
         if newcomer and self._complete:
             newcomer.tell(refused=why)
             self._refuse(newcomer, "did not fit to the others")
@@ -256,7 +256,7 @@ class Hub:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket on the platform's port, which the start before this one may hold for another moment."""
+    """Return a listening socket. An earlier start may hold the port for a moment: try for 3 s, then raise a UserError."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     deadline = time.monotonic() + 3
     while True:
@@ -273,7 +273,7 @@ def listen(port: int) -> socket.socket:
 
 
 def _reserve_descriptors(wanted: int) -> None:
-    """Allow this process as many open files as the nodes and the strangers that may wait can take."""
+    """Allow this process `wanted` connections besides its other files; raise a UserError if the limit is too low."""
     needed = wanted + SPARE_DESCRIPTORS
     allowed = network.allow_open_files(needed)
     if allowed < needed:

@@ -25,7 +25,7 @@ def is_true(value: Any) -> bool:
 
 
 def record(optional: tuple = (), **fields: Callable) -> Callable:
-    """Describe a dict with these fields and no others, each of its form."""
+    """Return a check for a dict with these fields and no others, each of its form; the `optional` ones may be missing."""
 
     def fits(value):
         known = isinstance(value, dict) and set(value) <= set(fields)
@@ -56,7 +56,7 @@ REPORT = record(
 )  # fmt: skip
 GO = record(
     optional=("led_by",), attempt=whole(0, 10**6), address=is_address, port=PORT, led_by=RANK
-)  # a run that is under way
+)  # led_by: of a run that is under way
 
 
 def several(form: Callable, most: int = 10**6) -> Callable:
@@ -64,11 +64,11 @@ def several(form: Callable, most: int = 10**6) -> Callable:
 
 
 def each(*forms: Callable) -> Callable:
-    """Describe a list with one value of each of these forms."""
+    """Return a check for a list with one value for each of these forms, in their order."""
     return lambda value: isinstance(value, list) and len(value) == len(forms) and all(f(v) for f, v in zip(forms, value))
 
 
-# With these a connection begins.
+# The messages with which a connection begins.
 HELLO = record(
     optional=("findings", "listens", "leads"), findings=lambda value: isinstance(value, list),  # of the doctor
     listens=PORT, leads=each(is_address, PORT),
@@ -77,7 +77,7 @@ HELLO = record(
 )  # fmt: skip
 PROOF = record(nonce=text(64), proof=text(64))
 
-# What every later message may hold: one of these, and those of common/elastic.
+# Every later message has exactly one of these keys; common/elastic adds its own.
 FORMS = {
     "beat": is_true, "waiting": is_true, "finished": is_true, "end": is_true, "refused": text(4000), "go": GO,
     "verdict": REPORT, "fault": REPORT, "status": STALL, "ready": whole(0, 10**6),

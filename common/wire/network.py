@@ -14,12 +14,12 @@ from typing import Optional
 SIOCGIFADDR = 0x8915
 ADAPTERS = Path("/sys/class/infiniband")
 
-# What NCCL says where the fault may be InfiniBand, or the GPUs' own use of it, rather than another rank.
+# Errors of NCCL that InfiniBand, or GPUDirect over it, may have caused, rather than another rank.
 OF_INFINIBAND = r"nccl.*(ib_|ibv|NET/IB|GDR|unhandled system error|ncclSystemError|ncclInternalError)"
 
 
 def allow_open_files(number: int) -> int:
-    """Let this process have so many files and connections open; returns how many of them it may have."""
+    """Let this process have `number` files and connections open, or as many as the hard limit allows; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def route_to(address: str) -> Optional[str]:
-    """Return the address of this host from which packets to `address` leave; nothing is sent."""
+    """Return the address of this host from which packets to `address` leave, or None without a route. Nothing is sent."""
     for family, kind, protocol, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -42,7 +42,7 @@ def route_to(address: str) -> Optional[str]:
 
 
 def interfaces(own_address: Optional[str]) -> dict[str, str]:
-    """Return {GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME} for the interface with this address, where the platform has not set them.
+    """Return GLOO_SOCKET_IFNAME and, unless it is lo, NCCL_SOCKET_IFNAME for the interface with this address, if not yet set.
 
     Without them Gloo resolves the host's own name, which in many containers is the loopback, and no node reaches another.
     """
@@ -56,7 +56,7 @@ def interfaces(own_address: Optional[str]) -> dict[str, str]:
 
 
 def interface_of(address: Optional[str]) -> Optional[str]:
-    """eth0 for 10.0.0.7; None where no interface has it."""
+    """Return the name of the interface with this address, such as eth0; None if there is none."""
     if address is None:
         return None
     for _, name in socket.if_nameindex():
@@ -74,7 +74,7 @@ def interface_of(address: Optional[str]) -> Optional[str]:
 
 
 def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
-    """Return a sentence where the variable of this backend of torch.distributed names no interface of this node."""
+    """Return an error text if the variable of this backend, such as NCCL_SOCKET_IFNAME, names no interface of this node."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     setting, names = environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
     if not setting or any(_means(setting, name, variable) for name in names):
@@ -83,7 +83,7 @@ def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
 
 
 def _means(setting, name, variable):
-    """NCCL takes the beginnings of names, =NAME for a whole one and ^NAME for all others; Gloo takes names."""
+    """Whether `setting` selects `name`. NCCL: prefixes, =NAME for a whole name, ^NAME for all others. Gloo: whole names."""
     if variable.startswith("GLOO"):
         return name in setting.split(",")
     listed = setting.lstrip("^=").split(",")
@@ -91,8 +91,8 @@ def _means(setting, name, variable):
 
 
 def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
-    """Return a sentence where NCCL_IB_HCA names no InfiniBand adapter of this node: NCCL says nothing, and takes TCP."""
-    setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # the ports of the adapters
+    """Return a warning if NCCL_IB_HCA names no InfiniBand adapter of this node: NCCL would use TCP without saying so."""
+    setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # without the ports of the adapters
     if not setting or environ.get("NCCL_IB_DISABLE") == "1":
         return None
     names = sorted(os.listdir(ADAPTERS)) if ADAPTERS.is_dir() else []
@@ -104,7 +104,7 @@ def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
 
 
 def taken_ports(environ: Mapping[str, str]) -> Optional[str]:
-    """Return a sentence where another program listens on a port that HCCL will want: 16 from HCCL_IF_BASE_PORT on."""
+    """Return an error text if another program listens on one of the 16 ports from HCCL_IF_BASE_PORT on, which HCCL needs."""
     if environ.get("HCCL_HOST_SOCKET_PORT_RANGE") or not environ.get("HCCL_IF_BASE_PORT", "60000").isdigit():
         return None
     first = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
@@ -124,7 +124,7 @@ def _is_free(port):
 
 
 def advice(error: Exception) -> str:
-    """What to try where NCCL failed for a reason of its own."""
+    """Return what to try if InfiniBand may have caused this error of NCCL, to be appended to its text; else an empty text."""
     if not re.search(OF_INFINIBAND, str(error), re.IGNORECASE | re.DOTALL):
         return ""
     tries = "NCCL_IB_DISABLE=1 tries it without InfiniBand, NCCL_NET_GDR_LEVEL=0 without GPUDirect over it"

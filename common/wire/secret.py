@@ -47,7 +47,7 @@ def nonce() -> str:
 
 
 def proof(secret: bytes, side: str, hub: str, node: str) -> str:
-    """What `side` sends after both numbers are known. It names the side, so that none can send back what it was sent."""
+    """Return the proof of `side` ("hub" or "node") for both nonces. It names the side, so the other side cannot reuse it."""
     return hmac.new(b"anyrank " + secret, f"{side} {hub} {node}".encode(), hashlib.sha256).hexdigest()
 
 

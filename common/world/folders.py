@@ -17,7 +17,7 @@ from typing import Optional
 from common.errors import UserError, of_a_file, one_line
 from common.secrets import BUCKETS, mask
 
-# The variables that name each place; the first that is set wins. A name ending in * is the first match in sorted order.
+# The variables that name each place; the first that is not empty wins. A name with * stands for its matches in sorted order.
 DATA = [
     "data_url",
     "SM_CHANNEL_TRAINING",
@@ -31,21 +31,21 @@ OUTPUT = ["output_dir", "train_url", "SM_MODEL_DIR", "PAI_OUTPUT_MODEL", "AIP_MO
 CHECKPOINTS = ["PAI_OUTPUT_CHECKPOINTS", "AIP_CHECKPOINT_DIR"]
 TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSORBOARD_LOG_PATH"]
 
-# The addresses that are allowed there, besides a folder.
+# {argument: the prefixes of the addresses that it accepts besides a folder}
 ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
 
-INPUT_DIR = "input_dir"  # where what is fetched goes, and indexes of data, unless --input_dir says otherwise
+INPUT_DIR = "input_dir"  # the default name of the folder for fetched data and for the indexes of data sets
 
-# In a folder that is filled from an address: what is not whole yet, and what is remembered of it. No object can have this name.
+# The subfolder of fetched data that holds unfinished files and the records of the fetch. No object can have this name.
 FETCHING = ".fetching"
 
-# Where a platform puts its inputs, and what it keeps of a container: {a variable that it sets: the folders}.
-INPUTS = "/home/ma-user/modelarts/inputs"  # of ModelArts, a folder for each input
+# Folders of platforms. KEPT: {variable that the platform sets: folders whose files outlive the container}.
+INPUTS = "/home/ma-user/modelarts/inputs"  # on ModelArts, with a subfolder for each input
 KEPT = {
     "MA_JOB_DIR": ("/home/ma-user/modelarts/outputs",),
     "SM_MODEL_DIR": ("/opt/ml/model", "/opt/ml/checkpoints", "/opt/ml/output"),
 }
-OWN_DISKS = {"MA_JOB_DIR": "/cache"}  # beside the container's own, and gone with it; what is mounted elsewhere stays
+OWN_DISKS = {"MA_JOB_DIR": "/cache"}  # an extra disk that is lost with the container; files on any other mount are kept
 
 # SageMaker copies these two folders to and from S3, and names them in no variable.
 SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
@@ -53,10 +53,10 @@ SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Optional[str]]:
-    """Return {data_url, input_dir, output_dir, checkpoint_dir, tensorboard_dir}; data_url is None when nothing names it."""
+    """Return {data_url, input_dir, output_url, output_dir, checkpoint_dir, tensorboard_dir}; either URL may be None."""
     output = args.output_dir or _first(environ, OUTPUT)
     checkpoints = tensorboard = None
-    if not args.output_dir:  # a folder given by hand holds everything
+    if not args.output_dir:  # with --output_dir, the checkpoints and events are in that folder too
         checkpoints = _first(environ, CHECKPOINTS)
         tensorboard = _first(environ, TENSORBOARD)
         if "SM_MODEL_DIR" in environ:
@@ -64,7 +64,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
     output = _place("output_dir", output) or _default(args)
     url = output if is_address(output) else None
-    if url:  # the run writes to a folder of this machine, and is published from there
+    if url:  # the run writes to a local folder, which is published to the bucket
         output = local_folder(url, "output_dir")
     return {
         "data_url": _place("data_url", args.data_url or _first(environ, DATA)),
@@ -77,9 +77,9 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
 
 
 def _roomiest(environ):
-    """ModelArts' GPU machines have a disk of their own, mostly larger than the one that the job is started on.
+    """Return the default input folder: on ModelArts' /cache disk if that is writable and larger than this one, else INPUT_DIR.
 
-    By its size and not by what is free, which changes while data are fetched: all ranks and starts have to choose alike.
+    The disks' total size decides, not their free space, which changes during a fetch: all ranks and restarts must choose alike.
     """
     disk = OWN_DISKS["MA_JOB_DIR"]
     if "MA_JOB_DIR" in environ and os.access(disk, os.W_OK) and _size(disk) > _size("."):
@@ -96,9 +96,9 @@ def _default(args):
 
 
 def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """An input or output that has another name than ours is none that this job reads or writes, so it is refused.
+    """Raise UserError if the platform names an input or output by an unknown name only, so that the job would not use it.
 
-    `args`: what resolve() returned, and custom_data; `options`: those that the job does not have.
+    `args`: has the values of resolve() and custom_data; `options`: {name: value} of options that the job does not declare.
     """
     places = {**{f"--{name}": value for name, value in options.items()}, **environ}
     outputs = {name: value for name, value in places.items() if _is_below(value, KEPT["MA_JOB_DIR"])}
@@ -116,7 +116,7 @@ def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], env
 
 
 def require_writable(folder: str) -> None:
-    """Raise an error where it cannot be made or written to: before any data are read."""
+    """Raise an error unless a file can be written in the folder or, where that is missing, in its nearest existing parent."""
     there = os.path.abspath(folder)
     while not os.path.isdir(there):
         there = os.path.dirname(there)
@@ -127,12 +127,12 @@ def require_writable(folder: str) -> None:
 
 
 def is_of_the_platform(value: str) -> bool:
-    """Whether an option with this value is an input or output of ModelArts, which it adds under any name."""
+    """Whether a value is a path of ModelArts' inputs or outputs, which it passes as options of any name."""
     return _is_below(value, (INPUTS, *KEPT["MA_JOB_DIR"]))
 
 
 def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
-    """Why the results of this run would go with its container, or None."""
+    """Return why the results of this run would be lost with its container, or None if they would not."""
     for variable, kept in KEPT.items():
         kept = (*kept, *filter(None, [environ.get("SM_MODEL_DIR")]))
         if variable in environ and not args.output_url and not _is_below(args.output_dir, kept):
@@ -156,7 +156,7 @@ def _first(environ, names):
 
 
 def _place(what, path):
-    """Return the path, or the address where one may stand; of gs:// the folder where Google mounts it."""
+    """Return `path`, a folder or an address that `what` allows (ADDRESSES). gs:// becomes the folder where Google mounts it."""
     if path is None:
         return None
     if "\0" in path:
@@ -173,7 +173,7 @@ def _place(what, path):
 
 
 def can_be_made(folder: str) -> bool:
-    """Whether this user may write to it, or may make it."""
+    """Whether this user may write to the folder, or may create it if it does not exist."""
     place = os.path.abspath(folder)
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -181,29 +181,29 @@ def can_be_made(folder: str) -> bool:
 
 
 def is_address(text: object) -> bool:
-    """Also true of a mistyped address, which must not become a folder of that name."""
+    """Whether `text` looks like an address, also a mistyped one such as s3:/bucket, which must not be taken for a folder."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
 def is_name(name: object) -> bool:
-    """Whether an object can be the file of this name below the folder that is fetched; if not, it would be another file."""
+    """Whether an object's name can be a path below the folder of fetched data: no empty, dot or reserved part, not too long."""
     words = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
     return not any(word.lower() in ("", ".", "..", FETCHING) or "\0" in word for word in words)
 
 
 def local_folder(url: str, root: str) -> str:
-    """Return where what is at `url` is kept here, e.g. input_dir/s3/bucket/prefix; for each address it is another folder."""
+    """Return the local folder for `url`, such as ROOT/s3/bucket/prefix, or ROOT/https/host/folder for a file on the web."""
     scheme, _, rest = mask(url).partition("://")
-    if scheme in ("http", "https"):  # the file goes into the folder
+    if scheme in ("http", "https"):  # the address of a file, which is stored in the local folder
         rest = re.split("[?#]", rest)[0]
         rest = rest.rpartition("/")[0] or rest
     words = list(map(_as_folder, rest.removesuffix("/").split("/")))
-    if mask(url) != url:  # what is hidden tells addresses apart, too
+    if mask(url) != url:  # addresses that differ only in a password or query need different folders
         words.append("%" + hashlib.sha256(url.encode()).hexdigest()[:16])
     return os.path.join(root, scheme, *words)
 
 
 def _as_folder(word):
-    """Return the name of a folder for any part of an address; of two parts two names."""
+    """Return a folder name for a part of an address: never empty, ., .. or FETCHING, and different for different parts."""
     word = word.replace("%", "%25")
     return f"%{word}" if word.lower() in ("", ".", "..", FETCHING) else word

@@ -49,14 +49,14 @@ def process(platform: str, rule: str, rank: int, size: int, local_rank: int, loc
 
 def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
          master: Optional[str] = None, port: Optional[int] = None, promised: int = 0) -> World:  # fmt: skip
-    """--nproc_per_node or NPROC_PER_NODE is the number of workers; --nproc_per_node 1: the user starts one process per GPU."""
+    """Return the place of a node. Without --nproc_per_node: one worker per GPU, or NPROC_PER_NODE if fewer or without GPUs."""
     if nodes > 1 and not master:
         raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
     workers, local_rank = given.args.nproc_per_node, 0
     if workers is None:
         workers = given.number("NPROC_PER_NODE") or promised or given.gpus
         workers = (min(workers, given.gpus) if given.gpus else given.number("NPROC_PER_NODE")) or 1
-    elif workers == 1 and given.gpus:
+    elif workers == 1 and given.gpus:  # the user starts one process per GPU, and each counts as a node
         local_rank = given.args.local_rank if given.args.local_rank is not None else node_rank % given.gpus
     ranks = (local_rank, workers, node_rank * workers, nodes * workers)
     return World(platform, rule, "node", node_rank, nodes, *ranks, master or "", port or 0, promised)

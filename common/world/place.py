@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The place of a process. At level "node" its rank is that of the first of the local_world_size workers of its node."""
+    """The place of a process. At level "node", `rank` is that of the first of the node's local_world_size workers."""
 
     platform: str
     rule: str  # what the platform was recognised by, for the log
@@ -18,10 +18,10 @@ class World:
     world_size: int
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    gpus_promised: int = 0  # GPUs, NPUs: how many the platform says this node has; 0 when it says nothing
+    gpus_promised: int = 0  # GPUs or NPUs that this node has according to the platform; 0 if it does not say
     job_id: str = ""
     restart_count: int = 0
 
     def owns_the_only(self, gpus: int) -> bool:
-        """Whether these GPUs, all that a process sees, are its own: srun --gpus-per-task=1, or a wrapper around mpirun."""
+        """Whether the launcher gave this process a GPU of its own (srun --gpus-per-task=1); `gpus`: how many it sees."""
         return gpus == 1 and self.level == "process" and self.platform in ("slurm", "openmpi", "ascend")

@@ -12,7 +12,7 @@ from common.world.given import Given
 from common.world.place import World
 from common.world.rules import RULES
 
-PLATFORM = "ANYRANK_PLATFORM"  # the platform that the parent of this node recognised, and by what, for its workers
+PLATFORM = "ANYRANK_PLATFORM"  # set by a node's parent for its workers: the platform, and how it was recognised
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it
 
 JOB_ID = [
@@ -20,27 +20,27 @@ JOB_ID = [
     "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID",
 ]  # fmt: skip
 
-# What counts the restarts of a job, and where each of them begins.
+# {variable that counts the starts or restarts of a job: its value in the first start}
 RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "MA_SCHEDULE_CNT": 1, "MA_PROC_START_CNT": 1}
 
 
 def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> World:
-    """Return the place of this process, with the GPUs that torch sees; jobs read it as args.world."""
-    from common import devices  # imports torch, which the launcher has no need of
+    """Return the place of this process, which jobs read as args.world. torch counts the GPUs, unless --enable_gpu is false."""
+    from common import devices  # imports torch, which most programs of launch/ do not need
 
     gpus = 0 if args.enable_gpu is False else devices.count()
     return resolve(args, environ, gpus, socket.gethostname(), _launcher())
 
 
 def _launcher() -> str:
-    """Return the command line of the process that has started this one; empty where that cannot be seen."""
+    """Return the command line of the parent process; empty if it cannot be read."""
     with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/cmdline", errors="replace") as file:
         return file.read().replace("\0", " ")
     return ""
 
 
 def require_one_device(args: argparse.Namespace) -> None:
-    """Refuse to run a job of one process as one of several, which would all train the same."""
+    """Raise UserError if a single-process job was started as several processes, each of which would train the same network."""
     world = args.world
     if world.num_nodes > 1 or (world.level == "process" and world.world_size > 1):
         raise UserError(
@@ -51,7 +51,7 @@ def require_one_device(args: argparse.Namespace) -> None:
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:
-    """Find this process's place; of `args` it reads init_method, rank, world_size, local_rank and nproc_per_node alone."""
+    """Return this process's place. It reads only init_method, rank, world_size, local_rank and nproc_per_node of `args`."""
     given = Given(args, environ, gpus, hostname, launcher)
     place = next(world for rule in RULES if (world := _apply(rule, given)))
     platform, _, rule = given.env.get(PLATFORM, "").partition(": ")

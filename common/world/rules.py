@@ -1,8 +1,8 @@
 """The rules that find the place of a process, one for each platform and launcher, and the order in which they are tried.
 
-RANK and WORLD_SIZE count nodes on some platforms and processes on others: the *level* differs. Launchers that certainly start
-one process per worker therefore come first. Platforms that start a job once per node follow, each recognised by a variable that
-no other platform sets.
+A rule returns None if it does not recognise its platform. RANK and WORLD_SIZE count nodes on some platforms and processes on
+others (the level). Launchers that certainly start one process per worker therefore come first. Platforms that start a job once
+per node follow, most of them recognised by a variable that no other platform sets.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from common.world import ranktable
 from common.world.given import Given, agree, node, process
 from common.world.place import World
 
-MODELARTS_PORT = 6666  # of the manual's examples; its own images get none
+MODELARTS_PORT = 6666  # the port in the manual's examples; ModelArts' own images are given none
 
 
 # --- Launchers: one process per worker ---------------------------------------------------------------------------------
@@ -29,12 +29,12 @@ def torchrun(given: Given) -> Optional[World]:
     node_rank = given.number("GROUP_RANK", "NODE_RANK")
     if given.has("LOCAL_WORLD_SIZE"):
         local_size = given.number("LOCAL_WORLD_SIZE")
-    elif node_rank:  # every node before this one has the same number
+    elif node_rank:  # as many as on each of the nodes before
         local_size = (rank - local_rank) // node_rank
     else:
         local_size = given.gpus if given.gpus and size % given.gpus == 0 else local_rank + 1
     agree("--local_rank", given.args.local_rank, "LOCAL_RANK", local_rank)
-    if given.args.world_size not in (None, size):  # a console that appends its node-level arguments to torchrun
+    if given.args.world_size not in (None, size):  # a console has appended --world_size and --rank, which count nodes
         agree("--world_size", given.args.world_size, "WORLD_SIZE / LOCAL_WORLD_SIZE", size // max(1, local_size))
         agree("--rank", given.args.rank, "the node's rank", node_rank)
     platform = "torchrun" if given.has("TORCHELASTIC_RUN_ID") else "azureml" if given.has("AZUREML_RUN_ID") else "launcher"
@@ -43,7 +43,7 @@ def torchrun(given: Given) -> Optional[World]:
 
 
 def to_come_later(given: Given) -> str:
-    """What an elastic torchrun needs: while its agents share one store, no node can come later (seen with torch 2.15)."""
+    """Return advice if torchrun is elastic: while its agents share one store, no node can join later (seen with torch 2.15)."""
     told = re.search(r"--nnodes[= ](\S+)", given.launcher)
     low, _, high = (told[1] if told else given.env.get("PET_NNODES", "")).partition(":")
     fixed = high in ("", low) or given.env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
@@ -51,7 +51,7 @@ def to_come_later(given: Given) -> str:
 
 
 def openmpi(given: Given) -> Optional[World]:
-    """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so that is computed; a master is never given."""
+    """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so this is computed; Open MPI itself names no master."""
     rank, size = given.number("OMPI_COMM_WORLD_RANK"), given.number("OMPI_COMM_WORLD_SIZE")
     if size < 1:
         return None
@@ -68,7 +68,7 @@ def openmpi(given: Given) -> Optional[World]:
 
 
 def slurm(given: Given) -> Optional[World]:
-    """srun sets SLURM_STEP_NUM_TASKS; a batch script has SLURM_NTASKS too, but runs as only one process."""
+    """SLURM: srun sets SLURM_STEP_NUM_TASKS. A batch script runs as one process, though SLURM_NTASKS may be larger."""
     if not given.has("SLURM_JOB_ID") or given.args.init_method or given.args.world_size:
         return None
     promised, tasks = given.number("SLURM_GPUS_ON_NODE"), given.number("SLURM_STEP_NUM_TASKS")
@@ -79,7 +79,7 @@ def slurm(given: Given) -> Optional[World]:
     nodes, node_rank = given.number("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1, given.number("SLURM_NODEID")
     hosts = given.env.get("SLURM_STEP_NODELIST") or given.env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     master = given.env.get("MASTER_ADDR") or first_slurm_host(hosts)
-    port = given.number("MASTER_PORT") or 20000 + given.number("SLURM_JOB_ID") % 12000  # two jobs may share a node
+    port = given.number("MASTER_PORT") or 20000 + given.number("SLURM_JOB_ID") % 12000  # as jobs may share a node
     if tasks == nodes:
         return node(given, "slurm", "srun, one task per node", node_rank, nodes, master, port, promised)
     local_size = slurm_tasks_on(given.env.get("SLURM_STEP_TASKS_PER_NODE", ""), node_rank) or max(1, tasks // nodes)
@@ -105,7 +105,7 @@ def ascend(given: Given) -> Optional[World]:
     if len(servers) > 1 and not master:
         raise UserError("the rank table has no host_ip: set MASTER_ADDR to the first node's address, alike on every node")
     job = given.env.get("MA_VJ_NAME", "")
-    port = given.number("MASTER_PORT") or 20000 + zlib.crc32(job.encode()) % 12000  # two jobs may share a node
+    port = given.number("MASTER_PORT") or 20000 + zlib.crc32(job.encode()) % 12000  # as jobs may share a node
     local_rank = list(mine).index(rank)
     world = process(
         "ascend", "RANK_TABLE_FILE and RANK_ID count cards", rank, size, local_rank, len(mine), node_rank, master, port
@@ -114,7 +114,7 @@ def ascend(given: Given) -> Optional[World]:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """node[01-03,07],gpu5 -> node01"""
+    """Return the first host of a SLURM node list: node01 for node[01-03,07],gpu5."""
     first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
     if not first:
         raise UserError(f"SLURM_JOB_NODELIST is {nodelist[:80]!r}: the name of a host was expected at its beginning")
@@ -122,7 +122,7 @@ def first_slurm_host(nodelist: str) -> str:
 
 
 def slurm_tasks_on(tasks_per_node: str, node_rank: int) -> Optional[int]:
-    """ "2(x3),1" is two tasks on each of three nodes, then one on the last."""
+    """Return the number of tasks on a node, or None if it is not stated; "2(x3),1": two on nodes 0 to 2, one on node 3."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
@@ -156,7 +156,7 @@ def modelarts_arguments(given: Given) -> Optional[World]:
 
 
 def _agree_with_the_environment(given, rank, nodes):
-    """RANK and WORLD_SIZE beside the arguments count the same nodes, or WORLD_SIZE the processes of all of them."""
+    """Raise UserError if RANK or WORLD_SIZE contradicts the arguments. WORLD_SIZE may count nodes or all their processes."""
     if not given.has("RANK", "WORLD_SIZE"):
         return
     size = given.number("WORLD_SIZE")
@@ -167,7 +167,7 @@ def _agree_with_the_environment(given, rank, nodes):
 
 
 def init_method(given: Given) -> tuple[Optional[str], int]:
-    """Return (host, port) of --init_method, or of MASTER_ADDR and MASTER_PORT."""
+    """Return (host, port) of --init_method, else of MASTER_ADDR and MASTER_PORT: (None, 0) if these are not set."""
     url = given.args.init_method
     if url in (None, "env://"):
         return given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
@@ -179,7 +179,7 @@ def init_method(given: Given) -> tuple[Optional[str], int]:
 
 
 def modelarts_environment(given: Given) -> Optional[World]:
-    """ModelArts' own images: MA_NUM_HOSTS and VC_TASK_INDEX; VC_WORKER_HOSTS names the hosts, nothing names a port."""
+    """ModelArts' own images: MA_NUM_HOSTS and VC_TASK_INDEX; VC_WORKER_HOSTS names the hosts. ModelArts names no port."""
     nodes = given.number("MA_NUM_HOSTS")
     if not nodes:
         return None
@@ -219,7 +219,7 @@ def volcengine(given: Given) -> Optional[World]:
 
 
 def sagemaker(given: Given) -> Optional[World]:
-    """SageMaker: the position in SM_HOSTS, never the number in the name: algo-10 is sorted before algo-2."""
+    """SageMaker: a node's rank is its position in SM_HOSTS, where algo-10 is before algo-2, or else SM_CURRENT_HOST_RANK."""
     first = None
     if given.has("SM_HOSTS"):
         hosts, current = given.json("SM_HOSTS"), given.env.get("SM_CURRENT_HOST")
@@ -263,7 +263,7 @@ def bare_rank(given: Given) -> Optional[World]:
 
 
 def volcano(given: Given) -> Optional[World]:
-    """Volcano's env and svc plugins: VC_TASK_INDEX counts within one task, so the host name tells the node."""
+    """Volcano's env and svc plugins: VC_TASK_INDEX counts within one task; with several tasks, the host name gives the rank."""
     tasks = {name: value.split(",") for name, value in given.env.items() if re.fullmatch(r"VC_\w+_HOSTS", name)}
     if not tasks or not given.has("VC_TASK_INDEX"):
         return None

@@ -14,7 +14,7 @@ from datasets.sampler import Sampler
 
 
 class ArrayBatches:
-    """(uint8 images, labels, ids) of each of the sampler's batches, in its order."""
+    """Gives (uint8 images, labels, ids) of each batch of the sampler, in order. `augment`: crop and flip the images."""
 
     def __init__(
         self, data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int
@@ -57,7 +57,7 @@ class ArrayBatches:
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """Explain to a CIFAR job that its --workers are threads here."""
+    """Adapt a CIFAR job's options: --workers are threads of DALI, and accelerators that DALI does not support are refused."""
     arguments.explain(parser, workers="threads of DALI; at least one works")
     parser.reads = functools.partial(cifar10.reads, needs=(devices.DALI,))
 
@@ -65,6 +65,6 @@ def add_options(parser: arguments.Parser) -> None:
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int = 0
 ) -> DeviceLoader:
-    """Return the loader of datasets.cifar10 with batches of DALI; on a GPU the pictures are cropped and flipped there."""
+    """Return a loader like datasets.cifar10's. `augment`: DALI crops and flips its batches, on `device` if it is NVIDIA's."""
     batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
     return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

@@ -1,9 +1,9 @@
 """Batches of photographs and pairs through NVIDIA DALI, on CPU or GPU: the same samples, order and crops as other loaders.
 
-DALI receives the sampler's order and every crop and flip. A pipeline is made for each epoch; a resumed run begins in the middle
-of one, and between two epochs no memory is held. Making a pipeline of 1.28 million files takes 3.6 s and 1 GB. Pillow and torch
-make a batch of photographs if DALI cannot, or if other decoders read a picture in it differently; DALI then goes on with the
-next batch.
+DALI receives the sampler's order and every crop and flip. Each epoch has its own pipeline: a resumed run may begin in the
+middle of an epoch, and between two epochs no memory is held. Making a pipeline of 1.28 million files takes 3.6 s and 1 GB. If
+DALI cannot make a batch, or if other decoders read a picture in it differently, the data set makes it without DALI, which goes
+on with the next batch.
 """
 
 import re
@@ -23,7 +23,7 @@ from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
 from datasets.sampler import Sampler
 
-NARROW = 4  # pixels: a crop of fewer may be one pixel wide
+NARROW = 4  # pixels: a crop with fewer may be only one pixel wide
 
 
 class Batches:
@@ -56,7 +56,7 @@ class Batches:
                 try:
                     yield *self._batch(pipeline.run(), ids, epoch), ids
                     continue
-                except (RuntimeError, OSError) as error:  # the second is of a file that is read here
+                except (RuntimeError, OSError) as error:  # OSError: of a file that is read in this process
                     if not of_a_picture(error):
                         raise
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
@@ -66,31 +66,31 @@ class Batches:
             yield images, labels, ids
 
     def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
-        """Whether DALI gives the pixels of a batch that other decoders give."""
+        """Return whether DALI decodes every picture of this batch to the same pixels as other decoders."""
         return not self._data.special[ids].any()
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         raise NotImplementedError
 
     def _batch(self, outputs: Any, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (images, labels) from what the pipeline gave."""
+        """Return (images, labels) of a batch from the pipeline's outputs."""
         raise NotImplementedError
 
 
-# What is wrong with the machine, and would be with the next batch too.
+# Errors of the machine, which would recur with the next batch.
 OF_THE_MACHINE = re.compile(
     r"out of memory|bad_alloc|memory allocation|cannot allocate|CUDA|NVJPEG_STATUS_ALLOCATOR|No space", re.I
 )
 
 
 def of_a_picture(error: Exception) -> bool:
-    """Whether DALI could not make a batch because of a file in it. Where memory or the GPU is at fault, a run must not go on at
-    a tenth of its speed."""
+    """Return whether DALI failed because of a picture. If memory or the GPU is at fault, a run must end: without DALI it would
+    go on at a tenth of its speed."""
     return not OF_THE_MACHINE.search(str(error))
 
 
 class DaliBatches(Batches):
-    """Makes batches of photographs with labels."""
+    """Batches of photographs with labels. On a CPU, DALI only decodes them, and torch does the rest."""
 
     _data: Photos
 
@@ -109,7 +109,7 @@ class DaliBatches(Batches):
         return self._resized_here(pictures, numbers, ids, epoch), labels
 
     def _resized_here(self, pictures, numbers, ids, epoch):
-        """On a CPU DALI only decodes: its antialiased resize takes eight times as long as torch's."""
+        """Resize with torch what DALI has decoded: on a CPU DALI's antialiased resize takes eight times as long."""
         data, numbers = self._data, np.array(numbers.as_tensor())
         images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
         for place, number in enumerate(ids):
@@ -156,11 +156,11 @@ class DaliBatches(Batches):
         return build(batches, read_and_planned, 1 + plans, lambda *arrays: graph(*arrays, **how), self._threads, self._gpu)
 
 
-# What is done to a batch of photographs, and the numbers that it needs of each.
+# DALI's operators for a batch of photographs (graph), and the arrays of numbers that they need (plan).
 
 
 def _train_plan(data, ids, epoch):
-    """Return where the window begins, how large it is, and whether it is flipped."""
+    """Return (top, left) and (height, width) of the window that each picture is cropped to, and whether it is flipped."""
     windows, flips = data.windows(ids, epoch)
     return windows[:, :2].astype(np.float32), windows[:, 2:].astype(np.float32), flips.astype(np.int32)
 
@@ -186,7 +186,7 @@ def _whole_graph(contents, ids, size, decoder):
 
 
 def _test_plan(data, ids, _epoch):
-    """Return its size when resized, and where its middle begins in that."""
+    """Return (height, width) that each picture is resized to, and (top, left) of the middle that is then cut out."""
     heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
     sizes = np.array([decode.resized(height, width, data.short, data.size) for height, width in zip(heights, widths)])
     middle = np.array([decode.middle(height, width, data.size) for height, width in sizes])
@@ -198,7 +198,7 @@ def _test_graph(contents, sizes, middle, size, decoder):
 
 
 def _padded(ids, count):
-    """Return as many as every batch of a pipeline has; the last one is repeated."""
+    """Return `count` ids: the last one is repeated, because all batches of a pipeline have the same size."""
     return np.concatenate([ids, np.repeat(ids[-1:], count - len(ids))])
 
 
@@ -206,7 +206,7 @@ def _padded(ids, count):
 
 
 class PairBatches(Batches):
-    """Makes batches of pairs: the blurry pictures first, then the sharp ones. Both get the same numbers."""
+    """Batches of pairs: the blurry pictures first, then the sharp ones, each cropped and flipped like its partner."""
 
     _data: Pairs
 
@@ -227,20 +227,20 @@ class PairBatches(Batches):
         def graph(blurry, sharp, *numbers):
             if self._gpu:
                 return transformed(blurry, sharp, *numbers, crop=self._data.crop, decoder="mixed")
-            return decoded(blurry, "cpu"), decoded(sharp, "cpu"), *numbers  # torch's resize is the faster one there
+            return decoded(blurry, "cpu"), decoded(sharp, "cpu"), *numbers  # on a CPU torch's resize is faster
 
         return build(batches, lambda ids: inputs(self._data, ids, epoch), 5, graph, self._threads, self._gpu)
 
 
 def inputs(pairs: Pairs, ids: np.ndarray, epoch: int) -> tuple[list, list, np.ndarray, np.ndarray, np.ndarray]:
-    """What a pipeline needs of a batch: (blurry files, sharp files, sizes, corners, flips)."""
+    """Return a pipeline's inputs for a batch: (blurry files, sharp files, sizes, corners, flips); files as their bytes."""
     blurry, sharp = zip(*([np.frombuffer(content, np.uint8) for content in pairs.read(number)] for number in ids))
     sizes, corners, flips = pairs.geometry(ids, epoch)
     return list(blurry), list(sharp), sizes.astype(np.float32), corners.astype(np.float32), flips.astype(np.int32)
 
 
 def transformed(blurry: Any, sharp: Any, sizes: Any, corners: Any, flips: Any, crop: int, decoder: str) -> tuple[Any, Any]:
-    """Decode, resize, crop and flip both alike: uint8 (crop, crop, 3)."""
+    """Decode, resize, crop and flip both pictures of each pair alike, to uint8 (crop, crop, 3)."""
     from nvidia.dali import fn
 
     def picture(files):

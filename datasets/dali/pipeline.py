@@ -14,7 +14,7 @@ AHEAD = 2  # batches that DALI prepares while the network computes
 
 
 def need_dali(gpu: Optional[torch.device] = None) -> None:
-    """`gpu`: the device that has to decode, where one has to."""
+    """Raise UserError if DALI is not installed, or if `gpu`, the device that is to decode, is not one of NVIDIA's."""
     if gpu is not None and not devices.is_nvidia(gpu):
         raise UserError("--data_backend dali-gpu decodes on a GPU, and this process has none: take dali-cpu")
     try:
@@ -29,13 +29,13 @@ def build(
     batches: Sequence[np.ndarray], source: Callable[[np.ndarray], Sequence[Any]], num_arrays: int,
     graph: Callable[..., tuple], threads: int, gpu: Optional[torch.device] = None, layout: Optional[list] = None,
 ) -> Any:  # fmt: skip
-    """Build a pipeline over these batches of ids: `source(ids)` gives `num_arrays` arrays (`layout`: of each of them), and
-    `graph` makes the outputs from them, on the `gpu` or on the CPU."""
+    """Build a pipeline over these batches of ids: `source(ids)` gives `num_arrays` arrays, and `graph` turns them into outputs.
+    `gpu` None: on the CPU. `layout`: for each array DALI's name of its layout, or None."""
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline
 
     def arrays_of(number):
-        if number == len(batches):  # DALI asks ahead
+        if number == len(batches):  # DALI prefetches beyond the last batch
             raise StopIteration
         return source(batches[number])
 
@@ -55,7 +55,7 @@ def decoded(files: Any, decoder: str) -> Any:
 
 
 def like_the_others() -> dict[str, Any]:
-    """What makes DALI's decoders give torchvision's pixels: no EXIF orientation; colours interpolated on a GPU too."""
+    """Return options with which DALI decodes like torchvision: no EXIF orientation; colours interpolated on a GPU too."""
     from nvidia.dali import types
 
     return {"output_type": types.DALIImageType.RGB, "adjust_orientation": False, "jpeg_fancy_upsampling": True}
@@ -68,14 +68,14 @@ def resized(images: Any, size: Any) -> Any:
 
 
 def cut(images: Any, corner: Any, size: Sequence[float], **how: Any) -> Any:
-    """Return the pixels of this size (height, width) from the corner (top, left) on."""
+    """Cut out the pixels of this size (height, width) from the corner (top, left) on."""
     from nvidia.dali import fn
 
     return fn.slice(images, corner, size, axis_names="HW", normalized_anchor=False, normalized_shape=False, **how)
 
 
 def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
-    """Return a copy of what a pipeline gave: DALI uses that memory again after the next batch but one."""
+    """Return a copy of a pipeline's output, because DALI reuses its memory. `device`: the GPU, for an output on a GPU."""
     from nvidia.dali.tensors import TensorListGPU
 
     dense = output.as_tensor()
@@ -90,7 +90,7 @@ def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
 
 
 def give_memory_back() -> None:
-    """The C library keeps what the threads of a pipeline have freed for those threads, and the next pipeline has others."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    """Return freed memory to the system: glibc keeps it for a pipeline's threads, and the next pipeline has other threads."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim:
         trim(0)

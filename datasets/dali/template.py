@@ -6,7 +6,7 @@
     )
     loader = DALIGenericIterator(pipe, ["imgs", "gts"], last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True)
 
-The iterator shuffles anew in every epoch, and the last batch of an epoch has the pairs that are left.
+With shuffle=True the order differs from epoch to epoch. The last batch of an epoch has the remaining pairs.
 """
 
 import os
@@ -19,7 +19,7 @@ from datasets.photos.pairs import Pairs
 
 
 class ExternalInputIterator:
-    """(blurry files, sharp files) of each batch of a folder's training pairs, each file as its bytes."""
+    """Gives (blurry files, sharp files) of each batch of this rank's training pairs, each file as its bytes."""
 
     def __init__(
         self, data_source: str, batch_size: int, shuffle: bool, seed: int = 1234, rank: int = 0, world_size: int = 1
@@ -51,10 +51,10 @@ class ExternalInputIterator:
 
 
 def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, crop: int, **how: Any) -> Any:
-    """float32 (3, crop, crop) in [-1, 1] of both pictures, cropped and flipped alike, at random.
+    """Return a pipeline that gives both pictures as float32 (3, crop, crop) in [-1, 1], cropped and flipped alike at random.
 
-    `resize`: the height that they get first; 0: their own. A picture in which the crop would not fit is enlarged.
-    `how` is DALI's: batch_size, num_threads, seed, device_id (None: CPU).
+    `resize`: the height to which they are resized first; 0: their own. A picture too small for the crop is enlarged.
+    `how`: DALI's batch_size, num_threads, seed, device_id (None: CPU).
     """
     from nvidia.dali import fn, math, types
     from nvidia.dali.pipeline import pipeline_def
@@ -64,7 +64,7 @@ def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, cr
     @pipeline_def(**how)
     def images_of_both():
         blurry, sharp = fn.external_source(source=external_data, num_outputs=2)
-        shape = fn.peek_image_shape(blurry, adjust_orientation=False)  # as decoded() leaves it
+        shape = fn.peek_image_shape(blurry, adjust_orientation=False)  # decoded() ignores the orientation, too
         own_height, own_width = (fn.cast(shape[axis], dtype=types.DALIDataType.FLOAT) for axis in range(2))
         fits = math.max(float(crop), crop * own_height / own_width)
         height = math.max(fits, resize or own_height)

@@ -2,7 +2,7 @@
 
 Ray (2.60) ends the process that uses it: a minute after the head is lost or, if the Ray node of this machine is lost, as soon
 as this node is needed. Only the bridge uses Ray, so the training process goes on. Ray's threads, signal handlers and
-environment variables stay out of the training process, too. Each of its iterators has a connection to the bridge.
+environment variables stay out of the training process, too. Each iterator of the training process has its own connection.
 """
 
 import os
@@ -15,13 +15,13 @@ import time
 from datasets.dpex.cluster import Cluster, connect, raylet, reachable
 from datasets.dpex.pool import Pool
 
-PROBE_SECONDS, PROBES = 1.0, 3  # the head is lost when that many probes in a row failed
+PROBE_SECONDS, PROBES = 1.0, 3  # the cluster is lost after so many failed probes in a row
 
 
 def main(head_address: str) -> None:
-    """Prints on stdout where it listens, or what is wrong; runs until its stdin is closed."""
+    """Print where the bridge listens, or an error, on stdout. Run until stdin has a line or ends, or the cluster is lost."""
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # from here on stdout has what the workers print
+    os.dup2(2, 1)  # what Ray's workers print goes to stderr
     joined, left = threading.Event(), threading.Event()
     threading.Thread(target=_wait_for_the_end, args=(joined, left), daemon=True).start()
     try:
@@ -46,7 +46,7 @@ def main(head_address: str) -> None:
 
 
 def _wait_for_the_end(joined, left):
-    sys.stdin.readline()  # a line, or the end of the training process: its other children may hold our stdin open
+    sys.stdin.readline()  # a line, as other children of the training process may hold stdin open; or EOF
     if not joined.is_set():
         os._exit(0)  # the training process no longer needs the cluster
     left.set()
@@ -59,7 +59,7 @@ def _serve(listener, cluster):
 
 
 def _watch(cluster: Cluster) -> None:
-    """End this process soon after the head or this machine's node is lost; Ray would do it a minute later."""
+    """End this process within seconds after the head or this machine's node is lost; Ray would do so a minute later."""
     import ray
 
     addresses = [cluster.address, *(raylet(node) for node in ray.nodes() if node["NodeID"] == cluster.node)]

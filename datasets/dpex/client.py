@@ -28,7 +28,7 @@ class ClusterLost(Exception):
 
 
 def bridge(head_address: str) -> "Bridge":
-    """This process's bridge to that cluster; the first call starts it in the background. It ends with the last who has it."""
+    """Return this process's bridge to that cluster. The first call starts it in the background; without references it ends."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -47,12 +47,12 @@ class Bridge:
         words = [bridge_process.__name__, head_address or "local"]
         self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address, self._socket = "the Ray cluster", None
-        self.lost: Optional[str] = None  # why
+        self.lost: Optional[str] = None  # why the cluster is lost, once it is
         self.failed = self._warned = False  # failed: it did not start
         weakref.finalize(self, _end, self.process, os.getpid())
 
     def connect(self) -> socket.socket:
-        """Return a connection for one iterator."""
+        """Return a connection for one iterator, once Ray has started; UserError if it does not, ClusterLost if it is gone."""
         if self.lost:
             raise ClusterLost(self.lost)
         if self._socket is None:
@@ -79,7 +79,7 @@ class Bridge:
         return path
 
     def cluster_lost(self) -> ClusterLost:
-        """Return the exception to raise when a connection breaks."""
+        """Record that a connection broke, and return the exception to raise."""
         self.lost = self.lost or f"{self.address} does not answer"
         return ClusterLost(self.lost)
 
@@ -91,7 +91,7 @@ class Bridge:
 
 
 def _end(process, owner):
-    if os.getpid() != owner:  # a fork of it
+    if os.getpid() != owner:  # a fork of the training process
         return
     with contextlib.suppress(OSError):
         process.stdin.write("end\n")
@@ -105,14 +105,14 @@ def _end(process, owner):
 
 
 class Workers:
-    """The workers of one iterator, which end with this object. A batch is asked for by its number, from one worker."""
+    """The workers of one iterator, which end with this object. Each batch is requested by its number from one of them."""
 
     def __init__(self, bridge: Bridge):
         self._owner, self._epoch, self._digest = os.getpid(), 0, None
         self._bridge, self._connection = bridge, bridge.connect()
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
-        """Begin an epoch with a new copy of the data set, which is sent only where it has changed since the last one."""
+        """Begin an epoch for which `count` workers copy the data set anew. It is sent again only if it has changed."""
         try:
             packed = pack(task)
         except (RuntimeError, TypeError, ValueError, pickle.PicklingError) as error:
@@ -132,15 +132,16 @@ class Workers:
         self._send("begin", self._epoch, count, base_seed, {*ours, *source_packages(packed.modules)})
 
     def resume(self) -> None:
-        """Another epoch with the same copy."""
+        """Begin another epoch with the copies of the data set that the workers have."""
         self._epoch += 1
         self._send("resume", self._epoch)
 
     def fetch(self, number: int, worker: int, index: object) -> None:
+        """Request a batch, which receive() returns."""
         self._send("fetch", number, worker, parts=pack(index).parts)
 
     def is_usable(self) -> bool:
-        """Whether this process can use it, and it was not interrupted in the middle of a message."""
+        """Return whether this process opened the connection and it is still open; an interrupted message closes it."""
         return self._owner == os.getpid() and self._connection.fileno() >= 0
 
     def _send(self, *message, parts=()):
@@ -149,7 +150,7 @@ class Workers:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Where Ctrl-C comes in the middle of a message, the next one could not be told from its rest."""
+        """Raise ClusterLost if the connection breaks. If Ctrl-C interrupts a message, close it: the next would be misread."""
         try:
             yield
         except (EOFError, OSError):
@@ -159,8 +160,8 @@ class Workers:
             raise
 
     def receive(self, timeout: Optional[float] = None) -> Optional[tuple]:
-        """Return the next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch. None: there was
-        nothing within `timeout` seconds."""
+        """Return the next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch; None if no message
+        comes within `timeout` seconds."""
         while True:
             if not wait([self._connection], timeout):
                 return None
@@ -178,5 +179,5 @@ class Workers:
         self._connection.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_connection"):  # it has been there
+        if hasattr(self, "_connection"):  # else __init__ has failed
             self.close()

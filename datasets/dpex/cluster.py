@@ -20,18 +20,18 @@ from datasets.dpex.child import START_SECONDS, repository
 REACH_SECONDS = 2.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine
 PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
-EQUAL = {"RAY_worker_niceness": "0"}  # torch's workers have the rank's priority, too; Ray's give way to all that a machine does
+EQUAL = {"RAY_worker_niceness": "0"}  # the rank's own priority, as torch's workers have; Ray would give its workers a lower one
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-# Of the cluster that we start. Workers reserve no CPU, so one is enough, and Ray starts no process for each of the others.
+# Options of a cluster that we start. Workers reserve no CPU, and Ray starts an idle process for each CPU: one is enough.
 OWN = {"address": "local", "num_cpus": 1, "include_dashboard": False}
 
 
 def connect(head_address: str) -> "Cluster":
-    """Join the user's cluster. Where there is none, start one: of this process alone, with which it ends."""
+    """Join the user's cluster. If there is none, start one on this machine, which ends with this process."""
     address = _users_address(head_address)
     if address is None:
         _prepare_our_own()
-        with contextlib.suppress(UserError):  # Ray gives its processes half a minute, which on a busy machine may be too short
+        with contextlib.suppress(UserError):  # try twice: Ray's half a minute may be too short on a busy machine
             return Cluster(_init(OWN, ""), own=True)
         return Cluster(_init(OWN, "cannot start Ray on this machine: {reason}"), own=True)
     _require_token()
@@ -49,15 +49,15 @@ def connect(head_address: str) -> "Cluster":
 
 
 def _prepare_our_own():
-    """It listens on the loopback interface only and requires a token. Its workers find the modules that this process finds."""
-    for name in [name for name in os.environ if name.startswith("RAY_")]:  # of another cluster
+    """Set the environment for our own cluster: loopback interface only, a token, and this process's import path for workers."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:  # settings of another cluster
         del os.environ[name]
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **LOOPBACK, **PATIENT, **EQUAL})
     os.environ["PYTHONPATH"] = os.pathsep.join([repository(), *filter(None, sys.path)])
 
 
 def _init(how, failed) -> str:
-    """Join the cluster, and return the address of the cluster that this process has joined."""
+    """Start or join a cluster and return its address. `failed`: the text of the error, with {reason} in it."""
     os.environ.update(QUIET)
     import ray
 
@@ -73,20 +73,20 @@ def _init(how, failed) -> str:
 
 
 def _users_address(head_address):
-    """Return where the user's cluster is; None: there is none, and we start our own."""
+    """Return the address of the user's cluster; None: there is none, or it is not wanted, and we start our own."""
     if head_address not in ("auto", "local", None):
         return head_address
     variable = os.environ.get("RAY_ADDRESS", "auto")
     if head_address == "auto" and variable != "auto":
         return None if variable == "local" else variable
-    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"  # of `ray start`
+    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"  # written by `ray start`
     if head_address == "auto" and note.exists() and reachable(note.read_text().strip()):
         return note.read_text().strip()
     return None
 
 
 def _require_token():
-    """Ray runs the code that it is sent, so a cluster that accepts everybody is used only where the user says so."""
+    """Have Ray use a token unless RAY_AUTH_MODE says otherwise, because it runs any code it is sent; UserError without one."""
     given = "RAY_AUTH_TOKEN" in os.environ or os.path.exists(
         os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
     )
@@ -98,7 +98,7 @@ def _require_token():
 
 
 def reachable(address: str) -> bool:
-    """Whether a server listens at host:port."""
+    """Return whether a server accepts connections at host:port within REACH_SECONDS."""
     try:
         host, port = address.rsplit(":", 1)
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
@@ -113,7 +113,7 @@ def raylet(node: dict[str, Any]) -> str:
 
 
 class Cluster:
-    """A cluster that this process has joined, until it ends."""
+    """The cluster that this process has joined. `own`: this process has started it."""
 
     def __init__(self, address: str, own: bool):
         import ray
@@ -122,10 +122,10 @@ class Cluster:
         self.node = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
-        """Return the nodes of so many workers: in proportion to the CPUs of each."""
+        """Return the node ids for `count` workers, in proportion to the nodes' CPUs; not `avoid`, if there is another node."""
         import ray
 
-        # Ray may not know yet that a node is lost. Without any, the bridge is ended soon, as this machine's is lost, too.
+        # Ray may not know yet that a node is lost. If all are, this machine's is too, and _watch() soon ends the bridge.
         while not (alive := [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]):
             time.sleep(REACH_SECONDS)
         cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
@@ -139,7 +139,7 @@ class Cluster:
         return chosen
 
     def start_worker(self, node: str, packages: Iterable[str], again: bool = False) -> Any:
-        """Start an actor on that node. It reserves no CPU: on a full cluster it would wait."""
+        """Start an actor on that node and return its handle. It reserves no CPU, for which it would wait on a full cluster."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -164,7 +164,7 @@ class Actor:
         self._worker = Worker(again)
 
     def fetch(self, index: list, task: list, *where: Any) -> list:
-        """`task`: a reference, in a list so that Ray does not resolve it, to the packed task."""
+        """Return a packed batch. `task`: a list with a reference to the packed task; Ray resolves no references in lists."""
         import ray
 
         return self._worker.fetch(index, functools.partial(ray.get, task[0]), *where)

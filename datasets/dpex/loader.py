@@ -4,7 +4,7 @@
 
 Positional arguments are those of torch's DataLoader; the arguments of this class are given by name. distribute_mode=False is
 torch's own loader, num_workers=0 makes the batches in this process. Worker i % N of N workers makes batch i. Workers are seeded
-as in torch, so that nothing depends on where they run. The data set is sent to each node once.
+as in torch, so the batches do not depend on where they are made. The data set is sent to each node once.
 
 head_address: "auto" is RAY_ADDRESS, else the cluster that this machine has joined with `ray start`, else "local"; "local" is a
 cluster started on this machine; or host:port. head_lost, when the cluster is lost: "local" to go on with workers of this
@@ -34,7 +34,7 @@ from datasets.dpex.client import Bridge, ClusterLost, Workers, bridge
 from datasets.dpex.worker import End
 from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch, begin_worker
 
-DEFAULT_WORKERS = 2  # of a job without --workers
+DEFAULT_WORKERS = 2  # of a job with --workers 0
 
 Sample = TypeVar("Sample", covariant=True)
 
@@ -49,7 +49,7 @@ class DpexDataLoader(DataLoader[Sample]):
         multiprocessing_context: Any = None, generator: Optional[torch.Generator] = None, *, distribute_mode: bool = False,
         head_address: str = "auto", head_lost: str = "local", **others: Any,
     ):  # fmt: skip
-        if isinstance(batch_size, bool):  # in the order of the document that this loader comes from
+        if isinstance(batch_size, bool):  # the order of the original Dpex, where distribute_mode comes second
             raise UserError(
                 f"batch_size={batch_size}: arguments without a name are in the order of torch's DataLoader; give "
                 f"distribute_mode={batch_size} by its name, and head_address too"
@@ -61,7 +61,7 @@ class DpexDataLoader(DataLoader[Sample]):
             )
         self.distribute_mode = bool(distribute_mode) and num_workers > 0
         self.head_address, self.head_lost = head_address, head_lost
-        self._idle_workers: list[Workers] = []  # of passes that are over
+        self._idle_workers: list[Workers] = []  # left by earlier passes
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, **others,
@@ -84,20 +84,20 @@ class DpexDataLoader(DataLoader[Sample]):
 
 @dataclasses.dataclass
 class Pass:
-    """The batches that one pass over the data set has requested of its workers, and has received."""
+    """State of one pass over the data set: the batches that were requested from the workers and have arrived."""
 
-    has_more: list[bool]  # of each worker
-    turns: Iterator[int]  # whose turn it is
-    exhausted: bool = False  # there is nothing left to request
-    sent: int = 0  # numbers of batches
-    next: int = 0
+    has_more: list[bool]  # for each worker; False once its IterableDataset has ended
+    turns: Iterator[int]  # the workers in turn
+    exhausted: bool = False  # the sampler has no more indices
+    sent: int = 0  # number of the next batch to request
+    next: int = 0  # number of the next batch to give, if in order
     requested: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)  # {number: (worker, index)}, until given
     arrived: dict[int, Any] = dataclasses.field(default_factory=dict)  # {number: batch}
 
 
 class RayIterator(_BaseDataLoaderIter):
     """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster. It requests batches
-    ahead, gives them in order, and handles the loss of the cluster."""
+    ahead, gives them in order (unless in_order=False), and handles the loss of the cluster."""
 
     def __init__(self, loader: DataLoader, bridge: Bridge, idle_workers: list[Workers], stop_when_lost: bool):
         generator = torch.default_generator if loader.generator is None else loader.generator
@@ -109,9 +109,9 @@ class RayIterator(_BaseDataLoaderIter):
         self._worker_init_fn, self._batch_size = loader.worker_init_fn, loader.batch_size
         self._context = loader.multiprocessing_context
         self._workers: Optional[Workers] = None  # None: this pass is over, or the cluster is lost
-        self._rest: Iterator = iter(())  # what torch's own workers make after that
+        self._rest: Iterator = iter(())  # batches of torch's own workers, once the cluster is lost
         self._warned, self._passes = False, 0
-        self._awake: set[int] = set()  # the workers that have delivered something
+        self._awake: set[int] = set()  # workers that have delivered something since their start
         self._pass = self._new_pass()
         try:
             idle = idle_workers.pop() if idle_workers else None
@@ -185,7 +185,7 @@ class RayIterator(_BaseDataLoaderIter):
                 raise StopIteration
             ready = now.next if self._in_order else next(iter(now.arrived), None)
             if ready in now.arrived:
-                self._request_ahead(workers, more=1)  # first: where the cluster is lost here, the batch must still be there
+                self._request_ahead(workers, more=1)  # first, so that this batch is not lost if the cluster is
                 data = now.arrived.pop(ready)
                 del now.requested[ready]
                 now.next += 1
@@ -200,7 +200,7 @@ class RayIterator(_BaseDataLoaderIter):
     def _receive(self, workers):
         now = self._pass
         worker = next((its for number, (its, _) in now.requested.items() if number not in now.arrived), None)
-        starts = START_SECONDS if worker not in self._awake else 0  # the timeout is of batches, not of the start of workers
+        starts = START_SECONDS if worker not in self._awake else 0  # the timeout is for batches, not for starting workers
         message = workers.receive(self._timeout + starts if self._timeout else None)
         if message is None:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
@@ -233,7 +233,7 @@ class RayIterator(_BaseDataLoaderIter):
     # --- Without the cluster -----------------------------------------------------------------------------------------------
 
     def _go_on_here(self):
-        """The rest of the pass is loaded by torch's own workers on this machine."""
+        """Load the rest of the pass with torch's own workers on this machine; TrainingFailed with head_lost="stop"."""
         if self._workers:
             self._release.detach()
             self._workers.close()
@@ -249,13 +249,13 @@ class RayIterator(_BaseDataLoaderIter):
                 next(self._rest)
 
     def _loader_here(self, indices, again=False):
-        """torch's loader for these indices; with the seeds of the cluster's workers `again`, or with new ones."""
+        """Return torch's loader for these indices. An IterableDataset starts anew, with the cluster's seeds if `again`."""
         how: dict[str, Any] = {
             "num_workers": self._num_workers, "collate_fn": self._collate_fn, "timeout": self._timeout,
             "worker_init_fn": self._worker_init_fn, "pin_memory": self._pin_memory, "generator": torch.Generator(),
             "multiprocessing_context": self._context, "prefetch_factor": self._prefetch,
         }  # fmt: skip
-        how["generator"].manual_seed(self._base_seed + 1 + self._passes)  # other draws than those that were made
+        how["generator"].manual_seed(self._base_seed + 1 + self._passes)  # so that earlier random draws do not come again
         if self._dataset_kind == _DatasetKind.Iterable:
             if again:
                 how["generator"].set_state(self._generator_state)
@@ -267,7 +267,7 @@ class RayIterator(_BaseDataLoaderIter):
 
 
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
-    """datasets.loader.torch_batches over Ray: `data_set[epoch, ids]` gives a whole batch."""
+    """Return a loader like datasets.loader.torch_batches, over Ray: `data_set[epoch, ids]` gives a whole batch."""
     return DpexDataLoader(
         HandsOnErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
         num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
@@ -275,19 +275,19 @@ def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
 
 
 def _outlive_stop_signals(worker):
-    """A job that is stopped still needs batches until it has saved. Workers on the cluster do not get its signals; those on
-    this machine, after the cluster was lost, do."""
+    """Ignore stop signals in a worker process on this machine (once the cluster is lost), because a stopped job needs batches
+    until it has saved. Workers on the cluster do not get the job's signals."""
     if multiprocessing.parent_process():
         begin_worker(worker)
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """Explain to a CIFAR job that its --workers are on the machines of the cluster."""
+    """Say in a CIFAR job's help that --workers are processes on the Ray cluster."""
     arguments.explain(parser, workers=f"worker processes of each rank on the Ray cluster; 0 means {DEFAULT_WORKERS}")
 
 
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Any, device: torch.device, augment: bool, seed: int, workers: int
 ) -> DeviceLoader:
-    """Return the loader of datasets.cifar10, with its batches from Ray."""
+    """Return the loader of datasets.cifar10 with batches from Ray."""
     return cifar10.loader(data_set, sampler, device, augment, seed, workers, batches)

@@ -1,4 +1,4 @@
-"""The workers of one iterator in the bridge process: Ray actors, and the batches that were requested of each."""
+"""The workers of one iterator in the bridge process: Ray actors, and the batches that were requested from each."""
 
 import contextlib
 import queue
@@ -11,7 +11,7 @@ from common.errors import one_line
 from datasets.dpex.cluster import Cluster
 from datasets.dpex.wire import receive, send
 
-LOSSES = 5  # of one worker in a row, without a batch between them
+LOSSES = 5  # failures of one worker in a row that are tolerated
 
 
 class Pool:
@@ -19,14 +19,14 @@ class Pool:
 
     def __init__(self, connection: socket.socket, cluster: Cluster):
         self._connection, self._cluster, self._sending = connection, cluster, threading.Lock()
-        self._lock = threading.RLock()  # of what follows
+        self._lock = threading.RLock()  # guards the attributes below
         self._actors: list[Any] = []
-        self._nodes: list[Optional[str]] = []  # where they are
-        self._asked: list[queue.SimpleQueue] = []  # of each worker: (epoch, number of the batch, the rest of that request)
+        self._nodes: list[Optional[str]] = []  # where each actor runs
+        self._asked: list[queue.SimpleQueue] = []  # for each worker: (epoch, number, actor, reference, arguments)
         self._epoch, self._task = 0, None
 
     def serve(self) -> None:
-        """Do what the training process asks, until it closes the connection."""
+        """Handle the requests of the training process until it closes the connection; then end the workers."""
         handlers = {"task": self._put_task, "begin": self._begin, "resume": self._resume, "fetch": self._fetch}
         try:
             while True:
@@ -34,7 +34,7 @@ class Pool:
                 try:
                     with self._lock:
                         handlers[verb](*words, *([packed] if packed else []))
-                except Exception as error:  # otherwise the reader would wait for ever
+                except Exception as error:  # otherwise the training process would wait for ever
                     self._fail(self._epoch, error)
         except (EOFError, OSError):
             pass
@@ -42,7 +42,7 @@ class Pool:
             self._close()
 
     def _send(self, message, packed=()):
-        with self._sending, contextlib.suppress(OSError):  # where nobody reads any more, serve() ends
+        with self._sending, contextlib.suppress(OSError):  # if the connection is closed, serve() ends
             send(self._connection, message, packed)
 
     def _fail(self, epoch, error):
@@ -66,7 +66,7 @@ class Pool:
         self._actors[worker] = self._nodes[worker] = None
 
     def _put_task(self, epoch: int, packed: list):
-        """Data set and collate_fn go into the object store once; from there Ray copies them to each node once."""
+        """Put the task (data set, collate_fn and so on) into Ray's object store, from which Ray copies it to each node once."""
         import numpy
         import ray
 
@@ -74,7 +74,7 @@ class Pool:
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
     def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str]):
-        """Begin a new epoch with a new copy of the data set. The actors stay, except where nodes were added or lost."""
+        """Begin an epoch for which the workers copy the data set anew. Actors stay unless nodes were added or lost."""
         self._epoch = self._begun = epoch
         self._base_seed, self._packages, self._counts, self._places = base_seed, packages, [()] * count, [0] * count
         for worker in range(len(self._asked), count):
@@ -95,7 +95,7 @@ class Pool:
         self._nodes[worker], self._actors[worker] = node, self._cluster.start_worker(node, self._packages, again)
 
     def _resume(self, epoch: int):
-        """Another epoch with the same copy."""
+        """Begin another epoch with the copies of the data set that the workers have."""
         self._counts = [(*before, place) for before, place in zip(self._counts, self._places)]
         self._epoch, self._places = epoch, [0] * len(self._places)
 
@@ -106,7 +106,7 @@ class Pool:
         self._asked[worker].put((self._epoch, number, actor, actor.fetch.remote(*what), what))
 
     def _deliver(self, worker):
-        """Pass its batches on, in the order in which they were asked for; in a thread of its own."""
+        """Send a worker's batches in the order in which they were requested. Runs in a thread for each worker."""
         import ray
 
         losses = 0
@@ -131,18 +131,18 @@ class Pool:
                         break
                     if is_new:
                         self._send(("lost", epoch, worker, _words(error)))
-            packed = reference = what = None  # else the object store would keep them until the next one is there
+            packed = reference = what = None  # else the object store would keep them until the next batch
 
     def _actor_for_another_try(self, worker, actor, error, losses) -> tuple[Any, bool]:
-        """Return (the actor, whether it is new). A lost worker has another one in its place, on another node if possible: it
-        makes what was not delivered. Else the batch is lost in its node's object store, or that is full; or it is hopeless."""
+        """Return (the actor that makes the batch again, whether it is new). A lost worker is replaced, on another node if
+        possible; if the object store lost the batch or is full, the worker stays. Else, or after LOSSES, raise the error."""
         import ray.exceptions as known
 
         of_the_batch = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
         cause = error.cause if isinstance(error, known.RayTaskError) else error
         if losses > LOSSES or not isinstance(cause, known.RayError) or isinstance(cause, known.RuntimeEnvSetupError):
             if self._actors[worker] is actor:
-                self._end(worker)  # the next epoch begins with another
+                self._end(worker)  # the next epoch starts another one
             raise error
         is_lost = not isinstance(cause, of_the_batch) and self._actors[worker] is actor
         if is_lost:

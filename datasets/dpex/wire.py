@@ -18,7 +18,7 @@ LENGTH = struct.Struct("!Q")
 
 class Packed(NamedTuple):
     parts: list  # the pickle, and the buffers that it leaves out
-    modules: set[str]  # that the reader needs
+    modules: set[str]  # names of the modules that unpickling needs
 
 
 def pack(value: object) -> Packed:
@@ -29,7 +29,7 @@ def pack(value: object) -> Packed:
         def reducer_override(self, thing):
             module = getattr(thing, "__module__", None) if isinstance(thing, NAMED) else type(thing).__module__
             modules.add(module)
-            if type(thing) in (torch.TypedStorage, torch.UntypedStorage):  # torch would make a file of it
+            if type(thing) in (torch.TypedStorage, torch.UntypedStorage):  # torch would embed a file of torch.save()
                 content = torch.empty(0, dtype=torch.uint8).set_(getattr(thing, "_untyped_storage", thing))
                 return _stored, (content.numpy(), getattr(thing, "dtype", torch.uint8))
             if type(thing) is torch.Tensor and _is_a_part(thing):
@@ -41,16 +41,16 @@ def pack(value: object) -> Packed:
     return Packed([file.getvalue(), *(buffer.raw() for buffer in buffers)], modules)
 
 
-NAMED = (type, type(pack))  # classes and functions have a module of their own, other objects that of their class
+NAMED = (type, type(pack))  # classes and functions have a __module__ of their own; for other objects the class's counts
 
 
 def unpack(parts: Sequence) -> Any:
-    """Use it only for what a process that this job started has packed: unpickling runs code."""
+    """Return a packed value. Only for values that a process of this job has packed: unpickling runs code."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
 def _is_a_part(tensor):
-    """Whether it is a part of a larger storage, which would come with it."""
+    """Return whether the tensor is a part of a larger storage, all of which would be pickled."""
     plain = str(tensor.layout) == "torch.strided" and not tensor.is_nested
     return plain and tensor.nbytes < tensor.untyped_storage().nbytes()
 
@@ -62,7 +62,7 @@ def _stored(content, dtype):
 
 
 def source_packages(modules: Iterable[str]) -> set[str]:
-    """Return the folders of those top-level packages that are not installed: they are part of the user's program."""
+    """Return the folders of the modules' top-level packages that are not installed, but part of the user's program."""
     installed = (*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     folders = set()
     for name in {str(module).split(".")[0] for module in modules if module}:
@@ -73,7 +73,7 @@ def source_packages(modules: Iterable[str]) -> set[str]:
 
 
 def send(connection: socket.socket, message: object, parts: Sequence = ()) -> None:
-    """Send a message to a process of this user on this machine. `parts`: of something packed."""
+    """Send a message to a process of this user on this machine. `parts`: those of a packed value."""
     header = pickle.dumps((message, [len(part) for part in parts]))
     connection.sendall(LENGTH.pack(len(header)) + header)
     for part in parts:
@@ -81,7 +81,7 @@ def send(connection: socket.socket, message: object, parts: Sequence = ()) -> No
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[memoryview]]:
-    """Return the next message, and the parts that came with it."""
+    """Wait for the next message and return it with its parts; EOFError if the connection was closed."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
     message, lengths = pickle.loads(_read(connection, length))
     return message, [_read(connection, length) for length in lengths]

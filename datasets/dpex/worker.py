@@ -1,4 +1,4 @@
-"""One worker of a loader, as it runs on a node of the Ray cluster. It does what a worker process of torch's DataLoader does."""
+"""A loader's worker on a node of the Ray cluster. It does what a worker process of torch's DataLoader does."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from common import malloc
 from datasets.dpex.wire import pack, unpack
 from datasets.loader import collate_in_own_memory
 
-OTHER = 1_000_003  # far from the seeds of other workers, and in the lower 32 bits: torch's generator takes no more
+OTHER = 1_000_003  # far from other workers' seeds in the lower 32 bits, which are all that torch's CPU generator uses
 
 
 class End:
@@ -24,7 +24,7 @@ class End:
 
 
 class Worker:
-    """Makes one batch after the other. Each request is complete in itself, as this worker may replace a lost one (`again`)."""
+    """Makes batches on request. Each request is complete in itself, because the worker may replace a lost one (`again`)."""
 
     def __init__(self, again: bool):
         self._again, self._epoch, self._is_stream = again, None, False
@@ -35,10 +35,10 @@ class Worker:
     def fetch(
         self, index: list, task: Callable, worker: int, seed: int, epoch: int, counts: tuple[int, ...], place: int
     ) -> list:
-        """Return a batch, the error that it ended in, or End; packed.
+        """Return a batch, an ExceptionWrapper with the error, or End; packed.
 
-        An epoch begins with a new copy of the data set, from `task`. Of an IterableDataset there were passes with so many
-        batches, `counts`, and `place` batches of the present one.
+        A new `epoch` begins with a new copy of the data set, which `task()` returns. `counts`: how many batches each earlier
+        pass over this copy has requested; `place`: how many the present pass has. Only an IterableDataset needs them.
         """
         if is_new := epoch != self._epoch:
             self._epoch, self._draws_anew, self._again = epoch, self._again, False
@@ -54,12 +54,12 @@ class Worker:
 
     def _begin(self, task, worker, seed):
         self._worker = worker
-        # A copy of its own, because a data set may be written to: all workers of the node share the object store's.
+        # The worker has its own copy, because a data set may write to itself; the object store's is shared by all workers.
         self._task = unpack(list(map(bytearray, task())))
         self._is_stream = self._task["kind"] == _DatasetKind.Iterable
         with contextlib.suppress(OSError):
             os.chdir(self._task["folder"])  # paths in the data set may be relative
-        # The batches of a stream follow from the seed; else a replacement's draws differ from those that were made.
+        # A replacement repeats a stream with the same seed. For other data sets it must not repeat the lost worker's draws.
         self._seed(seed if self._is_stream or not self._draws_anew else seed + OTHER * os.getpid())
         if self._task["worker_init_fn"]:
             self._task["worker_init_fn"](worker)
@@ -90,7 +90,7 @@ class Worker:
         return self._fetcher.fetch(index)
 
     def _catch_up(self, place):
-        """What the worker that was lost has given of a stream comes again, up to there: also its errors, which were told."""
+        """Skip the batches of a stream before `place`, and their errors: a lost worker has already delivered them."""
         while self._is_stream and self._place[1] < place:
             self._place = self._place[0], self._place[1] + 1
             with contextlib.suppress(Exception):

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-# Each name is imported when it is first asked for: what it needs, few scripts have.
+# Modules are imported on first use of a name: few scripts have the packages that all of them need.
 NAMES = {
     "Dataset": "datasets.facade",
     "HybridTrainPipe": "datasets.drop_in.article",

@@ -6,9 +6,9 @@
     loader = DaliIteratorCPU(pipelines=pipe, size=pipe.epoch_size("Reader"), mean=MEAN, std=STD)
     for images, labels in loader: ...
 
-`mean` and `std` are of pixels from 0 to 255. Without a GPU, or with device_id=None, the same operators run on the CPU, the
-labels stay on the CPU, and nothing is pinned. The last batch of an epoch has the remaining samples, so the size of a data set
-need not be a multiple of the batch size. next() raises the errors of the thread that loads.
+`mean` and `std` are of pixels from 0 to 255. Without an NVIDIA GPU, or with device_id=None, a pipeline runs the same operators
+on the CPU and leaves the labels there. DaliIteratorCPU moves batches to the accelerator, if there is one. The last batch of an
+epoch has the remaining samples. next() raises the errors of the thread that loads.
 """
 
 import functools
@@ -25,23 +25,23 @@ from datasets.loader import ahead
 READER = "Reader"  # the name that the article's scripts ask for: pipe.epoch_size("Reader")
 DEVICE_PADDING, HOST_PADDING = 211025920, 140544512  # bytes that nvJPEG needs for the largest photographs of ImageNet
 ATTEMPTS, RATIO = 100, [0.8, 1.25]  # of the random crop
-AHEAD = 5  # batches that wait for the loop, at most
+AHEAD = 5  # batches that DaliIteratorCPU prepares ahead, at most
 
 
 def __getattr__(name: str) -> Any:
-    """The pipelines are subclasses of DALI's, so they are made when one is first used."""
+    """Create the pipeline classes on first use: they are subclasses of a class of DALI, which is imported then."""
     if name in ("HybridTrainPipe", "HybridValPipe"):
         return _pipelines()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def computes_on() -> torch.device:
-    """Return the GPU that this process uses, or the CPU."""
+    """Return the accelerator that this process uses, or the CPU."""
     return devices.current() if devices.available() else torch.device("cpu")
 
 
 class _Place:
-    """Where a pipeline decodes and where it does the rest."""
+    """Where a pipeline decodes and where it runs the other operators. Prints the choice."""
 
     def __init__(self, device_id: Optional[int], dali_cpu: bool) -> None:
         self.device_id = device_id if devices.is_nvidia(computes_on()) else None
@@ -62,7 +62,7 @@ def _pipelines() -> dict[str, type]:
     from nvidia.dali.pipeline import Pipeline
 
     class Pipe(Pipeline):
-        """A subclass may resize faster: interp_type, antialias = types.INTERP_LINEAR, False"""
+        """Base of both pipelines. A subclass may resize faster: interp_type, antialias = types.INTERP_LINEAR, False"""
 
         interp_type: Any = types.DALIInterpType.INTERP_TRIANGULAR  # as torchvision resizes
         antialias = True
@@ -71,7 +71,7 @@ def _pipelines() -> dict[str, type]:
             return fn.resize(images, interp_type=self.interp_type, antialias=self.antialias, **size)
 
     class HybridTrainPipe(Pipe):
-        """Cropped and flipped at random. dali_cpu=True: uint8 (H, W, 3), which DaliIteratorCPU normalises; else normalised."""
+        """Crops and flips at random. Gives normalised (3, H, W), or with dali_cpu=True uint8 (H, W, 3) for DaliIteratorCPU."""
 
         def __init__(
             self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int,
@@ -79,7 +79,7 @@ def _pipelines() -> dict[str, type]:
             shuffle: bool = True, fp16: bool = False, min_crop_size: float = 0.08,
         ) -> None:  # fmt: skip
             self._place = _Place(device_id, dali_cpu)
-            super().__init__(batch_size, num_threads, self._place.device_id)  # without a seed: another order each time
+            super().__init__(batch_size, num_threads, self._place.device_id)  # no seed: another order in each run
             self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle)
             self._crop, self._area = crop, [min_crop_size, 1.0]
             self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
@@ -97,7 +97,7 @@ def _pipelines() -> dict[str, type]:
             return fn.flip(images, horizontal=coin), _beside(labels, self._place)
 
     class HybridValPipe(Pipe):
-        """The middle of each photograph, whose short side has been resized to `size`."""
+        """Gives the middle of each photograph, its short side resized to `size`, in the formats of HybridTrainPipe."""
 
         def __init__(
             self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int, size: int,
@@ -124,7 +124,7 @@ def _pipelines() -> dict[str, type]:
 
 
 def _files(data_dir, local_rank, world_size, **how) -> dict[str, Any]:
-    """Each shard ends with its last sample, repeated, where it has fewer than another one; the iterators leave that out."""
+    """Return the options of DALI's reader. It fills up a shard by repeating the last sample, which the iterators leave out."""
     return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **how}
 
 
@@ -136,14 +136,14 @@ def _normalisation(mean, std, crop, fp16) -> dict[str, Any]:
 
 
 def _beside(labels, place):
-    """Return the labels where the GPU's network will want them."""
+    """Return the labels, on the GPU if the pipeline uses one."""
     return labels if place.device_id is None else labels.gpu()
 
 
 class DaliIterator:
-    """Gives (images, labels) of the pipelines. Each loop over it is one epoch.
+    """Gives (images, labels) of a pipeline, or of a list with one pipeline. Each loop over it is one epoch.
 
-    `size`: samples of this shard in an epoch. Other arguments are ignored: those of DaliIteratorCPU may be given, too.
+    `size`: number of samples of this shard in an epoch. Other arguments, such as those of DaliIteratorCPU, are ignored.
     """
 
     def __init__(self, pipelines: Any, size: float, **_others: Any) -> None:
@@ -167,7 +167,7 @@ class DaliIterator:
 
 
 def _ends(pipeline, size):
-    """How DALI's iterator knows that an epoch is over: from the reader, which knows its shard; else from the number."""
+    """Return the arguments that tell DALI's iterator when an epoch ends: the reader if `size` is its shard's, else `size`."""
     reader = pipeline.reader_meta().get(READER)
     if reader and size == math.ceil(reader["epoch_size"] / reader["number_of_shards"]):
         return {"reader_name": READER}
@@ -189,7 +189,7 @@ class DaliIteratorGPU(DaliIterator):
 
 
 class DaliIteratorCPU(DaliIterator):
-    """Iterates over a pipeline that gives uint8 (H, W, 3): a thread moves and normalises batches, up to five ahead."""
+    """Iterates over a pipeline that gives uint8 (H, W, 3). A thread moves batches to the device and normalises them."""
 
     _has_thread = True
 
@@ -199,7 +199,7 @@ class DaliIteratorCPU(DaliIterator):
     ) -> None:  # fmt: skip
         super().__init__(**kwargs)
         print("Using DALI CPU iterator")
-        self._epoch: Any = None  # its batches, while it lasts
+        self._epoch: Any = None  # the iterator over the present epoch's batches; None between epochs
         self._device = computes_on()
         self._how = (self._device, torch.float16 if fp16 else torch.float32, mean, std, pin_memory)
 
@@ -209,7 +209,7 @@ class DaliIteratorCPU(DaliIterator):
             self._epoch = ahead(batches, AHEAD) if self._has_thread else batches
         try:
             images, labels, ready = next(self._epoch)
-        except BaseException:  # the end of the epoch, or what went wrong in the thread, which has ended
+        except BaseException:  # the end of the epoch, or an error of the thread, which has ended
             self._epoch = None
             raise
         if ready:
@@ -220,22 +220,22 @@ class DaliIteratorCPU(DaliIterator):
         return images, labels
 
     def close(self) -> None:
-        """End the thread, as deleting the iterator does; what it has loaded ahead is lost."""
+        """End the thread, as deleting the iterator does. Batches that it has loaded ahead are lost."""
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None
 
 
 class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
-    """Does the same without the thread: each batch is moved and normalised when the loop asks for it."""
+    """A DaliIteratorCPU without the thread: each batch is moved and normalised when the loop asks for it."""
 
     _has_thread = False
 
 
 def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:
-    """Yield (images, labels, an event after the work on them) until the end of the epoch; on a GPU from a stream of its own.
+    """Yield (images, labels, event) until the epoch ends; the event follows the work on a side stream, and is None on a CPU.
 
-    It knows nothing of the iterator that it is for, which would else never be deleted.
+    A method would keep the iterator alive in its own thread, so that it could not be deleted.
     """
     devices.use(device)
     stream = devices.side_stream(device)

@@ -21,14 +21,14 @@ from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler, InOrder
 from datasets.synthetic import ColouredNoise
 
-# The document's five, and those of the script that it patches.
+# The five of Alibaba's document, then those of NVIDIA's script that it patches.
 DATA_BACKEND_CHOICES = ["pytorch", "syntetic", "kspeed", "dali-kspeed", "dali", "synthetic", "dali-gpu", "dali-cpu"]
 
 Get = Callable[..., tuple["Loader", int]]
 
 
 class Loader:
-    """(images, targets) of each batch; `targets` are class numbers, or with `one_hot` a row of zeros with a one for each."""
+    """Gives (images, targets) of each batch, one epoch per loop. Targets are class numbers, or with `one_hot` float vectors."""
 
     def __init__(self, loader: Any, sampler: Any, num_classes: int, one_hot: bool, start_epoch: int = 0) -> None:
         self._loader, self._sampler, self._num_classes, self._one_hot = loader, sampler, num_classes, one_hot
@@ -101,7 +101,7 @@ def get_synthetic_loader(
     workers: Optional[int] = None, _worker_init_fn: Optional[Callable] = None,
     memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
 ) -> tuple[Loader, int]:  # fmt: skip
-    """Return one batch of noise that stays on the device, for as many steps as ImageNet has; the original has no end."""
+    """Return (loader, steps per epoch): one batch of noise again and again, as many as ImageNet has; NVIDIA's never ends."""
     noise = ColouredNoise(imagenet.IMAGENET["train"], image_size, num_classes, seed=0)
     sampler = EpochSampler(len(noise), batch_size, seed=0)
     loader = _sharded(noise, sampler, 0, "synthetic", prefetch_factor, memory_format)

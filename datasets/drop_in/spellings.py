@@ -1,6 +1,6 @@
 """Translate the options of NVIDIA's ResNet-50 script and of the DALI article to those of jobs/train_imagenet.py.
 
-Both begin a command with a folder, without an option in front. Such a command also gets their defaults (--recipe nvidia).
+Both take the folder of the data as a word without an option. Such a command also gets the defaults of --recipe nvidia.
 """
 
 import argparse
@@ -11,14 +11,14 @@ from common.typed import YES_OR_NO, boolean
 
 FIRST_WORD = ("--data_url", "--recipe=nvidia")
 
-# {theirs: ours}, each with its value. Underscores and dashes are alike in what begins with two dashes.
+# {their option: ours}. Each has a value. Dashes in the names count as underscores, except at the beginning.
 NAMES = {
     "-a": "--arch", "-b": "--batch_size", "-j": "--workers", "-p": "--print_freq", "-v": "--val_batch_size",
     "--learning_rate": "--lr", "--wd": "--weight_decay", "--optimizer_batch_size": "--total_batch",
     "--lr_schedule": "--schedule", "--use_ema": "--ema", "--workspace": "--output_dir",
 }  # fmt: skip
 
-# {theirs, without a value: ours}
+# {their flag: our option with its value}
 FLAGS = {
     "--amp": "--amp_dtype=float16", "--fp16": "--amp_dtype=float16", "--dynamic_loss_scale": "--growth_interval=100",
     "--no_checkpoints": "--checkpoints=false", "--save_checkpoints": "--checkpoints=true", "-e": "--evaluate=true",
@@ -26,7 +26,7 @@ FLAGS = {
     "--use_dali": "--data_backend=dali-gpu", "--dali_cpu": "--data_backend=dali-cpu",
 }  # fmt: skip
 
-# {theirs: what to say of it}. Those of the first table have a value.
+# {their option: the remark that explains why it has no effect}. Options of the first table have a value.
 NOTHING_WITH_A_VALUE = {
     "--jit": "TorchScript is not used here: --compile true makes the network faster",
     "--checkpoint_filename": "checkpoints have the number of their samples as names, and an epoch's weights are epoch_N.pth",
@@ -42,14 +42,14 @@ NOTHING = {
     "--pretrained": "nothing is downloaded here: fetch the weights and give --weights FILE",
     "--test": "for a run of few steps give --max_steps 10",
 }
-UNSET = "-1"  # how that program writes that one of these is not given
+UNSET = "-1"  # value with which NVIDIA's script takes an option of MAY_BE_UNSET as not given
 MAY_BE_UNSET = {"--optimizer_batch_size", "--run_epochs", "--early_stopping_patience", "--prof"}
-WEAKER = {"--use_dali": "--dali_cpu"}  # {theirs: the flag beside which it says nothing}
-BARE_VALUES = {"--prof": "100"}  # the article's has no number
+WEAKER = {"--use_dali": "--dali_cpu"}  # {their flag: the flag that overrides it}
+BARE_VALUES = {"--prof": "100"}  # the article's --prof has no number
 
 
 def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (the words in this repository's spelling, what to say of those without a meaning here)"""
+    """Return (the command line with our options, remarks about options that have no effect here)."""
     given, remarks, words = [], [], list(reversed(argv))
     names = {_split(word)[0] for word in argv}
     first = FIRST_WORD[0] not in names
@@ -64,7 +64,7 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
         elif name in FLAGS:
             wanted = _spelled_out(value, words)
             if wanted is None:
-                given.append(word)  # to be refused
+                given.append(word)  # argparse will refuse it
             elif wanted and WEAKER.get(name) not in names:
                 given.append(FLAGS[name])
         elif name in NOTHING or name in NOTHING_WITH_A_VALUE:
@@ -85,7 +85,7 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
 
 
 def _split(word):
-    """Return (name, value or None): of --name=value, -jVALUE, and --name alone."""
+    """Split --name=value or -jVALUE into (name, value); the value of --name alone is None. Long names get underscores."""
     if short := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
         return (short[1], short[2]) if short[1] in NAMES else (word, None)
     name, equals, value = word.partition("=")
@@ -93,21 +93,21 @@ def _split(word):
 
 
 def _value(value, words):
-    """Return the value of an option: behind its =, or the next word."""
+    """Return an option's value: the given one, else the next word, which is taken off `words`; None if there is neither."""
     if value is None and words and not words[-1].startswith("--"):
         return words.pop()
     return value
 
 
 def _spelled_out(value, words):
-    """Whether a flag is wanted, since consoles write it with a value; None where that is neither true nor false."""
+    """Return whether a flag is set. Its value, if it has one, is taken off `words`; None if that is neither true nor false."""
     if value is None and words and words[-1].strip().lower() in YES_OR_NO:
         value = words.pop()
     return YES_OR_NO.get((value or "true").strip().lower())
 
 
 def _takes_next(parser, name, words):
-    """Whether the next word is the value of this option of ours, or of one that no job knows."""
+    """Return whether the next word is the value of this option: one of ours that takes a value, or one that no job knows."""
     if not words or words[-1].startswith("--"):
         return False
     action = parser._option_string_actions.get(name)

@@ -14,7 +14,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """KSpeedImageFolder is made when it is first used: it needs torchvision, and nothing else here does."""
+    """Create KSpeedImageFolder on first use: it needs torchvision, and nothing else here does."""
     if name == "KSpeedImageFolder":
         from datasets.kspeed import drop_in
 

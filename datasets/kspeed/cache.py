@@ -19,7 +19,7 @@ from datasets.kspeed import memcached
 from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Unfit
 
 PORT = 11211
-MOST_WRONG = 3  # wrong answers until a server is left alone
+MOST_WRONG = 3  # after so many wrong answers a server is left alone for a while
 MAGIC = b"ARC1"
 HASHED_KEY = 20  # bytes
 
@@ -29,7 +29,7 @@ Key = Union[str, bytes]
 
 
 class SampleCache:
-    """get and set, for threads and forked processes (each with its own connections) and spawned ones (it can be pickled)."""
+    """Client for threads and for forked or spawned processes, each with its own connections. `deadline`: seconds for a get."""
 
     def __init__(self, servers: Servers, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05):
         try:
@@ -42,12 +42,12 @@ class SampleCache:
             raise UserError("--kspeed_user or KSPEED_PASSWORD contains a space, at which memcached ends a user: choose others")
         self.servers, self.deadline = addresses(servers), deadline
         self.login = f"{user} {password}".encode() if user else None
-        self.too_large: dict[Server, int] = {}  # the smallest size that each server refused
+        self.too_large: dict[Server, int] = {}  # bytes, with the header, of the smallest value that each refused
         self._secret = hashlib.sha256(password.encode()).digest() if password else b""
         self._start()
 
     def _start(self):
-        self._reported = mmap.mmap(-1, len(self.servers))  # a byte each, shared with forked workers: they report an outage once
+        self._reported = mmap.mmap(-1, len(self.servers))  # a byte each; forked workers share it, so an outage is logged once
         self._wrong = dict.fromkeys(self.servers, 0)
         self._failing: set[Server] = set()
         self._start_process()
@@ -63,28 +63,28 @@ class SampleCache:
         self._start()
 
     def get(self, key: Key) -> Optional[bytes]:
-        """Return the sample, or None."""
+        """Return the sample; None if it is not there or damaged, or if its server does not answer."""
         return self.get_many([key])[key]
 
     def get_many(self, keys: Iterable[Key]) -> dict[Any, Optional[bytes]]:
-        """Return {key: the sample, or None}; one request to each server for all that it may have."""
+        """Return {key: sample or None}, with one request to each server for all samples that it may have."""
         hashed = {key: self._hashed(key) for key in keys}
         samples = self._fleet().get_many([name for name, _ in hashed.values()], seals=dict(hashed.values()))
         return {key: samples.get(name) for key, (name, _) in hashed.items()}
 
     def set(self, key: Key, content: bytes) -> str:
-        """STORED, TOO_LARGE or NOT_STORED; a job may ignore it."""
+        """Store a sample. Return STORED, TOO_LARGE or NOT_STORED, which a job may ignore."""
         if len(content) > LARGEST:
             return TOO_LARGE
         name, seal = self._hashed(key)
         return self._fleet().set(name, self.header(seal, content) + content) or NOT_STORED
 
     def has(self, key: Key) -> bool:
-        """Whether a value is stored under this key; it is neither transferred nor verified."""
+        """Return whether a server says that it has a value for this key. The value is neither transferred nor verified."""
         return bool(self._fleet().touch(self._hashed(key)[0]))
 
     def delete(self, key: Key) -> bool:
-        """Whether there was something to delete."""
+        """Delete a sample. Return whether its server had it; False also if the server does not answer."""
         return bool(self._fleet().delete(self._hashed(key)[0]))
 
     def status(self) -> dict[Server, Optional[dict[str, Any]]]:
@@ -99,19 +99,19 @@ class SampleCache:
         return statistics
 
     def unreached(self) -> list[Server]:
-        """Return the servers that failed when this process last asked them."""
+        """Return the servers that failed and have not answered this process on a new connection since."""
         return [server for server in self.servers if server in self._failing]
 
     # --- Keys and values ---
 
     def _hashed(self, key):
-        """Return (the name of this key on the server, the secret of its checksum). A hash cannot contain a command."""
+        """Return (name of this key on the server, secret for its checksum). A hash as the name cannot contain a command."""
         key = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
         digest = hashlib.blake2b(key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample").digest()
         return digest[:HASHED_KEY].hex(), digest[HASHED_KEY:]
 
     def header(self, seal: bytes, content: bytes) -> bytes:
-        """What is stored before this content under this key; it cannot be made without the password, where there is one."""
+        """Return the header to store before the content. `seal`: the key's secret. A password protects it from forgery."""
         if self._secret:
             checksum = hmac.digest(seal, content, "sha256")[:16]
         else:
@@ -130,7 +130,7 @@ class SampleCache:
         return fleet
 
     def answered(self, server: Server) -> None:
-        """Note an answer on a new connection: an outage is over, whichever process reported it."""
+        """Record an answer on a new connection, and print that an outage is over if this or a forked process reported one."""
         self._failing.discard(server)
         place = self.servers.index(server)
         with self._lock:
@@ -145,12 +145,13 @@ class SampleCache:
         self._warn_once(server, DOWN, what)
 
     def is_wrong(self, server: Server, error: Union[Exception, str]) -> None:
-        """One wrong answer is a miss; after every MOST_WRONG of them the server is left alone for a while."""
+        """Count a wrong answer, which is a miss. At every MOST_WRONG of them raise Unfit, so that the server is left alone."""
         self._wrong[server] += 1
         if self._wrong[server] % MOST_WRONG == 0:
             self.leave_alone(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
 
     def leave_alone(self, server: Server, kind: int, what: str) -> None:
+        """Warn once, and raise Unfit: after it pymemcache leaves the server alone for LEFT_ALONE seconds."""
         self._failing.add(server)
         self._warn_once(server, kind, what)
         raise Unfit(what)
@@ -168,7 +169,7 @@ class SampleCache:
 
 
 def addresses(iplist: Servers) -> list[Server]:
-    """Return [(host, port)], without duplicates; a server without a port has memcached's own."""
+    """Return [(host, port)] without duplicates. A server without a port gets memcached's default port."""
     entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
     servers = []
     for entry in filter(None, (entry.strip() for entry in entries)):

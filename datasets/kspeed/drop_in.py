@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class KSpeedFolder:
-    """The files below a folder. Each path is one that `open` accepts."""
+    """Reads the files below a folder through the cache. Paths are complete, as for open(), not relative to the folder."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class KSpeedFolder:
         return os.stat(path).st_size
 
     def preload(self, paths: Sequence[str]) -> None:
-        """Put the files into the cache before the first epoch, `workers` at a time."""
+        """Put the files into the cache before the first epoch, with `workers` threads, or samples.THREADS if that is 0."""
         put = functools.partial(samples.put, self.cache)
         collections.deque(samples.for_each(self.root, paths, self.workers or samples.THREADS, put), maxlen=0)
 
@@ -84,7 +84,7 @@ def image_folder() -> type:
         def make_dataset(
             directory: Union[str, Path], class_to_idx: dict[str, int], *_given: Any, **_how: Any
         ) -> list[tuple[str, int]]:
-            """Return the files of all classes, as torchvision finds them; it would leave out a folder that cannot be listed."""
+            """Return [(path, class number)] in torchvision's order. A folder that cannot be listed is an error here."""
             folder = os.fspath(directory)
             names = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
             if empty := [label for label, found in names.items() if not found]:
@@ -102,9 +102,9 @@ def image_folder() -> type:
 
 
 class KSpeedCallable(KSpeedFolder):
-    """The (bytes, label) of each sample for DALI's fn.external_source(parallel=True, batch=False, num_outputs=2).
+    """Gives (bytes, label) of a sample to DALI's fn.external_source(parallel=True, batch=False, num_outputs=2).
 
-    Every epoch has its own order of all files. Each shard takes its part of it; an incomplete last batch is left out.
+    Every epoch has its own order of all files. Each shard takes an equal part of it; an incomplete last batch is left out.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class KSpeedCallable(KSpeedFolder):
         self.perm, self.last_seen_epoch = np.empty(0, np.int64), None
 
     def load(self) -> Any:
-        """Return the vendor's KSpeedFolder, or this one. Called in DALI's worker process, before its first sample."""
+        """Return the vendor's KSpeedFolder if installed, else this object. Called in DALI's worker before its first sample."""
         vendors = samples.vendors_folder()
         return vendors(self.root, None, self.workers, *self._login) if vendors else self
 

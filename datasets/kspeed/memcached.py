@@ -1,18 +1,18 @@
-"""A memcached client on pymemcache, with replacements for what pymemcache lacks or takes 1.3 times the CPU time for.
+"""A memcached client on pymemcache. It adds what pymemcache lacks, and replaces what costs it 1.3 times the CPU time or more.
 
 pymemcache speaks the protocol, keeps the connections, chooses the server of a key, and leaves a failed server alone for a
 while. A get of 110 KB from three servers takes 64 us of CPU time with this client and 165 us with pymemcache's HashClient, both
 without a checksum, and 100 us with this client and the checksum. With eight threads it takes 405 us with the checksum, and 712
 us with a HashClient that has a pool. Replaced or added are:
 
-- The score of the hash: pymemcache's, in Python, makes a get 1.8 times as expensive, with ten servers 2.0 times.
+- The hash that chooses a server: pymemcache's, in Python, makes a get 1.8 times as expensive, with ten servers 2.0 times.
 - A value is received at its length and not copied again: pymemcache's pieces of 4 KB make a get 2.6 times as expensive.
 - A deadline for the whole operation. pymemcache's timeouts, here 0.05 s, begin anew with every call: a server that sent a byte
-  every 10 ms held it up for as long as it sent, and ours for 51 ms. The deadline costs 3 to 8 % of a get.
-- The same for the name server: where that took 1 s, pymemcache took 1 s and ours 50 ms. It costs a new connection 175 us.
+  every 10 ms delayed it for as long as it sent, and this client for 51 ms. The deadline costs 3 to 8 % of a get.
+- A deadline for the name lookup. Where that took 1 s, pymemcache took 1 s and this client 50 ms. It costs a connection 175 us.
 - A client for each thread: a HashClient shared by threads raised exceptions in 10 of 20 trials in which a server died.
 - A connection that the server has closed, as after a restart, is opened again at once: pymemcache gives a miss.
-- The login of memcached -Y, lengths that no sample has, samples that a server refused as too large, what is said of a server.
+- The login of memcached -Y; checks of lengths; no retry of samples that are too large for a server; log lines about servers.
 
 `python -m tests.benchmarks.memcached` takes these figures again; they and the hardware are in tests/benchmarks/RESULTS.md.
 """
@@ -26,15 +26,15 @@ import threading
 import time
 from typing import Any
 
-LEFT_ALONE = 30  # seconds until a server that was no help is asked again
+LEFT_ALONE = 30  # seconds until a server that failed is asked again
 END = b"\r\n"  # of a line, and of a value
 LARGEST = 64 << 20  # bytes of a sample; more would not come within the deadline over a fast network
 STORED, TOO_LARGE, NOT_STORED = "stored", "too large", "not stored"
 
-# What is stored: this, and then the sample as it is.
+# Stored before each sample.
 HEADER = struct.Struct(">4sI16s")  # magic, length of the sample, checksum over key and sample
 
-# What is said of a server, once each.
+# Kinds of warnings about a server (bits); each is logged once, DOWN once for every outage.
 DOWN, WRONG, LOGIN, OPEN = 1, 2, 4, 8
 
 
@@ -43,7 +43,7 @@ class Unfit(OSError):
 
 
 class _Network:
-    """The socket module as pymemcache needs it, for the connections of one thread: every operation has a deadline."""
+    """Takes the place of the socket module in pymemcache, for one thread's connections, and gives each operation a deadline."""
 
     def __init__(self, cache):
         self.cache, self._until, self._found = cache, 0.0, {}
@@ -66,12 +66,12 @@ class _Network:
         return made
 
     def getaddrinfo(self, host, port, *how):
-        """A name server has no deadline: what it says too late is there the next time."""
+        """Look up a name in a thread, as getaddrinfo takes no timeout, and wait until the deadline. A late answer is kept."""
 
         def ask():
             try:
                 found = socket.getaddrinfo(host, port, *how)
-                self._found[host, port] = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)  # memcached's own choice
+                self._found[host, port] = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)  # pymemcache tries one
             except (OSError, UnicodeError) as error:
                 failed.append(error)
 
@@ -107,7 +107,7 @@ class _Socket(socket.socket):
 
 
 def connect(cache: Any) -> Any:
-    """Return the servers as one client: a key has its place, and the others take the places of a server that is left alone."""
+    """Return one client for all servers. Each key belongs to a server; while that is left alone, to one of the others."""
     from pymemcache.client.rendezvous import RendezvousHash
 
     network = _Network(cache)
@@ -121,7 +121,7 @@ def connect(cache: Any) -> Any:
 
 
 def _score(text, _seed):
-    """Return a hash, in a tenth of the time that pymemcache's own hash takes in Python."""
+    """Return a hash of the text, in a tenth of the time that pymemcache's hash in Python takes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -132,12 +132,12 @@ def _fleet_class():
     from pymemcache.exceptions import MemcacheClientError, MemcacheServerError
 
     class Connection(Client):
-        """The connection to one server. After an OSError, HashClient leaves it alone for a while; any other error is a miss."""
+        """The connection to one server. HashClient leaves a server alone after an OSError; other errors are misses."""
 
         sock: Any
 
         def get_many(self, keys, seals):
-            """Return {key: sample} of those that are there. `seals`: the secret of each key's checksum."""
+            """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
             self.socket_module.begin()
             found = {}
             for key, (header, content) in (self._asked(super().get_many, keys) or {}).items():
@@ -170,7 +170,7 @@ def _fleet_class():
             except Unfit:
                 raise
             except OSError as error:
-                if was_open and isinstance(error, ConnectionError):  # the server was restarted, or has closed what was idle
+                if was_open and isinstance(error, ConnectionError):  # the server was restarted, or closed an idle connection
                     return self._asked(function, *arguments)
                 self.cache.is_down(self.server, error)
                 raise
@@ -185,8 +185,8 @@ def _fleet_class():
             return answer
 
         def _extract_value(self, expect_cas, line, buf, remapped_keys, prefixed_keys):
-            """Return (key, (header, content), what follows). pymemcache believes any length, and waits; it copies a value in
-            pieces of 4 KB. Of several values each has the whole deadline."""
+            """Return (key, (header, content), the bytes that follow). pymemcache's own method accepts any length and copies a
+            value in pieces of 4 KB. If more values are to come, the deadline begins anew."""
             _, name, _, size = line.split()
             if not HEADER.size <= int(size) <= HEADER.size + LARGEST:
                 raise ValueError(f"{int(size)} bytes are no sample")
@@ -198,12 +198,12 @@ def _fleet_class():
                 parts.append(self.sock.recv(missing))
                 missing -= len(parts[-1])
             last = parts.pop()
-            if len(last) < len(END):  # its two bytes came apart
+            if len(last) < len(END):  # the two bytes of END came separately
                 last = parts.pop() + last
-            if not last.endswith(END) or rest[:1] not in (b"", b"V", b"E"):  # of another VALUE, or of END
+            if not last.endswith(END) or rest[:1] not in (b"", b"V", b"E"):  # the line after it is VALUE or END
                 raise ValueError("a value has no end")
             content = b"".join((*parts, memoryview(last)[: -len(END)]))
-            key = remapped_keys.pop(name)  # whoever gives a value twice cannot prolong the operation
+            key = remapped_keys.pop(name)  # so a server that sends a value twice cannot prolong this
             if remapped_keys:
                 self.socket_module.begin()
             return key, (buf[: HEADER.size], content), rest
@@ -221,14 +221,14 @@ def _fleet_class():
                 return TOO_LARGE
 
         def _connect(self):
-            """memcached -Y takes the first value that is set for the login. A server that asks for none is not told ours."""
+            """Connect, and log in to a server that demands it, not to others: memcached -Y takes the first set as the login."""
             super()._connect()
             if not self.cache.login:
                 return
             try:
                 self.version()
                 return self.cache.asks_nobody(self.server)
-            except MemcacheClientError:  # it wants to know who asks; pymemcache has closed the connection
+            except MemcacheClientError:  # it requires a login; pymemcache has closed the connection
                 super()._connect()
             try:
                 super().set("login", self.cache.login)

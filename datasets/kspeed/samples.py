@@ -25,7 +25,7 @@ THERE, UNREADABLE = "there", "unreadable"  # outcomes for an image, besides thos
 def open_cache(
     iplist: Servers = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
 ) -> SampleCache:
-    """Return the cache of these servers; what is not given comes from KSPEED_IPLIST and, for a user, KSPEED_PASSWORD."""
+    """Return the cache on these servers. KSPEED_IPLIST and, for a user, KSPEED_PASSWORD stand in for missing arguments."""
     if user and not password:
         password = os.environ.get("KSPEED_PASSWORD")
         if not password:
@@ -34,7 +34,7 @@ def open_cache(
 
 
 def vendors_folder() -> Optional[type]:
-    """KSpeedFolder of Alibaba's own package; None where that is not installed."""
+    """Return the class KSpeedFolder of Alibaba's own package; None if that is not installed."""
     try:
         from kspeed.utils.data.kspeeddataset import KSpeedFolder  # pyright: ignore[reportMissingImports] (in no registry)
     except ModuleNotFoundError as error:
@@ -48,7 +48,7 @@ def vendors_folder() -> Optional[type]:
 
 
 def sample_key(root: str, path: str, info: os.stat_result) -> str:
-    """Return its key, with the names of root and of its parent: train and val may hold files of the same name, size, time."""
+    """Return a file's key, with the names of root and its parent: train and val may have files alike in name, size and time."""
     name = path[len(root) + 1 :] if path.startswith(root + os.sep) else os.path.relpath(path, root)
     return f"{_last_two_names(root)}\0{name}\0{info.st_size}\0{info.st_mtime_ns}"
 
@@ -59,7 +59,7 @@ def _last_two_names(root):
 
 
 def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) -> bytes:
-    """Return the bytes of a file below root: from the cache, else from the file, to the cache. `asked`: it is not there."""
+    """Return a file's bytes, from the cache or else from the file, which is then cached. `asked`: known not to be cached."""
     info = os.stat(path)
     key = sample_key(root, path, info)
     content = None if asked else _whole(cache.get(key), info)
@@ -75,7 +75,7 @@ def _whole(content, info):
 
 
 def _is_unchanged(path, info, content):
-    """Whether the content is that of the file as it was: a file that is being written is not cached."""
+    """Return whether the content is whole and the file still has this size and time; a file being written is not cached."""
     try:
         now = os.stat(path)
     except OSError:
@@ -96,7 +96,7 @@ class CachedTree(tree.Tree):
     prefetched: dict[int, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """One request for many samples costs the servers and the caller less than one for each."""
+        """Fetch from the cache what read() will return next: one request for many samples costs less than one for each."""
         wanted = {}
         for number in numbers:
             with contextlib.suppress(OSError):  # read() will raise it
@@ -127,12 +127,12 @@ class VendorsTree(tree.Tree):
 
 @functools.lru_cache(maxsize=8)
 def _connected(_process, client, root, login):
-    """Make one client for each process: a forked worker does not share its parent's."""
+    """Return this process's client of the vendor's service; a forked worker does not use its parent's."""
     return client(root, None, THREADS, *login)
 
 
 def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None) -> Union[CachedTree, VendorsTree]:
-    """Return the Tree, read through the vendor's service where its package is installed, else through memcached."""
+    """Return the Tree, read through the vendor's service if its package is installed, else through memcached."""
     client = vendors_folder()
     if client is None:
         return CachedTree(**vars(files), cache=open_cache(iplist, user))
@@ -145,7 +145,7 @@ def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional
 def for_each(
     root: str, paths: Sequence[str], threads: int, function: Callable[[str, str, os.stat_result], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (what `function` returns for a file's key, path and stat, its bytes) of each file, in order, with `threads`."""
+    """Yield (`function(key, path, stat)`, file size) of each file in order, in threads; (UNREADABLE, 0) after an OSError."""
 
     def one(path):
         try:
@@ -160,7 +160,7 @@ def for_each(
 
 
 def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: bool = False) -> str:
-    """THERE, or the outcome of storing the file. With `verify` a cached sample is read back, not only looked up."""
+    """Store the file unless it is cached; return THERE or the outcome. `verify`: read a cached sample back to check it."""
     if len(cache.get(key) or b"") == info.st_size if verify else cache.has(key):
         return THERE
     content = files.read(path)

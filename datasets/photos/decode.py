@@ -1,7 +1,7 @@
-"""Decode a photograph and resize it to the network's input size, as uint8. Only the part that is needed is decoded.
+"""Decode a photograph, or only the part that is needed, and resize it to the network's input size, as uint8.
 
-nvImageCodec decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG. A
-window of tiles is a JPEG of its own, which simplejpeg decodes fastest. The resize is torch's antialiased one, on uint8.
+nvImageCodec decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG. In a picture that is stored
+in tiles, the tiles of a window form a small JPEG, which simplejpeg decodes fastest. torch resizes with antialiasing, on uint8.
 Pictures that these decoders read differently (CMYK, 16 bits, other formats) go through Pillow in every loader. EXIF orientation
 is ignored, as in torchvision. A picture that a pack holds as pixels is not decoded at all.
 """
@@ -25,18 +25,18 @@ from datasets.photos import files, remarks, tiles
 if TYPE_CHECKING:
     from PIL import Image
 
-FILTERS = {"bilinear": 1, "bicubic": 2}  # how many pixels of the larger of two sizes a resized one depends on, to each side
+FILTERS = {"bilinear": 1, "bicubic": 2}  # radius of each resize filter, in pixels of the smaller of the two sizes
 WHOLE = 0  # in place of a short side: the whole picture is squeezed into the square, and nothing is cut off
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
 
-STRAY_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of JPEG, between its data
+STRAY_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, in the middle of its coded data
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
 Decoded = TypeVar("Decoded")
 
 
 def short_side(size: int) -> int:
-    """What the short side of a picture is resized to for evaluation."""
+    """Return the length of a picture's short side for evaluation, if the network takes `size` x `size` pixels."""
     return round(size * RESIZE_SHARE)
 
 
@@ -46,24 +46,24 @@ class Undecodable(Exception):
 
 class Substitutes:
     """Replaces a sample that cannot be decoded by the next one that can, the same in every run and on every rank. Each process
-    names such a sample once."""
+    warns once about such a sample."""
 
     def __init__(self, what: str, most: int) -> None:
-        """`what`: what the samples are called; `most`: how many are tried in a row until the data set is taken for damaged."""
+        """`what`: name of the samples in an error; `most`: after so many failures in a row the data set counts as damaged."""
         self._what, self._most = what, most
         self._named: set[int] = set()
 
     def decode(
         self, number: int, count: int, decode: Callable[[int], Decoded], name: Callable[[int], str]
     ) -> tuple[int, Decoded]:
-        """Return (the sample in use, `decode` of it): `number`, or the next of the `count` samples that can be decoded."""
+        """Return (id, decode(id)) of sample `number` or, if that cannot be decoded, of the next of `count` samples that can."""
         for step in range(self._most):
             used = (number + step) % count
             try:
                 with remarks.about(functools.partial(name, used)):
                     return used, decode(used)
             except (Undecodable, OSError) as error:
-                if is_of_the_system(error):  # the picture may be good: a start on a mended disk has to see the same ones
+                if is_of_the_system(error):  # the picture may be good: a start on a repaired disk has to use it
                     raise
                 self._warn(used, one_line(name(used)), error)
         raise TrainingFailed(
@@ -80,7 +80,7 @@ class Pixels:
     """A picture that is stored as pixels: only the rows that are needed are read."""
 
     def __init__(self, height: int, width: int, read: Callable[[int, int], Union[bytes, memoryview]]) -> None:
-        """`read(begin, length)` gives bytes of the pixels."""
+        """`read(begin, length)` returns a range of the bytes of the pixels."""
         self._height, self._width, self._read = height, width, read
 
     def cut(self, box: Optional[Box]) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Pixels:
 
 
 class Tiled:
-    """A picture in tiles (tiles.py): only the tiles that the box touches are checked and decoded."""
+    """A picture in tiles (tiles.py): only the tiles that the box touches are decoded, and their rows checked."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -110,20 +110,20 @@ Content = Union[bytes, Pixels, Tiled]  # what a picture is decoded from
 
 
 def is_narrow(width: int) -> bool:
-    """Whether nvImageCodec, and DALI with it, gives other colours where it decodes only a part of this width."""
+    """Whether a part of this width, decoded alone by nvImageCodec or DALI, gets other colours than in the whole picture."""
     return width < 2
 
 
 def train_picture(
     content: Content, special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """Return the window of the picture, resized to size x size: uint8 (3, size, size)."""
+    """Decode the window (top, left, height, width), resize it and, with `flip`, mirror it: uint8 (3, size, size)."""
     top, left, height, width = map(int, window)
     return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size, mode)
 
 
 def train_cut(picture: torch.Tensor, flip: bool, size: int, mode: str = "bilinear") -> torch.Tensor:
-    """Return the same of a window that has been decoded."""
+    """Resize a decoded window to size x size and, with `flip`, mirror it."""
     picture = resize(picture, size, size, mode)
     return picture.flip(2) if flip else picture
 
@@ -132,9 +132,9 @@ def eval_picture(
     content: Content, special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
-    """Return the middle of the picture, as torchvision's Resize(short) and CenterCrop(size) make it, or all of it (WHOLE).
+    """Decode the middle of the picture, as torchvision's Resize(short) and CenterCrop(size) cut it; `short` WHOLE: all of it.
 
-    `whole`: (height, width) of the original, where the picture is a smaller one.
+    `whole`: (height, width) of the original, if the stored picture is smaller.
     """
     stored = None if special else _size_of_jpeg(content)
     box = _needed(stored, size, short, whole or stored, mode) if stored else None
@@ -148,7 +148,7 @@ def eval_picture(
 
 
 def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
-    """Return (height, width); None of a picture of another kind."""
+    """Return (height, width) of a JPEG that can be decoded in part; None for any other picture."""
     if isinstance(content, Pixels):
         return None
     try:
@@ -159,7 +159,7 @@ def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
 
 
 def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
-    """Return the part of a picture on which the pixels that eval_cut cuts out of it depend, and a little more."""
+    """Return the box of a stored picture on which the result of eval_cut() depends, with a small margin."""
     out = resized(*whole, short, size)
     spans = []
     for length, to, first in zip(stored, out, middle(*out, size)):
@@ -174,7 +174,7 @@ def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, in
 def eval_cut(
     picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """Return the same of a picture that has been decoded."""
+    """Resize a decoded picture and cut out its middle, as in eval_picture()."""
     height, width = whole or picture.shape[1:]
     height, width = resized(height, width, short, size)
     picture = resize(picture, height, width, mode)
@@ -183,26 +183,26 @@ def eval_cut(
 
 
 def resized(height: int, width: int, short: int, size: int = 0) -> tuple[int, int]:
-    """Return (height, width) of a whole picture that has been resized for evaluation."""
+    """Return the (height, width) to which a picture is resized for evaluation; `size` is used only if `short` is WHOLE."""
     if short == WHOLE:
         return size, size
     return (short, int(short * width / height)) if height < width else (int(short * height / width), short)
 
 
 def middle(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return (top, left) of the size x size pixels in its middle."""
+    """Return (top, left) of the size x size pixels in the middle of a picture."""
     return round((height - size) / 2), round((width - size) / 2)
 
 
 def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear") -> torch.Tensor:
-    """`mode`: bilinear or bicubic. The pixels stay interleaved, as they were decoded; torch recognises that only in a batch of
-    one with the right stride."""
+    """Resize with antialiasing; `mode`: bilinear or bicubic. The pixels stay interleaved, as they were decoded: torch
+    recognises that layout only in a batch of one with the right strides."""
     batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(height, width), mode=mode, antialias=True)[0]
 
 
 def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
-    """uint8 (3, H, W) of the box (top, left, bottom, right), or of everything."""
+    """Decode the box (None: everything) to uint8 (3, H, W); `special`: with Pillow. Any error becomes Undecodable."""
     try:
         if not isinstance(content, bytes):
             return content.cut(box)
@@ -218,7 +218,7 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
 
 
 def with_pillow(content: bytes) -> "Image.Image":
-    """Return the picture as Pillow decodes it, in RGB."""
+    """Decode a picture with Pillow, in RGB. A JPEG that it refuses is decoded up to a stray marker, if nvImageCodec does so."""
     try:
         return _in_rgb(content)
     except OSError:
@@ -235,15 +235,15 @@ def _in_rgb(content):
         _refuse_bomb(*picture.size)
         if picture.mode in ("I", "I;16"):  # 16 bits: the upper eight; Pillow would clip instead
             picture = picture.point(lambda value: value / 256).convert("L")
-        elif picture.mode.startswith("I;16"):  # in the other order, which point() does not know
+        elif picture.mode.startswith("I;16"):  # the other byte order, which point() does not know
             picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
         return picture.convert("RGB")
 
 
 def _before_a_stray_marker(content):
-    """Return a JPEG that ends where its data are interrupted. nvImageCodec decodes it so, with grey for the rest, and only if
-    it is neither progressive nor in several scans; Pillow, which refuses it as a whole, must not make another data set of
-    it."""
+    """Return a JPEG that ends where a stray marker interrupts its data; None if it has none, is progressive or has several
+    scans. nvImageCodec decodes such a file up to the marker, with grey for the rest. Pillow refuses the whole file, but has to
+    give the same picture."""
     try:
         there = tiles.layout(content)
     except tiles.NotTiled:
@@ -257,13 +257,13 @@ def _before_a_stray_marker(content):
 
 
 def _refuse_bomb(width: int, height: int) -> None:
-    """The file may have changed since its header was judged."""
+    """Raise Undecodable for too many pixels: the file may have changed since its header was judged."""
     if width * height > files.MOST_PIXELS:
         raise Undecodable("it has too many pixels")
 
 
 def slower() -> Iterator[str]:
-    """Yield what the lack of nvImageCodec costs, where there is one for this system."""
+    """Yield a line for the log if nvImageCodec is not installed, though it exists for this system."""
     if sys.platform == "linux" and not (find_spec("nvidia") and find_spec("nvidia.nvimgcodec")):
         yield (
             "photographs are decoded by Pillow, which takes about twice as long as nvImageCodec on the CPU: pip install "
@@ -273,13 +273,13 @@ def slower() -> Iterator[str]:
 
 @functools.cache
 def _codec():
-    """Return a function (content, box) -> picture, or None. Each process has one, made after the fork of a loader worker."""
+    """Return a function (content, box) -> picture, or None without nvImageCodec. A process makes it when it first decodes."""
     try:
         from nvidia import nvimgcodec
     except ImportError:
         return None
     library: Any = nvimgcodec  # it has no stubs
-    cpu_only = -99999  # the library's number for no GPU; without it, it looks for one
+    cpu_only = -99999  # the library's number for no GPU; by default it looks for one
     decoder = library.Decoder(
         device_id=cpu_only, max_num_cpu_threads=1, backends=[library.Backend(library.BackendKind.CPU_ONLY)]
     )
@@ -302,19 +302,19 @@ def _codec():
 
 @functools.cache
 def _simplejpeg():
-    """Return a function (content) -> picture, or None: it knows fewer ways to store colours than the others."""
+    """Return a function (content) -> picture, or None without simplejpeg. It returns None for a file that it cannot decode."""
     try:
         import simplejpeg
     except ImportError:
         return None
-    library: Any = simplejpeg  # its stubs say less than it takes
+    library: Any = simplejpeg  # its stubs do not allow all types that it takes
 
     def decode(content):
         try:
             height, width, *_ = library.decode_jpeg_header(content)
             _refuse_bomb(width, height)
             return torch.from_numpy(library.decode_jpeg(content)).permute(2, 0, 1)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError):  # for example, a colour format that only the other decoders know
             return None
 
     return decode

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from PIL import Image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-# All that Pillow may open: for EPS it would start another program.
+# The formats that Pillow may open. For EPS, for example, it would start another program.
 FORMATS = ["JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF"]
-OF_A_JOB = ("journal.jsonl", ".lock")  # in the output folder of a run, which is no class
+OF_A_JOB = ("journal.jsonl", ".lock")  # files in the output folder of a run, which is not a class
 MOST_BYTES = 256 << 20  # of a file
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
-MEGAPIXELS = 80  # that a photograph may have where nobody says otherwise
+MEGAPIXELS = 80  # default of --max_megapixels
 
 
 def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
@@ -33,14 +33,14 @@ def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
 
 
 def classes(folder: str) -> dict[str, int]:
-    """Return {class: when its folder changed last}, without folders that a job has written to."""
+    """Return {class: st_mtime_ns of its folder}, sorted, without hidden folders and those that a job has written to."""
     found = {}
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                changed = entry.stat().st_mtime_ns  # of where a link leads, which may be away
+                changed = entry.stat().st_mtime_ns  # follows a link, whose target may be missing
                 if entry.is_dir() and not _is_of_a_job(entry):
                     found[entry.name] = changed
     except OSError as error:
@@ -56,8 +56,8 @@ def _is_of_a_job(entry: "os.DirEntry[str]") -> bool:
 
 
 def images_below(folder: str, label: str = "", others: Optional[dict[str, list[str]]] = None) -> list[str]:
-    """Return the files of a class, or all, below the folder, in the order of torchvision's ImageFolder. Files that have another
-    name than a picture are added to `others`, by their extension."""
+    """Return the pictures of class `label`, or of all classes, as paths below `folder` in the order of torchvision's
+    ImageFolder. Files that are not named like pictures, unless hidden, are added to `others`, by extension."""
     paths = []
     for where, folders, names in sorted(os.walk(os.path.join(folder, label), onerror=_refuse, followlinks=True)):
         for name in folders:
@@ -79,7 +79,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _refuse_dangling(path: str) -> None:
-    """It may lead to a folder of images that is away."""
+    """Raise an error if the target of a link is missing: it may be a folder of images."""
     try:
         os.stat(path)
     except OSError as error:
@@ -87,7 +87,7 @@ def _refuse_dangling(path: str) -> None:
 
 
 def _refuse_circle(where: str, name: str) -> None:
-    """A link to a folder that it is in would count its images again and again."""
+    """Raise a UserError for a link to a folder that contains it: the images in it would be counted again and again."""
     path = os.path.join(where, name)
     if os.path.islink(path) and (os.path.realpath(where) + "/").startswith(os.path.realpath(path) + "/"):
         raise UserError(f"{one_line(path)} is a link to a folder that it is in, whose images would count twice: delete it")
@@ -99,11 +99,11 @@ def unreadable(error: OSError) -> Exception:
 
 
 def opened(path: str) -> IO[bytes]:
-    """Return the file to read; ValueError where it is something else than a file, or too large."""
+    """Open a file to read; ValueError if it is not a regular file, or too large."""
     try:
         file = open_regular(path)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENXIO):  # the second of a socket
+        if error.errno in (errno.EINVAL, errno.ENXIO):  # the second is for a socket
             raise ValueError("not a regular file") from None
         raise
     if os.fstat(file.fileno()).st_size > MOST_BYTES:
@@ -113,19 +113,19 @@ def opened(path: str) -> IO[bytes]:
 
 
 def read(path: str) -> bytes:
-    """Return the bytes of a file; OSError where it is none, or too large."""
+    """Return the bytes of a file; OSError if it is not a regular file, or too large."""
     try:
         with opened(path) as file:
             return file.read(os.fstat(file.fileno()).st_size)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), path) from None
     except OSError as error:
-        error.filename = path  # which a read that fails does not name
+        error.filename = path  # a failed read does not name the file
         raise
 
 
 def picture(file: IO[bytes]) -> "Image.Image":
-    """What Pillow finds in the file, before anything is decoded."""
+    """Open the picture with Pillow, which reads only the header here."""
     from PIL import Image
 
     remarks.listen_to_libtiff()

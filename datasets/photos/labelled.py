@@ -21,8 +21,8 @@ class Photos:
         self, files: tree.Tree, size: int, train: bool, seed: int, area: tuple[float, float] = crops.AREA,
         short: Optional[int] = None, mode: str = "bilinear", autoaugmented: bool = False,
     ) -> None:  # fmt: skip
-        """`area`: which shares of a picture a crop may take; `short`: what the short side is resized to for evaluation, or
-        WHOLE; `mode`: bilinear or bicubic; `autoaugmented`: whether AutoAugment changes the pictures for training."""
+        """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for evaluation, or WHOLE
+        (None: 8/7 of `size`); `mode`: bilinear or bicubic; `autoaugmented`: apply AutoAugment in training."""
         self.tree, self.size, self.train, self.seed = files, size, train, seed
         self.area, self.short, self.mode = area, decode.short_side(size) if short is None else short, mode
         self.autoaugmented = autoaugmented and train
@@ -33,7 +33,7 @@ class Photos:
         return len(self.tree)
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (images, labels, ids) of a batch."""
+        """Return (images, labels, ids) of a batch; where a sample was replaced, the label is that of its substitute."""
         epoch, ids = epoch_and_ids
         images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
         used = np.empty(len(ids), np.int64)
@@ -44,7 +44,7 @@ class Photos:
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
     def file_of(self, number: int) -> str:
-        """Return the name of a sample's file, for who looks at a mistake."""
+        """Return the name of a sample's file, which reports of wrong predictions show."""
         return self.tree.names[number]
 
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ class Photos:
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
     def _picture(self, number, epoch, window, flip):
-        """Return (the sample that is used, its pixels)"""
+        """Return (id of the sample that is used, its picture)."""
 
         def decoded(used):
             if used == number:
@@ -73,5 +73,5 @@ class Photos:
         return self.augmented(picture, number, epoch)
 
     def augmented(self, picture: torch.Tensor, number: int, epoch: int) -> torch.Tensor:
-        """Return a picture for training, after its crop and flip, as it looks in this epoch."""
+        """Apply AutoAugment, where it is on, to a training picture that has been cropped and flipped."""
         return augment.autoaugment(picture, self.seed, epoch, number) if self.autoaugmented else picture

@@ -1,4 +1,4 @@
-"""Photographs in uncompressed tar shards of a folder or bucket: each is read by its place in a shard, and checked.
+"""Photographs in uncompressed tar shards of a folder or bucket: each is read by its place in a shard.
 
     FOLDER/train-000000.tar ...   KEY.jpg and KEY.cls of each sample, as WebDataset names them, in a shuffled order
     FOLDER/train-index.npz        where each sample is, its label, size and checksum, in the order of the tree
@@ -31,32 +31,32 @@ from common.world.folders import INPUT_DIR, local_folder
 from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
 
-# Of the index. A reader that knows format 1 only must refuse 2: it would cut the original's windows from smaller pictures.
+# {form: format of its index}. A reader of format 1 must refuse 2: it would take a smaller picture for the original.
 FORMATS = {"original": 1, "tiled": 1, "320": 2, "256": 2, "raw": 2}
-OPEN_SHARDS = 256  # descriptors that a process holds, of the 1,024 that are usual
+OPEN_SHARDS = 256  # files that a process keeps open; the usual limit is 1,024
 PER_SAMPLE = {
     "labels": np.int64, "widths": np.int32, "heights": np.int32, "special": np.bool_,
     "shard": np.int32, "offset": np.int64, "length": np.int64, "checksum": np.uint32,
 }  # fmt: skip
-STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # of each sample as well, unless they are the tree's
+STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # in format 2; in format 1 they equal widths and heights
 
 
 @dataclasses.dataclass
 class Packed(tree.Tree):
     in_files: ClassVar[bool] = False
 
-    shard: np.ndarray  # in which of the shards a sample is
+    shard: np.ndarray  # index in `shards` of a sample's shard
     offset: np.ndarray  # of its first byte there
     length: np.ndarray
     checksum: np.ndarray  # CRC-32 of its bytes
-    shards: list[dict]  # of "name", "size" and "sha256"
-    identity: str  # of what was packed, and how
+    shards: list[dict]  # each with "name", "size" and "sha256"
+    identity: str  # digest of what was packed, and how
     form: str  # original, or what launch/pack/forms.py made of it
-    stored_widths: np.ndarray  # of the pictures here; 0 of one that could not be decoded
+    stored_widths: np.ndarray  # of the pictures in the pack; 0 for one that could not be decoded
     stored_heights: np.ndarray
 
     def place(self, number: int) -> str:
-        """Return the shard that a sample is in, as a file or an object."""
+        """Return the path or address of the shard that holds a sample."""
         return os.path.join(self.folder, self.shards[self.shard[number]]["name"])
 
     def path(self, number: int) -> str:
@@ -69,18 +69,18 @@ class Packed(tree.Tree):
         return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a sample, as they were packed."""
+        """Return the bytes of a sample; OSError if they do not match its checksum, in a bucket after DAMAGED tries."""
         remote = bucket.is_address(self.folder)
         read = _from_store if remote else _from_file
-        for _ in range(DAMAGED if remote else 1):  # damage on the way may not happen again
+        for _ in range(DAMAGED if remote else 1):  # bytes that were damaged on the way may arrive whole next time
             content = read(self.place(number), int(self.offset[number]), int(self.length[number]))
             if crc32(content) == self.checksum[number]:
                 return content
         raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
 
     def content(self, number: int) -> decode.Content:
-        """What the picture is decoded from. Of pixels in a folder only the rows that are needed are read, and not checked:
-        to read and check all of them would take two thirds longer. Of tiles in a folder those that are needed are checked."""
+        """Return what the picture is decoded from. Of raw pixels in a folder only the rows that are needed are read, unchecked:
+        to check all would take two thirds longer. Of tiles in a folder, only the rows that are needed are checked."""
         if self.form == "tiled" and not bucket.is_address(self.folder):
             content = _from_file(self.place(number), int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
@@ -95,7 +95,7 @@ class Packed(tree.Tree):
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
 
     def damage(self, number: int) -> Optional[str]:
-        """What is damaged in a shard of a folder, or None."""
+        """Return a text that names a damaged shard of a folder and its damaged samples; None if nothing is damaged."""
         shard = self.shards[number]
         path = os.path.join(self.folder, shard["name"])
         digest, damaged = hashlib.sha256(), []
@@ -113,7 +113,7 @@ class Packed(tree.Tree):
 
 
 def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
-    """Return the samples of a split. Of a bucket only the index is fetched, to `inputs`, and each sample when it is read."""
+    """Return the samples of a split. From a bucket only the index is fetched, to `inputs`; samples are read when needed."""
     remote = bucket.is_address(folder)
     path = _fetch_index(folder, split, inputs) if remote else index_path(folder, split)
     if not path or not os.path.isfile(path):
@@ -134,7 +134,7 @@ def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
 
 
 def verify_once(files: Packed) -> None:
-    """Compare shards of pixels, of which a job reads parts without their checksums, with their digests; once after a fetch."""
+    """Verify the digests of shards of raw pixels, which a job reads without checksums; once per node after a fetch."""
     if files.form != "raw":
         return
     path = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
@@ -158,7 +158,7 @@ def verify_once(files: Packed) -> None:
 
 
 def _state(files):
-    """Return what says whether a shard has changed since it was verified."""
+    """Return the digest, size and time of each shard, by which a later call sees whether one has changed."""
     found = [os.stat(os.path.join(files.folder, shard["name"])) for shard in files.shards]
     return [[shard["sha256"], status.st_size, status.st_mtime_ns] for shard, status in zip(files.shards, found)]
 
@@ -167,8 +167,8 @@ def _state(files):
 
 
 def _from_file(path, begin, length):
-    """pread leaves the file's position, which threads and forked workers share, as it is."""
-    shard = _opened(path)  # keeps it open until it has been read, also where the cache drops it meanwhile
+    """Read a part of a file with pread, which does not move the file position that threads and forked workers share."""
+    shard = _opened(path)  # this reference keeps the file open if the cache drops it meanwhile
     try:
         return os.pread(shard.fileno(), length, begin)
     except OSError as error:
@@ -214,22 +214,22 @@ def index_path(folder: str, split: str) -> str:
 
 
 def _fetch_index(url, split, inputs):
-    """Return where the index now lies, or None where the bucket has none."""
+    """Fetch the index of a split from a bucket and return its local path, or None if the bucket has none."""
     address = index_path(url, split)
     there = bucket.Bucket(address)
     if not any(item.key == there.prefix for item in there.items(there.prefix)):
         return None
-    # Not to where the shards would be fetched: the index is one of the files there.
+    # Not into the folder to which the whole pack would be fetched: there the index is one of its files.
     return index_path(storage.fetch(address, local_folder(os.path.join(url, split), os.path.join(inputs, "index"))), split)
 
 
 def _kinds(form):
-    """Return {array of an index: its type}"""
+    """Return {name of an array: its dtype} for the index of a form."""
     return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
 
 def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """`files`: the tree that was packed; `about`: shards, identity and settings; `arrays`: where each sample is."""
+    """Write the index. `files`: the packed tree; `about`: shards, identity and settings; `arrays`: where each sample is."""
     words = {**about, "format": FORMATS[about["form"]], "split": split, "classes": files.classes, "left_out": files.left_out}
     arrays = {**{name: getattr(files, name) for name in PER_SAMPLE.keys() - arrays.keys()}, **arrays}
     stored: dict[str, Any] = {
@@ -265,7 +265,7 @@ def read_index(path: str, folder: str, split: str) -> Packed:
 
 
 def _check(about, names, arrays, split):
-    """Nothing in it may lead out of the folder or of a shard."""
+    """Raise a ValueError if the index contradicts itself, or leads out of the folder or out of a shard."""
     shard_name = re.compile(rf"{re.escape(split)}-\d{{6}}\.tar", re.ASCII)
     for shard in about["shards"]:
         if not shard_name.fullmatch(shard["name"]):

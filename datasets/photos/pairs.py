@@ -1,7 +1,7 @@
 """Pairs of pictures, a blurry one and its sharp partner: ROOT/{train,test}/{blurry,sharp}/SUB/IMAGE, or img and gt.
 
-Partners have the same path below their folders. Both are resized, cropped and flipped alike, by numbers that depend on seed,
-epoch and pair alone. A batch is 2N pictures, the blurry ones first.
+Partners have the same path below their folders. Both are resized and cropped alike, in training at random and with flips, by
+numbers that depend on seed, epoch and pair alone. A batch is 2N pictures, the blurry ones first.
 """
 
 import os
@@ -24,7 +24,7 @@ SYNTHETIC, SYNTHETIC_SIZE = {"train": 256, "test": 32}, 72
 
 
 class Pairs:
-    """The pairs of a split. `resize` 0 leaves the pictures' size as it is."""
+    """The pairs of a split. `resize`: height of the resized pictures; 0: they are only enlarged, if the crop does not fit."""
 
     def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS) -> None:
         self.folder, self.resize, self.crop, self.train, self.seed = folder, resize, crop, train, seed
@@ -50,16 +50,16 @@ class Pairs:
         return len(self.names)
 
     def keep_first(self, count: Optional[int]) -> None:
-        """Leave out all but so many; None: keep all."""
+        """Keep only the first `count` pairs; None: all."""
         for name in ("names", "heights", "widths", "special"):
             setattr(self, name, getattr(self, name)[:count])
 
     def name(self, number: int) -> str:
-        """Return the name of both files."""
+        """Return the path of both files, with * in place of their folders."""
         return os.path.join(self.folder, "*", self.names[number])
 
     def read(self, number: int) -> list[bytes]:
-        """Return the two files' bytes."""
+        """Return the bytes of the blurry and of the sharp file."""
         return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,18 +71,18 @@ class Pairs:
         return images, torch.from_numpy(ids), torch.from_numpy(ids)
 
     def empty_batch(self, count: int) -> torch.Tensor:
-        """Memory for so many pairs: all blurry pictures, then all sharp ones."""
+        """Return uninitialised memory for `count` pairs: first all blurry pictures, then all sharp ones."""
         return torch.empty((2 * count, 3, self.crop, self.crop), dtype=torch.uint8, memory_format=torch.channels_last)
 
     def geometry(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (height, width) of each pair when resized, (top, left) of its crop, whether it is flipped (down, across)."""
+        """Return, for each pair, its resized (height, width), (top, left) of its crop, and its (vertical, horizontal) flips."""
         heights, widths, crop = self.heights[ids].astype(np.int64), self.widths[ids].astype(np.int64), self.crop
         scale = self.resize / heights if self.resize else np.ones(len(ids))
         scale = np.maximum(scale, np.maximum(crop / heights, crop / widths))  # enlarged until the crop fits
         sizes = np.maximum(np.rint(np.stack([heights, widths], axis=1) * scale[:, None]).astype(np.int64), crop)
         if not self.train:
             return sizes, (sizes - crop) // 2, np.zeros((len(ids), 2), bool)
-        draws = np.ascontiguousarray(uniform(ids, self.seed, epoch, range(4)).T)  # DALI needs that
+        draws = np.ascontiguousarray(uniform(ids, self.seed, epoch, range(4)).T)  # DALI needs contiguous arrays
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
     def _pair(self, number, epoch):
@@ -123,7 +123,7 @@ class SyntheticPairs(Pairs):
 
 
 def find(folder: str) -> tuple[tuple[str, str], list[str]]:
-    """Return ((folder of the inputs, folder of the targets), paths below both). A picture without a partner is an error."""
+    """Return ((name of the blurry folder, of the sharp one), paths below both). A picture without a partner is an error."""
     for sides in FOLDERS:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
             names = [set(files.images_below(os.path.join(folder, side))) for side in sides]
@@ -140,7 +140,6 @@ def find(folder: str) -> tuple[tuple[str, str], list[str]]:
 
 
 def _why_left_out(blurry: tree.Verdict, sharp: tree.Verdict, megapixels: int) -> Optional[str]:
-    """Why a pair is left out, or None."""
     if isinstance(blurry, str):
         return f"the blurry one is {blurry}"
     if isinstance(sharp, str):

@@ -16,18 +16,18 @@ from typing import Any, Callable
 from common.errors import one_line
 from common.progress import warn
 
-MOST = 20  # files that a process names
-LONGEST = 200  # bytes of what libtiff says
+MOST = 20  # number of files that a process names in warnings
+LONGEST = 200  # longest message that is kept, in bytes
 
 _NAMED: set[str] = set()
-_NUMBERS = itertools.count(1)  # of the files that are named: each is taken once, also by threads
-_THREAD = threading.local()  # heard: what was said about the picture that this thread decodes, or None
-_shown: Any = warnings.showwarning  # who is told of other warnings
+_NUMBERS = itertools.count(1)  # numbers of the named files; no two threads get the same
+_THREAD = threading.local()  # heard: warnings about the picture that this thread decodes; None outside about()
+_shown: Any = warnings.showwarning  # the handler of all other warnings
 
 
 @contextlib.contextmanager
 def about(name: Callable[[], str], tell: Callable[[str], None] = warn) -> Iterator[None]:
-    """What is said by the code inside is about this file. Where it raises an error, that is all that is said."""
+    """Report the warnings of the code inside `with` under this file's name. If the code raises, its warnings are dropped."""
     _listen_to_warnings()
     before, _THREAD.heard = getattr(_THREAD, "heard", None), []
     try:
@@ -55,7 +55,7 @@ def _tell_once(name, heard, tell):
 
 
 def _listen_to_warnings():
-    """Set it each time, as the end of a warnings.catch_warnings() takes back what was set in it."""
+    """Install _show(). It is done for each picture, because the end of a warnings.catch_warnings() block undoes it."""
     global _shown
     if warnings.showwarning is not _show:
         _shown, warnings.showwarning = warnings.showwarning, _show
@@ -67,7 +67,7 @@ def _show(message, *rest, **named):
         _shown(message, *rest, **named)
         return
     heard.append(str(message))
-    for module, its in list(sys.modules.items()):  # or Python would not say the same of the next file
+    for module, its in list(sys.modules.items()):  # or Python would not repeat the warning for the next file
         if module.startswith("PIL."):
             vars(its).get("__warningregistry__", {}).clear()
 
@@ -77,8 +77,8 @@ def _show(message, *rest, **named):
 
 @functools.cache
 def listen_to_libtiff() -> None:
-    """From here on, in this process and in those that are forked from it. Pillow offers no way to set who is told; it may have
-    been built without libtiff, or with its functions hidden."""
+    """Receive libtiff's messages in this process and its forks. Pillow cannot set handlers, so libtiff's own functions are
+    called; nothing happens if Pillow was built without libtiff or hides its functions."""
     from PIL import Image
 
     try:

@@ -17,16 +17,16 @@ from common.files import sha256
 from datasets.photos import files, tree
 
 SPLITS = ("train", "val")
-# What may be called so, also in capitals, is no class.
+# A folder with one of these names, in upper or lower case, is not a class.
 OTHER_NAMES = (*SPLITS, "eval", "test", "testing", "training", "valid", "validation")
-SHARE = 5  # one picture of so many is held out
-FEW = 2  # pictures of a class of which nothing can be learnt
-MOST_COMPARED = 20_000  # pictures whose sizes are looked up at each start, to find copies
-NAMED = 5  # of those classes and copies
+SHARE = 5  # one of so many pictures of a class is held out
+FEW = 2  # a class with so many pictures, or fewer, cannot be learnt
+MOST_COMPARED = 20_000  # most pictures among which copies are searched: each start looks up all of their sizes
+NAMED = 5  # classes or copies that a warning names
 
 
 def has_classes_alone(root: str) -> bool:
-    """Whether it has a folder for each class, and neither train nor val."""
+    """Whether the folder has classes, and neither train nor val. UserError for one class alone, or a name of OTHER_NAMES."""
     if any(os.path.exists(os.path.join(root, split)) for split in SPLITS) or not os.path.isdir(root):
         return False
     classes = list(files.classes(root))
@@ -44,7 +44,7 @@ def has_classes_alone(root: str) -> bool:
 
 
 def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
-    """Divide them into (training, validation) by seed and name: pictures that come later hardly change where the others are."""
+    """Divide each class into (training, validation) by a hash of seed and name, so that added pictures hardly move others."""
     draws = [hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).digest() for name in whole.names]
     order = np.array(sorted(range(len(whole)), key=lambda number: (whole.labels[number], draws[number])))
     labels, counts = whole.labels[order], np.bincount(whole.labels, minlength=len(whole.classes))
@@ -54,12 +54,12 @@ def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
     held[order] = place < most[labels]
     if not held.any():
         raise UserError(f"{one_line(whole.folder)} has one picture of each class, so there is none to validate with: add some")
-    training = whole.pick(np.flatnonzero(~held))  # it alone tells of what is left out
+    training = whole.pick(np.flatnonzero(~held))  # it alone keeps left_out, which would be logged twice
     return training, dataclasses.replace(whole, left_out={}).pick(np.flatnonzero(held))
 
 
 def remarks(train: tree.Tree, val: tree.Tree) -> Iterator[str]:
-    """Yield a warning for each thing that makes the accuracy worse, or better than it is."""
+    """Yield a warning if classes have few pictures, and one if validation pictures are also training pictures."""
     trained, held = (np.bincount(part.labels, minlength=len(train.classes)) for part in (train, val))
     counts = trained + held
     few = [f"{one_line(train.classes[label])} ({counts[label]})" for label in np.flatnonzero(counts <= FEW)]
@@ -79,7 +79,7 @@ def _some(texts):
 
 
 def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
-    """Return [(file of val, file of train)] with the same bytes; none where the pictures are no files, or very many."""
+    """Return pairs (file of val, file of train) with equal bytes; [] if samples are no files, or more than MOST_COMPARED."""
     if not (train.in_files and val.in_files) or len(train) + len(val) > MOST_COMPARED:
         return []
     with ThreadPoolExecutor(tree.THREADS) as pool:
@@ -93,7 +93,7 @@ def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
 
 
 def _found(pool, part, numbers, of_a_file):
-    """Return {what `of_a_file` says: samples}, without files that have gone since they were indexed"""
+    """Return {result of `of_a_file(path)`: samples that have it}, without files that can no longer be read."""
 
     def asked(number):
         with contextlib.suppress(OSError):

@@ -16,11 +16,11 @@ import numpy as np
 from common.errors import UserError
 from datasets.crc import crc32
 
-TILE_COLUMNS = 4  # of blocks that are coded together (MCUs): wide enough for a small file, narrow enough for a window
+TILE_COLUMNS = 4  # width of a tile in MCUs (blocks coded together): wide enough for a small file, narrow enough for a window
 NAME = b"anyrank tiles\0"
-# Checksum of the rest and of the header; where SOF and data are; rows and columns of tiles, height and width of one.
+# Checksum of the rest and of the header; offsets of SOF and data; rows and columns of tiles, height and width of one.
 PLACES = struct.Struct("<IIIHHHH")
-BEGIN = 2 + 2 + 2 + len(NAME)  # of PLACES in the file
+BEGIN = 2 + 2 + 2 + len(NAME)  # offset of PLACES in the file
 LONGEST_TABLE = 65_000
 SOF = (0xC0, 0xC1, 0xC2)  # Huffman-coded, baseline or progressive
 
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     data: int  # where the coded picture begins
     height: int
     width: int
-    block_height: int  # of what is coded together, in pixels
+    block_height: int  # of an MCU, in pixels
     block_width: int
 
 
@@ -49,7 +49,7 @@ def need_jpegtran() -> None:
 
 
 def tiled(content: bytes) -> bytes:
-    """Return the same picture in tiles, or NotTiled."""
+    """Return the picture in tiles; raise NotTiled if that cannot be done."""
     before = layout(content)
     for columns in _tile_columns(-(-before.width // before.block_width)):
         made = _transformed(content, "-restart", f"{columns}B")
@@ -64,12 +64,12 @@ def tiled(content: bytes) -> bytes:
 
 
 def same_coefficients(one: bytes, other: bytes) -> bool:
-    """Whether two JPEGs are the same picture, however it is coded; NotTiled where one of them is damaged."""
+    """Whether two JPEGs have the same coefficients, however they are coded. Raises NotTiled if one of them is damaged."""
     return _transformed(one) == _transformed(other)
 
 
 def _tile_columns(blocks):
-    """Divisors of the number of blocks in a row, the one nearest to TILE_COLUMNS first, then larger ones."""
+    """Return divisors of the number of blocks in a row: the one nearest to TILE_COLUMNS first, then larger ones."""
     divisors = [number for number in range(1, blocks + 1) if blocks % number == 0]
     best = min(divisors, key=lambda number: abs(np.log(number / TILE_COLUMNS)))
     return [number for number in divisors if number >= best]
@@ -77,13 +77,13 @@ def _tile_columns(blocks):
 
 def _transformed(content, *options):
     done = subprocess.run(["jpegtran", "-copy", "none", "-optimize", *options], input=content, capture_output=True)
-    if done.returncode or done.stderr:  # it warns of what is damaged
+    if done.returncode or done.stderr:  # damage may be only a warning
         raise NotTiled(done.stderr.decode(errors="replace")[:200])
     return done.stdout
 
 
 def _table(made, there, columns):
-    """Return the content of the segment; None if it would be too long."""
+    """Return the content of the APP9 segment; None if it or a tile would be too long."""
     view = memoryview(made)[there.data :]
     codes = np.frombuffer(view, np.uint8)
     marks = np.flatnonzero((codes[:-1] == 0xFF) & (codes[1:] != 0))
@@ -108,12 +108,12 @@ def _table(made, there, columns):
 
 
 def layout(content: bytes) -> Layout:
-    """Return where things are in a JPEG, or NotTiled."""
+    """Find the frame header, the coded data and the sizes in a JPEG; raise NotTiled if it is of an unusual kind."""
     at, frame = 2, None
     try:
         while content[at] == 0xFF:
             kind, length = content[at + 1], int.from_bytes(content[at + 2 : at + 4], "big")
-            if kind == 0xFF:  # a byte to fill up
+            if kind == 0xFF:  # a fill byte
                 at += 1
                 continue
             if kind in SOF:
@@ -158,7 +158,7 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
     ends = (data + np.cumsum(lengths)).reshape(rows, columns)
     lengths = lengths.reshape(rows, columns)
 
-    top, left, bottom, right = box  # with a pixel around it, by which colours are interpolated
+    top, left, bottom, right = box  # and a pixel around it, from which colours are interpolated
     first, last = max(0, (top - 1) // tile_height), min(rows, bottom // tile_height + 1)
     west, east = max(0, (left - 1) // tile_width), min(columns, right // tile_width + 1)
     if west == columns - 1 and west:
@@ -178,6 +178,6 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
     small = bytearray().join([*head, *(view[begin:stop] for begin, stop in zip(begins, stops))])
     marks = np.cumsum(lengths[first:last, west:east].ravel())
     codes = np.frombuffer(small, np.uint8)[len(small) - int(marks[-1]) :]
-    codes[marks - 1] = 0xD0 + (np.arange(len(marks)) & 7)  # the tiles are counted anew
+    codes[marks - 1] = 0xD0 + (np.arange(len(marks)) & 7)  # restart markers are numbered from 0 again
     codes[-1] = 0xD9
     return bytes(small), (top - north, left - edge, bottom - north, right - edge)

@@ -35,18 +35,18 @@ MOST_HEADER = 20 << 20  # a colour profile can have 16 MiB
 THREADS = 16
 FORMAT = 3  # of the index; one of another format is made again
 GOOD, SPECIAL = 0, 1
-BY_NAME = "named "  # with which the reason begins for a file that has no name of a picture
+BY_NAME = "named "  # begins the reason for a file that is not named like a picture
 
 Verdict = Union[str, tuple[int, int, int]]  # why a file is left out; or (GOOD or SPECIAL, width, height)
 
 
 @dataclasses.dataclass
 class Tree:
-    in_files: ClassVar[bool] = True  # whether path() is that of a file with the sample and nothing else
+    in_files: ClassVar[bool] = True  # whether path() is a file that holds one sample and nothing else
 
     folder: str
-    classes: list[str]  # sorted names: a label is the place in this list
-    names: list[str]  # of the files that are samples, below the folder
+    classes: list[str]  # sorted names; a label is an index in this list
+    names: list[str]  # paths of the samples' files, below the folder
     labels: np.ndarray
     widths: np.ndarray
     heights: np.ndarray
@@ -60,10 +60,9 @@ class Tree:
         return os.path.join(self.folder, self.names[number])
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Says that these will be read next, each once."""
+        """Announce the samples that will be read next, each once. Only a tree with a cache uses it, to fetch them together."""
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a sample's file."""
         return files.read(self.path(number))
 
     def whole(self, number: int) -> tuple[int, int]:
@@ -71,20 +70,20 @@ class Tree:
         return int(self.heights[number]), int(self.widths[number])
 
     def stored(self, number: int) -> tuple[int, int]:
-        """Return the same of the picture that is stored: a pack may hold a smaller one."""
+        """Return (height, width) of the stored picture: a pack may hold a smaller one."""
         return self.whole(number)
 
     def content(self, number: int) -> "Content":
-        """What the picture is decoded from."""
+        """Return what a sample's picture is decoded from: here, the bytes of its file."""
         return self.read(number)
 
     def pick(self, numbers: np.ndarray) -> "Tree":
-        """Return the same with these samples only, in this order."""
+        """Return a tree with these samples only, in this order."""
         arrays = {name: value[numbers] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
     def within(self, megapixels: int) -> "Tree":
-        """Return the same without photographs of more `megapixels`, which are counted."""
+        """Return a tree without photographs of more than so many million pixels, which are added to `left_out`."""
         large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
         if not large.any():
             return self
@@ -95,7 +94,7 @@ class Tree:
         return dataclasses.replace(self.pick(np.flatnonzero(~large)), left_out=left_out)
 
     def describe(self) -> str:
-        """Describe it in one line for the log."""
+        """Return a line about the tree for the log."""
         text = f"{self.folder}: {len(self)} images of {len(self.classes)} classes"
         if self.special.any():
             text += f", {int(self.special.sum())} of them no plain JPEGs"
@@ -105,7 +104,7 @@ class Tree:
 
 
 def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
-    """Return the tree below `folder`, from its index; that is made once per node where it is missing or no longer true."""
+    """Return the tree below `folder`, from its index, which is made once per node if it is missing or outdated."""
     require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
@@ -148,7 +147,7 @@ def _write(path, folder, classes, held):
     left_out.update({f"{BY_NAME}{ending or 'without an extension'}": found for ending, found in others.items()})
     with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
         paths = (os.path.join(folder, name) for _, name in names)
-        verdicts = pool.map(lambda path: (_when(path), judge(path)), paths, chunksize=64)  # when it had changed before that
+        verdicts = pool.map(lambda path: (_when(path), judge(path)), paths, chunksize=64)  # the time is read before the file
         for (label, name), (when, verdict) in zip(names, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
@@ -171,7 +170,7 @@ def _write(path, folder, classes, held):
 
 
 def _names(left_out):
-    """Return those that are looked at again: the others have no name of a picture."""
+    """Return the files left out for their content, whose times tell whether to judge them again; not those left out by name."""
     return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
 
@@ -190,7 +189,7 @@ def _bytes(text):
 
 
 def judge(path: str) -> Verdict:
-    """Whether the file can be a picture, by its first and last bytes; UserError where they cannot be read."""
+    """Return the verdict on a file, by its header and end. UserError or TrainingFailed if it cannot be read."""
     try:
         with files.opened(path) as file, remarks.about(lambda: path, lambda text: say(f"warning: {text}")):
             head = file.read(HEAD)
@@ -208,7 +207,7 @@ def judge(path: str) -> Verdict:
     except OSError as error:
         error.filename = path
         raise files.unreadable(error) from None
-    except ValueError as error:  # it is no file, or too large
+    except ValueError as error:  # not a regular file, or too large
         return str(error)
     if isinstance(verdict, str):
         return verdict
@@ -221,8 +220,8 @@ def judge(path: str) -> Verdict:
 
 
 def _judge_jpeg(file, head, tail) -> Verdict:
-    """Walk the segments to the data; the end marker has to be near the end. Where others skip what is no segment, nvImageCodec
-    gives up, so only Pillow decodes it."""
+    """Walk the segments up to the data; the end marker has to be near the end of the file. If there is something other than
+    segments, nvImageCodec gives up where other decoders skip it, so the verdict is SPECIAL: only Pillow decodes it."""
     at, frame, odd = 2, None, False
     while True:
         if at + 4 > len(head):
@@ -241,7 +240,7 @@ def _judge_jpeg(file, head, tail) -> Verdict:
         if kind == 0xFF:  # fill
             at += 1
             continue
-        if kind < 0xC0 or 0xD0 <= kind <= 0xD8:  # no marker of a segment
+        if kind < 0xC0 or 0xD0 <= kind <= 0xD8:  # not the marker of a segment
             odd = True
             if frame:
                 break

@@ -34,8 +34,8 @@ FINDS_ITSELF = (
     "sys.meta_path.insert(0, BUNDLE['Bundle'](__file__))  # the modules are below"
 )
 
-MADE_BY = "Made by python -m launch bundle"  # a file that says so may be replaced
-MARKER = ".bundle"  # in a folder that this verb has written
+MADE_BY = "Made by python -m launch bundle"  # a file that has these words may be replaced
+MARKER = ".bundle"  # a file in every folder that this verb has written
 
 # The most that ModelArts takes as a code folder; it counts files and folders.
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
@@ -49,7 +49,7 @@ def _read_job(job: Path) -> str:
 
 
 def bundle(job: Union[str, Path]) -> str:
-    """Return the text of the one file."""
+    """Return the text of the one file; UserError if the job cannot be bundled as one."""
     job = Path(job)
     text = _read_job(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
@@ -74,7 +74,7 @@ def bundle(job: Union[str, Path]) -> str:
 
 
 def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
-    """Write the job, its modules and the files of packages into a folder of their own; (files, bytes)."""
+    """Write the job, its modules, the files that they read and its requirements to `out`; return (number of files, bytes)."""
     job, out = Path(job), Path(out)
     _read_job(job)
     ours = (out / MARKER).is_file()
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def try_out(boot: Path, needed: set[str]) -> str:
-    """Run --help in an empty folder, without those packages that are installed here and not asked for."""
+    """Run the bundle's --help in an empty folder, without optional packages not `needed`; return a remark if it cannot run."""
     lacking = sorted(requirements.OF_OURS - needed)
     code = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = [{str(boot.resolve())!r}, '--help']; "
@@ -150,7 +150,7 @@ def try_out(boot: Path, needed: set[str]) -> str:
 
 
 def _lay(path: Path, text: str) -> bool:
-    """Write the file, also in place of another job's; somebody else's stays. Returns whether it has this text."""
+    """Write the file, unless there is one that launch bundle has not made. Return whether it now has this text."""
     if not path.exists() or requirements.MADE.match(path.read_text(errors="replace")):
         path.write_text(text)
     return path.read_text(errors="replace") == text

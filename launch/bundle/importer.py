@@ -28,7 +28,7 @@ class Bundle(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return importlib.util.spec_from_file_location(fullname, file, loader=self, submodule_search_locations=folders)
 
     def _without_init(self, fullname):
-        """Return what a folder of modules without __init__.py is."""
+        """Return the spec of a folder of modules without __init__.py; None if the bundle has no such folder."""
         folder = fullname.replace(".", "/") + "/"
         if not any(place.startswith(folder) for place in self.sources):
             return None
@@ -46,6 +46,6 @@ class Bundle(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return compile(self.get_source(fullname), os.path.join(self.path, self._place(fullname)), "exec", dont_inherit=True)
 
     def _place(self, name: str) -> str:
-        """Return the module's path in the repository; empty where the bundle does not have it."""
+        """Return the module's path in the repository; empty if the bundle does not have it."""
         path = name.replace(".", "/")
         return next((place for place in (f"{path}.py", f"{path}/__init__.py") if place in self.sources), "")

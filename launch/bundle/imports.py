@@ -1,4 +1,4 @@
-"""What a job imports, found without starting it: modules of ours, which a bundle carries, and packages, which it asks for."""
+"""Find what a job imports without starting it: our modules, which a bundle contains, and packages, which it asks for."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ READS_BESIDE = re.compile(r"\b(__file__|pkgutil|importlib\.resources|from import
 
 
 def modules_of(job: Union[str, Path]) -> list[str]:
-    """Return the files of ours that a job needs, sorted, as paths below ROOT."""
+    """Return the files of all our modules that a job imports, also indirectly, as sorted paths below ROOT."""
     places: set[str] = set()
     left = [Path(job)]
     while left:
@@ -31,7 +31,7 @@ def modules_of(job: Union[str, Path]) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def option_names(job: Union[str, Path]) -> list[str]:
-    """What the job and its modules write as --NAME: its options, found without starting it, and a few words more."""
+    """Return the NAMEs of all strings --NAME in the job and its modules: its options, and a few words more."""
     paths = [Path(job), *(ROOT / place for place in modules_of(job))]
     return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
 
@@ -50,7 +50,7 @@ def _texts_in(path: Path) -> list[str]:
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports: each may be a module of ours, or a name in one."""
+    """Yield the dotted names that a file imports, each a module or a name in one; UserError for a relative import."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -64,7 +64,7 @@ def names_in(path: Path) -> Iterator[str]:
 
 
 def _files_of(name: str) -> set[str]:
-    """Return the module of this name and the packages around it: Python imports a package before what is in it."""
+    """Return the files of our module of this name and of the packages around it, which Python imports first."""
     words = name.split(".")
     paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
     places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
@@ -72,7 +72,7 @@ def _files_of(name: str) -> set[str]:
 
 
 def refuse_what_is_left_out(job: Path) -> None:
-    """Refuse modules in the job's own folder or beside common: they are on Python's path here, and not in a bundle."""
+    """Raise UserError for imports from the job's own folder or beside common: they work here, but are not in a bundle."""
     for path in (job, *(ROOT / place for place in modules_of(job))):
         for name in sorted({name.split(".")[0] for name in names_in(path)}):
             for folder in {job.parent.resolve(), ROOT}:
@@ -86,7 +86,7 @@ def refuse_what_is_left_out(job: Path) -> None:
 
 
 def packages_in(path: Path) -> set[str]:
-    """Return what a file imports that is neither Python's nor ours, whether or not it is installed here."""
+    """Return the packages that a file imports, without Python's own and ours, whether or not they are installed here."""
     names = {name.split(".")[0] for name in names_in(path)}
     return {name for name in names - {*OURS, *sys.builtin_module_names} if not _is_pythons(name)}
 
@@ -98,7 +98,7 @@ def _is_pythons(name: str) -> bool:
 
 
 def files_beside(path: Path) -> list[Path]:
-    """Return the files, no Python, that a module names and reads in its own folder: `Path(__file__).with_name("words.txt")`."""
+    """Return the files, no Python, that a module seems to read beside itself: it uses __file__, and its strings name them."""
     source = "".join(line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path."))
     if not READS_BESIDE.search(source):
         return []

@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ("requirements.txt", "pip-requirements.txt")
 
 OF_AN_ENGINE = {"torch", "torchvision", "torch_npu", "numpy", "PIL"}
-# What modules of this repository import where it is there, and do without where it is not.
+# Packages that modules of this repository import only if they are installed, or only for some jobs (OF_JOBS).
 OF_OURS = {
     *("awscrt", "boto3", "botocore", "isal", "jinja2", "kspeed", "matplotlib", "nvidia", "obstore", "pymemcache", "ray"),
     *("simplejpeg", "sklearn", "tensorboard", "torchft", "tqdm", "urllib3"),
 }
-OF_JOBS = {"datasets.dali": "nvidia", "datasets.dpex": "ray"}  # {what a job imports: what it cannot train without}
+OF_JOBS = {"datasets.dali": "nvidia", "datasets.dpex": "ray"}  # {module that a job imports: package that the job then needs}
 OF_ADDRESSES = "boto3"
 PACKAGES = {"nvidia": "nvidia-dali-cuda120", "sklearn": "scikit-learn"}
 
@@ -31,12 +31,12 @@ TEXT = """\
 # Of {job}: what it cannot train without, and an engine for PyTorch lacks. Nothing here changes torch, torchvision or numpy.
 # Left out where it is missing, with a line in the log: what matplotlib, tensorboard, scikit-learn and jinja2 make.
 """
-MADE = re.compile("# Of .*: what it cannot train without, ")  # how a file of ours begins
+MADE = re.compile("# Of .*: what it cannot train without, ")  # the beginning of a file that text() made
 UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
 def text(job: Union[str, Path], at_addresses: bool = False) -> str:
-    """Return the file for this job, a path below ROOT or a whole one. `at_addresses`: it reads or writes in a bucket itself."""
+    """Return the requirements.txt of a job; a relative path is below ROOT. `at_addresses`: the job itself uses a bucket."""
     lines = [wanted(package_of(name)) for name in sorted(needed(imports.ROOT / job))]
     if (boto3 := wanted(OF_ADDRESSES)) not in lines:
         lines.append(boto3 if at_addresses else UNUSED + boto3)
@@ -44,7 +44,7 @@ def text(job: Union[str, Path], at_addresses: bool = False) -> str:
 
 
 def needed(job: Path) -> set[str]:
-    """Return the names of the modules that the job cannot train without, and an engine may lack."""
+    """Return the modules that the job cannot train without and that an engine may lack."""
     names = imports.packages_in(job)
     for place in imports.modules_of(job):
         names |= imports.packages_in(imports.ROOT / place) - OF_OURS
@@ -54,7 +54,7 @@ def needed(job: Path) -> set[str]:
 
 
 def package_of(name: str) -> str:
-    """Return what pip calls the package with this module; the module's own name where nothing here says."""
+    """Return pip's name of the package that has this module; the module's own name if that is not known here."""
     if name in OF_OURS:
         return PACKAGES.get(name, name)
     installed = getattr(importlib.metadata, "packages_distributions", dict)()  # since Python 3.10
@@ -62,7 +62,7 @@ def package_of(name: str) -> str:
 
 
 def wanted(package: str) -> str:
-    """Return its line in requirements.txt or in an extra of pyproject.toml, which say from which version on, or its name."""
+    """Return a package's line, with its lowest version, from requirements.txt or pyproject.toml; else its name."""
     for file, line in (("requirements.txt", rf"^({package}[>=;].*)$"), ("pyproject.toml", rf'"({package}>=[^"]*)"')):
         if found := re.search(line, (ROOT / file).read_text(), re.MULTILINE):
             return found[1]

@@ -50,14 +50,14 @@ def main(argv: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What is known of the weights: `arguments` and `classes` are those of the run, as far as its manifest has them."""
+    """The weights to export, and the arguments and classes of their run, as far as the files beside them say."""
 
     path: str
     weights: dict[str, torch.Tensor]
     arguments: dict[str, Any]
     classes: list[str]
     accuracy: Optional[float]
-    epoch: Optional[int]  # that the accuracy is of
+    epoch: Optional[int]  # after which the accuracy was measured
 
 
 def find(run: str) -> Found:
@@ -76,7 +76,7 @@ def find(run: str) -> Found:
         return Found(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
     there = None
     if epoch:
-        with contextlib.suppress(UserError):  # all are damaged, as it has said; they would only tell more about these weights
+        with contextlib.suppress(UserError):  # all checkpoints are damaged; they would only say more about the weights
             there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
     if not there:
         return Found(run, weights, {}, [], None, None)
@@ -86,7 +86,7 @@ def find(run: str) -> Found:
 
 
 def _best(run):
-    """Return the best checkpoint of a run where it is kept, else the newest."""
+    """Return (state, about, path) of the best checkpoint of a run if it is kept, else of the newest."""
     inner = os.path.join(run, "checkpoints")
     folder = inner if os.path.isdir(inner) else run
     newest = checkpoint.newest(folder, remedy="give an epoch_N.pth of the run, which is verified by its own digest")
@@ -118,7 +118,7 @@ def class_names(found: Found, options: argparse.Namespace) -> list[str]:
 
 
 def preprocessing(found: Found, options: argparse.Namespace) -> dict[str, Any]:
-    """What the evaluation of the run does to a picture, as data."""
+    """Return how the evaluation of the run prepares a picture, as it is written to preprocessing.json."""
     photographs = network.OURS not in found.weights
     size = options.image_size or (found.arguments.get("image_size") if photographs else CIFAR_SIZE)
     if not size:
@@ -165,11 +165,11 @@ def export(options: argparse.Namespace) -> None:
     os.makedirs(folder, exist_ok=True)
     for name, content in files.items():
         write_atomically(os.path.join(folder, name), content)
-    if options.format != "modelarts":  # which takes one .pth file for the network
+    if options.format != "modelarts":  # it takes one .pth file, and that is the network
         checkpoint.write_weights(os.path.join(folder, "weights.pth"), found.weights)
     score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
     print(f"{one_line(folder)}: {type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}")
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")  # of a name that is no UTF-8
+    return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")  # for names that are not UTF-8

@@ -17,13 +17,13 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
 from common.run import checkpoint
 
-OPSET = 17  # of ONNX, which every runtime of the last years knows
-TOLERANCE = 1e-3  # between the numbers of the network and those of its file
-OURS = "dense_layer.weight"  # which the CIFAR jobs' ResNet-18 has, and no network of torchvision
+OPSET = 17  # of ONNX; every runtime of the last years supports it
+TOLERANCE = 1e-3  # the largest difference between the outputs of the network and of its file
+OURS = "dense_layer.weight"  # a weight of the CIFAR jobs' ResNet-18 that no network of torchvision has
 
 
 def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]:
-    """Return the name of torchvision's network whose weights these are, from `path`; None for that of the CIFAR jobs."""
+    """Return `arch`, torchvision's name of the network; None for the CIFAR jobs' own. UserError if the network is unknown."""
     if OURS in weights:
         return None
     if arch is None:
@@ -35,7 +35,7 @@ def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]
 
 
 def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes: int) -> torch.nn.Module:
-    """Return the network of this architecture() with these weights, ready to evaluate."""
+    """Return the network that architecture() has named, with these weights, in evaluation mode."""
     if arch is None:
         network = resnet18(num_classes=len(weights[OURS]), width=len(weights["conv1.0.weight"]))
     else:
@@ -45,7 +45,7 @@ def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes:
 
 
 class FromBytes(torch.nn.Module):
-    """uint8 (N, 3, H, W) to the network's numbers: normalised as the evaluation normalises."""
+    """A network that takes uint8 (N, 3, H, W) and normalises it as the evaluation did."""
 
     def __init__(self, network: torch.nn.Module, mean: tuple, std: tuple) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class FromBytes(torch.nn.Module):
 
 
 def as_torchscript(network: FromBytes, size: int) -> bytes:
-    """Return a program for torch.jit.load, in Python or C++."""
+    """Return a file for torch.jit.load, in Python or C++; TrainingFailed if its outputs are not those of the network."""
     with _quietly(), torch.no_grad():
         program: Any = torch.jit.trace(network, _pictures(2, size), check_trace=False)
-        others = _pictures(3, size)  # another number than it was traced with
+        others = _pictures(3, size)  # another batch size than the traced one
         apart = (program(others) - network(others)).abs().max().item()
         buffer = io.BytesIO()
         torch.jit.save(program, buffer)
@@ -77,9 +77,9 @@ def need_onnx() -> None:
 
 
 def as_onnx(network: FromBytes, size: int) -> bytes:
-    """Return it as ONNX, by the exporter that needs onnx alone; the newer one needs onnxscript, too."""
+    """Return the network as an ONNX file, from the older exporter: the newer one needs onnxscript besides onnx."""
     onnx: Any = importlib.import_module("onnx")
-    older: dict[str, Any] = {"dynamo": False} if devices.TORCH >= (2, 5) else {}  # before, there was no other
+    older: dict[str, Any] = {"dynamo": False} if devices.TORCH >= (2, 5) else {}  # before 2.5, it was the only one here
     batch = {0: "batch"}
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "network.onnx")
@@ -101,7 +101,7 @@ def _pictures(count, size):
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence the warnings that both exporters are old, and with attention as the operators that they know."""
+    """Silence warnings, as both exporters are deprecated, and turn off attention's fast path, which they cannot export."""
     attention: Any = getattr(torch.backends, "mha", None)  # since torch 2.2
     fast = attention and attention.get_fastpath_enabled()
     if attention:

@@ -25,9 +25,9 @@ def settings() -> dict[str, Any]:
 
 
 def preprocess(picture: Any, how: dict[str, Any] | None = None) -> np.ndarray:
-    """uint8 (3, size, size): the middle of the picture, whose short side has been resized, or all of it, squeezed.
+    """Return uint8 (3, size, size): the middle of the picture after a resize of its short side, or all of it, squeezed.
 
-    `how`: instead of settings()."""
+    `how`: the settings, instead of those in preprocessing.json."""
     how = how or settings()
     pixels, size = decoded(picture), how["size"]
     height, width = pixels.shape[:2]
@@ -44,14 +44,14 @@ def preprocess(picture: Any, how: dict[str, Any] | None = None) -> np.ndarray:
 
 
 def decoded(picture: Any) -> np.ndarray:
-    """uint8 (height, width, 3), in RGB. EXIF orientation is ignored."""
+    """Return the picture as uint8 (height, width, 3) in RGB. EXIF orientation is ignored."""
     from PIL import Image
 
     if not isinstance(picture, Image.Image):
         picture = Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture, formats=FORMATS)
     if picture.mode in ("I", "I;16"):  # 16 bits: the upper eight
         picture = picture.point(lambda value: value / 256).convert("L")
-    elif picture.mode.startswith("I;16"):  # in the other order
+    elif picture.mode.startswith("I;16"):  # in the other byte order
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     return np.array(picture.convert("RGB"))
 
@@ -66,7 +66,7 @@ def resized(pixels: np.ndarray, height: int, width: int, mode: str = "bilinear")
         batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
         picture = torch.nn.functional.interpolate(batch, size=(height, width), mode=mode, antialias=True)
         return picture[0].permute(1, 2, 0).numpy()
-    except (ImportError, TypeError, RuntimeError):  # no torch, or one without this for bytes
+    except (ImportError, TypeError, RuntimeError):  # no torch, or one that cannot resize uint8 so
         from PIL import Image
 
         return np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling[mode.upper()]))

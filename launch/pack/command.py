@@ -38,14 +38,14 @@ from launch.options import exit_code, new_parser
 from launch.pack.forms import FORMS
 from launch.pack.shards import Plan, make
 
-WORKERS = 8  # threads: the slow parts, disk and decoder, let other threads run
+WORKERS = 8  # threads: the slow parts, disk and decoder, release the GIL
 UPLOADS = 4
-Done = Callable[[int], None]  # adds so many bytes to the progress
+Done = Callable[[int], None]  # adds one thing of so many bytes to the progress
 OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.json)", re.ASCII)
 
 
 def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequence[Any], progress: Progress) -> None:
-    """Call `work(item, done)` for all items; `work` calls done(size) as it goes on. After a failure that ends the others."""
+    """Call `work(item, done)` for all items in threads. `work` calls done(size), which raises once another item has failed."""
     failed = threading.Event()
 
     def done(size: int) -> None:
@@ -67,10 +67,10 @@ def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequenc
 
 
 def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
-    """Make what is missing of the pack in `folder`, and print a line on what is there; the names of its shards."""
+    """Make the missing shards and the indexes of the pack in `folder`, print a summary, and return the names of all shards."""
     require_folder("ROOT", root, "give the folder of the photographs")
     flat = splits.has_classes_alone(root)
-    for split in () if flat else splits.SPLITS:  # before a folder is made
+    for split in () if flat else splits.SPLITS:  # this is checked before a folder is made
         if not os.path.isdir(os.path.join(root, split)):
             raise UserError(
                 f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
@@ -93,7 +93,7 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         for plan in plans:
             write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
         for plan, _ in missing:
-            remove(packed.index_path(folder, plan.split))  # it is of shards that are about to be replaced
+            remove(packed.index_path(folder, plan.split))  # it describes shards that are about to be replaced
         lengths = [plan.lengths[shard.numbers] for plan, shard in missing]
         progress = Progress("packing", sum(map(len, lengths)), "images", int(sum(map(np.sum, lengths))))
         in_threads(options.workers, lambda pair, done: make(pair[0], pair[1], done), missing, progress)
@@ -123,8 +123,8 @@ def _marker(folder: str, split: str) -> str:
 
 
 def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
-    """Keep the files of this pack; delete those of another where that is allowed."""
-    for name in os.listdir(folder):  # an unfinished file says nothing of whose it is
+    """Delete unfinished files and, with `overwrite`, those of another pack; without it, refuse another pack."""
+    for name in os.listdir(folder):  # an unfinished file is of no use, whichever pack it is of
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
             os.unlink(os.path.join(folder, name))
     names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
@@ -141,7 +141,7 @@ def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
-    """Return the identity of the pack that is there, whole or not. A folder that was fetched has no marker, only the index."""
+    """Return the identity of the pack in `folder`, finished or not, or None. A fetched folder has an index, but no marker."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(_marker(folder, split)) as file:
         return json.load(file)["identity"]
     with contextlib.suppress(UserError):
@@ -159,7 +159,7 @@ def _need_space(folder: str, need: int) -> None:
 
 
 def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
-    """Upload what the bucket does not have yet; the indexes last, because a reader believes them."""
+    """Upload the files that the bucket lacks, indexes last, as readers rely on them; replace another pack if `overwrite`."""
     store = bucket.Bucket(url)
     there = {store.relative(item.key): item for item in store.items(store.below())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in splits.SPLITS]
@@ -182,7 +182,7 @@ def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
 
 
 def verify(folder: str, root: Optional[str], workers: int) -> None:
-    """Name every damaged shard and sample, and, if there is a root, those that are another picture there."""
+    """Compare shards and samples with their checksums and, with `root`, samples with their originals; fail if any differs."""
     if folders.is_address(folder):
         raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
     parts = [packed.load(folder, split) for split in splits.SPLITS]
@@ -232,7 +232,7 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
 
 
 def _is_original(files: packed.Packed, number: int, root: str) -> bool:
-    """Whether the original in `root` has the same bytes or, in tiles, the same coefficients."""
+    """Whether a sample has the bytes of its original in `root` or, if it is in tiles, the original's coefficients."""
     split = os.path.basename(files.shards[0]["name"]).partition("-")[0]
     stored = files.read(number)
     try:

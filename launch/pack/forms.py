@@ -1,6 +1,6 @@
 """The forms in which a pack holds a photograph: its file as it is or in tiles, a smaller JPEG of it, or its pixels.
 
-Pillow decodes here, once and by the rules of every loader, so that grey, CMYK and 16-bit pictures are RGB from then on.
+A picture that a form changes is decoded by Pillow, by the rules of every loader: grey, CMYK and 16-bit pictures become RGB.
 """
 
 import io
@@ -9,8 +9,8 @@ from datasets.photos import decode, tiles
 
 SHORT_SIDE = {"320": 320, "256": 256}  # of the JPEGs
 QUALITY = {"320": 90, "256": 85}
-TABLE = 1.05  # of the bytes of a file: tiles and their table take less
-JPEG_BYTES = 0.3  # of a pixel, about
+TABLE = 1.05  # times the bytes of a file: tiles and their table take less
+JPEG_BYTES = 0.3  # for each pixel, about
 LONG_SIDE = 500  # of raw pixels: most photographs of ImageNet are no larger, so they are not resized
 
 FORMS: dict[str, str] = {
@@ -31,7 +31,7 @@ def size(form: str, height: int, width: int) -> tuple[int, int]:
 
 
 def expected(form: str, length: int, height: int, width: int) -> int:
-    """How many bytes are stored of a picture whose file has `length`; for a JPEG that has to be made an estimate."""
+    """Return the bytes that are stored of a picture whose file has `length` bytes; an estimate for tiles and smaller JPEGs."""
     height_kept, width_kept = size(form, height, width)
     if form == "raw":
         return len(_header(height_kept, width_kept)) + 3 * height_kept * width_kept
@@ -51,13 +51,13 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
     if form == "tiled":
         try:
             return tiles.tiled(content), height, width
-        except tiles.NotTiled:  # it is decoded as a whole
+        except tiles.NotTiled:  # stored as it is: loaders decode it as a whole
             return content, height, width
     try:
         picture = decode.with_pillow(content)
     except Exception:  # a damaged file may cause any error in a decoder
         return content, 0, 0
-    if not whole:  # bicubic: it will be resized again, and twice bilinear is a blur
+    if not whole:  # bicubic: a loader resizes it again, and bilinear twice would blur it
         picture = picture.resize((kept[1], kept[0]), Image.Resampling.BICUBIC)
     if form == "raw":
         return _header(*kept) + picture.tobytes(), *kept

@@ -28,7 +28,7 @@ KINDS = {
     b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"GIF8": "gif",
     b"P6": "ppm",
 }  # fmt: skip
-MADE = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # what is noted of each sample when it is written
+MADE = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # noted of each sample when it is written
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Shard:
 
 
 class Plan:
-    """Which sample of a split goes into which shard: a function of the files' names and sizes and of the settings alone."""
+    """The assignment of a split's samples to shards, which depends on the files and the settings alone."""
 
     def __init__(self, files: tree.Tree, split: str, folder: str, options: argparse.Namespace) -> None:
         self.files, self.split, self.folder = files, split, folder
@@ -52,7 +52,7 @@ class Plan:
         self.shards = self._deal(int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE)
 
     def _stat(self) -> np.ndarray:
-        """Return the bytes of each file, and the time of its last change."""
+        """Return (sizes in bytes, times of the last change in nanoseconds) of the files."""
 
         def stat(numbers: range) -> list[tuple[int, int]]:
             return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, map(self.files.path, numbers))]
@@ -62,13 +62,13 @@ class Plan:
             return np.array([pair for part in pool.map(stat, parts) for pair in part], np.int64).T
 
     def _deal(self, limit: int) -> list[Shard]:
-        """Shuffled, so that a few shards have all classes; RandomState gives the same numbers in every version of numpy."""
+        """Assign the samples to shards of at most `limit` bytes; shuffled, so that a few shards have all classes."""
         shards: list[Shard] = []
         full = limit
         known = zip(*(array.tolist() for array in (self.lengths, self.files.heights, self.files.widths)))
         lengths = [forms.expected(self.form, *of_sample) for of_sample in known]
-        for sample in np.random.RandomState(0).permutation(len(self.files)).tolist():
-            size = 3 * BLOCK + lengths[sample] + -lengths[sample] % BLOCK  # two headers, a label
+        for sample in np.random.RandomState(0).permutation(len(self.files)).tolist():  # alike in every version of numpy
+            size = 3 * BLOCK + lengths[sample] + -lengths[sample] % BLOCK  # two headers and the label, a block each
             if not shards or full + size > limit:
                 full = 2 * BLOCK  # the archive's end
                 shards.append(Shard(f"{self.split}-{len(shards):06d}.tar", []))
@@ -85,13 +85,13 @@ class Plan:
         return os.path.join(self.folder, f".{shard.name[:-4]}.json")
 
     def missing(self) -> list[Shard]:
-        """Return the shards that are not there, or were made of other files."""
+        """Read the notes of all shards, and return the shards that are not there or were made of other files."""
         for shard in self.shards:
             shard.made = self._note(shard)
         return [shard for shard in self.shards if not shard.made]
 
     def _note(self, shard: Shard) -> dict[str, Any]:
-        """What was noted when the shard was whole; empty where it is not, or is another one."""
+        """Return the note of a whole shard; empty if it is missing, or the shard has another size or other sources."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(self.note_path(shard)) as file:
             note = json.load(file)
             size = os.path.getsize(os.path.join(self.folder, shard.name))
@@ -108,7 +108,7 @@ class Plan:
         shards = [{"name": shard.name, **{name: shard.made[name] for name in ("size", "sha256")}} for shard in self.shards]
         about = {**self.settings, "identity": self.identity, "shards": shards}
         if packed.FORMATS[self.form] != 1:
-            arrays["special"] = np.zeros(len(self.files))  # no longer: they were decoded
+            arrays["special"] = np.zeros(len(self.files))  # none any more: such pictures were decoded here
         packed.write_index(self.folder, self.split, self.files, about, arrays)
 
 
@@ -143,7 +143,7 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
                 say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
             for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
                 made[name].append(value)
-            key = f"{sample:08d}"  # unique, and without the dot that ends a key
+            key = f"{sample:08d}"  # unique, and without a dot, at which WebDataset ends a key
             member(f"{key}.{_kind(stored)}", stored)
             member(f"{key}.cls", b"%d" % plan.files.labels[sample])
             done(len(content))
@@ -158,7 +158,7 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
 
 
 def _kind(content: bytes) -> str:
-    """Return the extension for what it is, whatever its file was called."""
+    """Return the extension for the kind of file that the content is, whatever its name was."""
     return next((kind for begin, kind in KINDS.items() if content.startswith(begin)), "img")
 
 

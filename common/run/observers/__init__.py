@@ -36,7 +36,7 @@ __all__ = ["Facts", "Observers", "of_a_rank"]
 
 
 def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
-    """Return them in the order in which they are told. `may_write`: now or later, in an elastic job."""
+    """Return the observers of a rank, in the order in which they are told. `may_write`: now, or later in an elastic job."""
     wanted = {
         Trace: writes and args.profile,
         Journal: may_write,
@@ -52,23 +52,23 @@ class Observers:
     def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles, may_write: bool):
         kinds = of_a_rank(args, side_files.shows, side_files.writes, may_write)
         self._side_files, self._present = side_files, [kind(args, device, side_files) for kind in kinds]
-        self._newest: Any = None  # Facts that were told
+        self._newest: Any = None  # the last Facts
         moments.listen(self)
 
     def tell(self, moment: str, facts: Facts, **more: Any) -> None:
-        """One that fails is told nothing from then on."""
+        """Call the method named `moment` of each observer that has one. One that fails is dropped, with a warning."""
         self._newest = facts
         for one in list(self._present):
             try:
                 if hear := getattr(one, moment, None):
                     hear(facts, **more)
             except Exception as error:
-                if "DataLoader worker" in str(error):  # torch's signal handler says that one has died, wherever we are
+                if "DataLoader worker" in str(error):  # torch raises this in a signal handler, in any code
                     raise
                 self._present = [other for other in self._present if other is not one]
                 why = f"{type(error).__name__}: {one_line(error)[:300]}"
                 say = self._side_files.say if self._side_files.shows else print
-                if moment != "failed":  # then the error of the job itself is what the user has to see
+                if moment != "failed":  # a warning would hide the error of the job itself
                     say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 
     def said(self, text: str) -> None:
@@ -76,7 +76,7 @@ class Observers:
         self.tell("said", self._newest, text=text)
 
     def failure(self, error: BaseException) -> None:
-        """The job is about to end with this error (common/moments.py)."""
+        """Tell the observers the error with which the job is about to end (common/moments.py)."""
         with contextlib.suppress(Exception):
             if self._newest and self._newest.plan.began:
                 self.tell("failed", self._newest, error=error)

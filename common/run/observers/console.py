@@ -20,14 +20,19 @@ from common.run.saving import output
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
-STARVED = 0.25  # fraction of the time spent waiting from which the loader is called the bottleneck
+STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
 
 
 class Console:
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
-        self._args, self._side_files, self._say = args, side_files, side_files.say
+        self._args = args
+        self._side_files = side_files
+        self._say = side_files.say
         self._bar: Any = None
-        self._epoch_began, self._advised, self._imported, self._classifies = time.monotonic(), False, False, False
+        self._epoch_began = time.monotonic()
+        self._advised = False
+        self._imported = False
+        self._classifies = False
 
     def resumed(self, facts: Facts) -> None:
         if facts.plan.limit(facts.position) or facts.plan.epoch_is_over(facts.position):
@@ -37,7 +42,7 @@ class Console:
         self._import_packages()
 
     def _import_packages(self):
-        """What the files need, which takes seconds: after the first step, or where none comes before the first file."""
+        """Import the packages that the files need, which takes seconds, and say which of them are missing."""
         self._imported, is_trial = True, self._side_files.shows and not self._side_files.writes
         if is_trial:  # it leaves no files
             return
@@ -126,12 +131,12 @@ class Console:
 
 
 def of_which(skipped: int) -> str:
-    """Say how many of the steps had gradients that overflowed."""
+    """Return the field of a line of the log for steps whose gradients overflowed; empty if there are none."""
     return f" skipped_steps={skipped}" if skipped else ""
 
 
 def advice(remedies: Sequence[str], waiting: float) -> Optional[str]:
-    """Return one line if the network waits for the loader and something can be done about it; else None."""
+    """Return a line if the network waits for the loader and there are remedies; else None. `waiting`: fraction of the time."""
     if not remedies or waiting < STARVED:
         return None
     cause = f"the network waited for data {waiting:.0%} of the time, the loader is the bottleneck"

@@ -17,7 +17,9 @@ CURVES_SECONDS = 60  # the least time between two drawings of the curves, which 
 
 class Files:
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
-        self._folder, self._epochs, self._side_files = args.output_dir, args.epochs, side_files
+        self._folder = args.output_dir
+        self._epochs = args.epochs
+        self._side_files = side_files
 
     def began(self, facts: Facts, **_: Any) -> None:
         self._curves_drawn = time.monotonic()
@@ -40,13 +42,13 @@ class Files:
         self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
     def _write_metrics(self, facts):
-        """Write the epochs of the checkpoint and those since, none that will be trained again after a restart."""
+        """Write a row for each epoch of the run. Epochs after the restored checkpoint are trained again, and have no row."""
         history = facts.results.history
         if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
             self._side_files.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
 
     def _write_state(self, facts):
-        """Whether the run is finished, for who has only the exit code 0, which --max_hours gives as well."""
+        """Write whether the run is finished, which the exit code 0 alone does not say: --max_hours ends with 0 as well."""
         state = {"finished": facts.plan.finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 

@@ -28,9 +28,11 @@ class Journal:
     """Writes nothing before the run begins, as the folder may still be another run's. Earlier events are kept until then."""
 
     def __init__(self, _args: Any, device: Any, side_files: SideFiles):
-        self._device, self._side_files, self._active = device, side_files, False
+        self._device = device
+        self._side_files = side_files
+        self._active = False
         self._early: list[dict] = []
-        # Of the last row: the seconds of each phase, the samples of this start, the epoch.
+        # The seconds of each phase, the samples of this start and the epoch, as of the last row.
         self._last: tuple[Mapping[str, float], int, int] = ({}, 0, 1)
 
     def began(self, facts: Facts, about: dict) -> None:
@@ -55,7 +57,7 @@ class Journal:
         self._row(facts, self._last[2])
 
     def failed(self, facts: Facts, error: BaseException) -> None:
-        if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):  # else they know the cause
+        if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):  # they know the cause and record it
             why = one_line(f"{type(error).__name__}: {error}")[:500]
             self._event("end", how="failed", why=why, **facts.position.row(facts.position.epoch))
 
@@ -66,7 +68,7 @@ class Journal:
         self._event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
 
     def said(self, _facts: Any, text: str) -> None:
-        """Add a line of the log."""
+        """Record a line of the log if it is a warning or an advice."""
         if text.startswith(("warning: ", "advice: ")):
             self._event("warning", text=one_line(text).partition(": ")[2])
 
@@ -98,7 +100,7 @@ class Journal:
 
 
 def rate_before(folder: str) -> Optional[float]:
-    """Return the images a second in the last rows of the starts before, if there are any."""
+    """Return the median images per second of the last rows of earlier starts; None if there are none."""
     rates = []
     with contextlib.suppress(OSError, ValueError, AttributeError), open_regular(os.path.join(folder, "speed.jsonl")) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

@@ -1,4 +1,4 @@
-"""What every observer is told at every moment of a run."""
+"""The facts that every observer is given at every moment of a run."""
 
 import dataclasses
 from collections.abc import Mapping

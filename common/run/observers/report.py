@@ -14,14 +14,16 @@ from common.run.observers.records import Facts
 from common.run.side_files import SideFiles
 
 REPORT_SECONDS = 180  # the least time between two pages; where one takes long, a hundred times as long
-MOST_COLUMNS = 30  # of a confusion matrix that is shown whole, and pairs that are shown of a larger one
+MOST_COLUMNS = 30  # classes of the largest confusion matrix that is shown whole; of larger ones, so many pairs are shown
 
 
 class Report:
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
-        self._folder, self._side_files, self._due = args.output_dir, side_files, 0.0
+        self._folder = args.output_dir
+        self._side_files = side_files
+        self._due = 0.0
         self._scores: Any = None
-        self._epoch = 0  # that they are of
+        self._epoch = 0  # in which the scores were measured
         self._written: Any = None  # the scores that are in the files
 
     def began(self, _facts: Facts, **_: Any) -> None:
@@ -46,7 +48,7 @@ class Report:
         self.page()
 
     def text(self) -> None:
-        """report.txt: precision and recall of every class, and which were taken for which."""
+        """Write report.json, and report.txt: precision and recall of every class, and which classes were confused."""
         if not self._side_files.writes:
             return
         self._write_scores()
@@ -56,7 +58,7 @@ class Report:
         self._side_files.write("report.txt", "\n".join([*lines, ""]).encode())
 
     def page(self) -> None:
-        """What the newest scores say; then others make something of what is there (common/job.py)."""
+        """Write report.json, then announce it to what makes report.html from the files of the run (common/job.py)."""
         if not self._side_files.writes:
             return
         began = time.monotonic()
@@ -76,7 +78,7 @@ class Report:
 
 
 def table(confusion: torch.Tensor, classes: list[str]) -> str:
-    """Precision and recall of every class."""
+    """Return the precision and recall of every class as text."""
     from sklearn.metrics import classification_report
 
     places = confusion.nonzero()  # of ten thousand classes all pairs would take gigabytes

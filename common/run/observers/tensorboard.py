@@ -51,7 +51,7 @@ def file_name() -> str:
 
 
 def beginning(step: int) -> bytes:
-    """Begin a file whose events replace those of earlier files from this step on."""
+    """Return the first records of a file whose events replace those of earlier files from this step on."""
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
     return _record(step, file_version="brain.Event:2") + _record(step, session_log=SessionLog(status=SessionLog.START))
@@ -64,7 +64,7 @@ def scalar(step: int, name: str, value: float) -> bytes:
 
 
 def image(step: int, name: str, pixels: Any) -> bytes:
-    """`pixels`: uint8 (3, H, W)."""
+    """Return an event with a picture. `pixels`: uint8 (3, H, W)."""
     from torch.utils.tensorboard import summary
 
     return _record(step, summary=summary.image(name, pixels, dataformats="CHW"))

@@ -16,17 +16,20 @@ from common.run.observers.records import Facts
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
-TRACED, MOST = 10, 10  # steps in a trace; operations in the table
+TRACED, MOST = 10, 10  # steps in a trace; operations in its table
 
 
 class Trace:
     def __init__(self, args: Any, device: Any, side_files: SideFiles):
         self._path, self._device = os.path.join(args.output_dir, "trace.json.gz"), device
-        self._say, self._seen, self._waited, self._over = side_files.say, 0, 0.0, False
+        self._say = side_files.say
+        self._seen = 0
+        self._waited = 0.0
+        self._over = False
         self._recorder: Any = None
 
     def stepped(self, facts: Facts) -> None:
-        """Count a step that has ended; after the last one recorded, show the profile."""
+        """Count a step that has ended: begin to record after WARM_UP steps, and show the profile after TRACED more."""
         self._seen += 1
         if self._seen == WARM_UP:
             self._waited = facts.seconds["waiting_for_data"]
@@ -90,7 +93,7 @@ def host_ms(operation: Any) -> float:
 
 
 def device_ms(operation: Any) -> float:
-    """Return the time of kernels alone: rows of operators and annotations repeat that of the kernels that they started."""
+    """Return the time of a kernel. It is 0 for operators and annotations, whose time is that of the kernels they started."""
     if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
         return 0.0
     return operation.self_device_time_total / 1e3

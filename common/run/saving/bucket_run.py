@@ -20,9 +20,10 @@ OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png")  # an evaluation lea
 
 
 def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = False) -> bool:
-    """Fetch the newest valid checkpoint of the bucket, unless the checkpoint folder has a newer one.
+    """Fetch the newest valid checkpoint of the bucket, unless the checkpoint folder has one that is as new.
 
-    Returns whether there is a run in the bucket.
+    Return whether the bucket has any checkpoint; with `only_look`, fetch nothing. Raise UserError if the folder holds another
+    run, or if it has no checkpoint and all in the bucket are damaged.
     """
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for below in FOLDERS for item in place.items(place.below() + below)}
@@ -47,7 +48,7 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
 
 
 def _bring(place, items, start, samples, folder):
-    """Fetch a checkpoint; in the folder it has its name without the number of the start."""
+    """Fetch a checkpoint under its name without the number of the start; raise Damaged if it is incomplete or damaged."""
     theirs, ours = _files_of(starts.stem(samples, start)), _files_of(f"{samples:012d}")
     if f"checkpoints/{theirs[0]}" not in items:
         raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
@@ -61,12 +62,12 @@ def _bring(place, items, start, samples, folder):
 
 
 def _files_of(name):
-    """Return the files of a checkpoint; the second is alone where an upload of a number that was there was cut off."""
+    """Return the names of a checkpoint's files; the second, left by an upload that was cut off, may be the valid manifest."""
     return [f"{name}.pt", f"{name}.json{TEMPORARY}", f"{name}.json"]
 
 
 def _refuse_another_history(place, theirs, ours, args):
-    """The local folder may hold an earlier run that the bucket no longer has."""
+    """Raise UserError if the local folder holds another run than the bucket, such as one that was deleted there."""
     key = f"{place.below()}checkpoints/{starts.stem(theirs[1], theirs[0])}.json"
     content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
     if _run_id(content) != _run_id(Path(args.checkpoint_dir, f"{ours:012d}.json").read_bytes()):
@@ -84,7 +85,7 @@ def _run_id(manifest):
 
 
 def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
-    """Return the path; a checkpoint or an output folder in a bucket is fetched to `inputs` first."""
+    """Return `path`, or the local path of a checkpoint or output folder in a bucket, which is fetched to `inputs`."""
     if not bucket.is_address(path):
         return path
     if not path.endswith(".pt"):
@@ -102,7 +103,7 @@ def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
-    """Return the path itself; weights in a bucket are fetched to `inputs`, with the files beside them, once per node."""
+    """Return `path`, or the local path of weights in a bucket: one process per node fetches them, and the files beside them."""
     if not bucket.is_address(path):
         return path
     url, name = os.path.split(path)
@@ -122,13 +123,13 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
 
 def fetch_growing_files(args: argparse.Namespace, say: Callable = print) -> None:
-    """Fetch the files that every start appends to, and those that its page shows, where the disk lacks them.
+    """Fetch the files that every start appends to, and those that report.html shows, where the disk lacks them.
 
-    An upload would replace those in the bucket.
+    Otherwise this start would begin them anew, and its upload would replace those in the bucket.
     """
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
-    copies = starts.copies(items)  # an earlier start may have overwritten the file late
+    copies = starts.copies(items)  # preferred to the files themselves, which a frozen earlier start may have overwritten late
     wanted = [name for name in items if GROWS.fullmatch(name) or OF_THE_PAGE.fullmatch(name)]
     missing = [name for name in wanted if not os.path.exists(os.path.join(args.output_dir, name))]
     if missing:
@@ -136,7 +137,7 @@ def fetch_growing_files(args: argparse.Namespace, say: Callable = print) -> None
 
 
 def fetch_growing_files_if_possible(args: argparse.Namespace, say: Callable) -> None:
-    """Do so where the rank that was lost had published its lines."""
+    """Call fetch_growing_files() if the run has a bucket; a failure is only a warning."""
     try:
         if args.output_url:
             fetch_growing_files(args, say)
@@ -145,7 +146,7 @@ def fetch_growing_files_if_possible(args: argparse.Namespace, say: Callable) -> 
 
 
 def delete(args: argparse.Namespace, say: Callable) -> None:
-    """Remove what a run wrote to the bucket, and nothing else; the manifests first."""
+    """Delete the files of a run from the bucket, manifests first; the markers of its starts and other objects stay."""
     place = bucket.Bucket(args.output_url, say)
     names = [place.relative(item.key) for item in place.items(place.below())]
     ours = [name for name in names if output.LEFT_BY_A_RUN.fullmatch(name.removesuffix(TEMPORARY))]

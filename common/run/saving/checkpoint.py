@@ -32,16 +32,16 @@ WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 NAME = re.compile(r"(\d{12})(?:-(\d+))?\.json")  # the second number is that of the start, in a bucket (starts.py)
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
-# What the other file beside weights of an epoch says of them: their epoch, its metrics, the classes, and options of the run.
+# Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options among them.
 OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int}
 BESIDE = {"epoch": int, "metrics": dict, "classes": list, **OPTIONS}
-OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # the end of its files' names is the beginning of their digest
-# In its files of DenseNet: "norm.1.weight" of what is now norm1.
+OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
+# torchvision's files of DenseNet have an old name: "norm.1.weight" for "norm1.weight".
 OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 def _plain(name, names):
-    """Return a name without the prefixes of wrappers (DataParallel, DDP, compile, averages), unless it is one of `names`."""
+    """Strip the prefixes of wrappers (DataParallel, DDP, compile, averages) from a name until it is one of `names`."""
     while name not in names and (bare := re.sub(r"^(module|_orig_mod)\.", "", name)) != name:
         name = bare
     return name
@@ -55,14 +55,14 @@ def unwrapped(model: Any) -> torch.nn.Module:
 
 
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
-    """Load a file of plain weights; with `new_head`, parameters of another shape keep their random values. See fit()."""
+    """Load the weights of a file; return the names of those whose shapes differ, which are not loaded. See fit()."""
     return fit(network, read_weights(path), path, new_head)
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Read the weights of a file of plain weights, or of a checkpoint.
 
-    A file that says what its bytes must be is verified; of others the log says that they are not.
+    A file whose SHA-256 is known (by its manifest, a .sha256 file or its name) is verified; others are logged as unverified.
     """
     content, verified = _read_weights(path)
     try:
@@ -78,7 +78,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
             f"{path} is in the form before torch 1.6, in which no damage is noticed: save it again with torch.save, or make "
             f"{path}{DIGEST} with sha256sum"
         ) from None
-    except Exception as error:  # a file of something else can raise anything
+    except Exception as error:  # a file of another kind can raise anything
         raise UserError(
             f"{path} holds no weights: {one_line(str(error)[:200])}; give a .pth or .pt file of this network"
         ) from None
@@ -94,7 +94,7 @@ def _read_weights(path):
             begins = OF_TORCHVISION.search(path)
             if begins and hashlib.sha256(content).hexdigest().startswith(begins[1]):
                 return content, True
-            if begins and not begins[1].isdigit():  # else it may be a date
+            if begins and not begins[1].isdigit():  # digits alone may be a date
                 raise UserError(f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with {begins[1]}")
             if collectives.rank_and_size()[0] == 0:
                 progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
@@ -108,7 +108,7 @@ def _read_weights(path):
 
 
 def _weights(path):
-    """Return the bytes of a file of torch.save; of any other file, which may have gigabytes, only the first ones."""
+    """Return the bytes of a file of torch.save; of any other file, which may have gigabytes, only the first 100."""
     with files.open_regular(path) as file:
         head = file.read(100)
         return head + file.read() if head.startswith(BEGINNINGS) else head
@@ -120,7 +120,7 @@ def _content(path):
 
 
 def about_weights(path: str) -> dict[str, Any]:
-    """Return what is said beside this file of weights, of BESIDE; nothing where there is no such file."""
+    """Return the fields of BESIDE in the JSON file beside a file of weights; {} if that file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), files.open_regular(beside(path)) as file:
         read = json.loads(file.read(files.MIB))
         return {name: value for name, value in read.items() if type(value) is BESIDE.get(name)}
@@ -132,23 +132,26 @@ def beside(path: str) -> str:
 
 
 def write_weights(path: str, weights: dict, about: Optional[dict] = None) -> None:
-    """Write a file of weights, what is to be said of them, and their digest, which the program sha256sum checks too."""
+    """Write a file of weights, a .sha256 file that the program sha256sum can check, and `about` as the JSON file beside it."""
     content = encode(weights)
     if about:
         write_atomically(beside(path), json.dumps(about, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
-    remove(path + DIGEST)  # that of the weights that are replaced
+    remove(path + DIGEST)  # the digest of the weights that are replaced
     write_atomically(path, content)
     write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())
 
 
 def evaluated_weights(state: dict) -> dict[str, torch.Tensor]:
-    """Return the weights that are evaluated: the averaged ones where there are any."""
+    """Return the weights to evaluate: the averaged ones if the checkpoint has them."""
     weights = state.get("ema", state["model"])
     return {_plain(name, state["model"]): tensor for name, tensor in weights.items() if name != "n_averaged"}
 
 
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
-    """Load the weights of `state`, read from `path`; returns the names of those of another shape, which are not loaded."""
+    """Load `state`, which was read from `path`; return the names of those whose shapes differ, which are not loaded.
+
+    With `new_head`, up to two may differ, as those of a last layer for other classes; any other mismatch raises UserError.
+    """
     own = network.state_dict()
     state = {_plain(name, own): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
@@ -171,7 +174,7 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
 
 
 def snapshot(value: Any) -> Any:
-    """Return a copy on the CPU of every tensor in nested dicts and lists, which the next step does not change."""
+    """Return a copy of nested dicts and lists with all tensors on the CPU, where the next step does not change them."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, collections.OrderedDict):
@@ -195,12 +198,12 @@ def finite(value: Any) -> bool:
 
 
 def size_of(value: Any) -> int:
-    """Return bytes of the tensors in nested dicts and lists."""
+    """Return the size in bytes of all tensors in nested dicts and lists."""
     return sum(tensor.nbytes for tensor in tensors(value))
 
 
 def largest(state: dict) -> int:
-    """Return bytes of a checkpoint, and of the weights beside it, when the optimizer has as much as the weights."""
+    """Estimate the bytes of a checkpoint and its file of weights, with room for optimizer state as large as the weights."""
     return 2 * size_of(state["model"]) + size_of(state)
 
 
@@ -215,7 +218,7 @@ def _encode_manifest(manifest):
 
 
 def require_plain(state: dict) -> None:
-    """Refuse what the next start could not read."""
+    """Raise UserError if `state` holds more than tensors and plain values, as the next start could not read it."""
     for name in state:
         try:
             check(state[name])
@@ -233,7 +236,7 @@ def write(folder: str, state: dict, about: dict) -> None:
     write_aside(f"{path}.pt", content)
     write_aside(f"{path}.json", _encode_manifest(manifest))
     try:
-        give_name(f"{path}.pt")  # from here on the manifest counts that still has its temporary name
+        give_name(f"{path}.pt")  # from here on the manifest counts, although it still has its temporary name
     except OSError:
         for suffix in (".pt", ".json"):
             with contextlib.suppress(OSError):
@@ -243,18 +246,18 @@ def write(folder: str, state: dict, about: dict) -> None:
 
 
 def _manifests(folder):
-    """Return [(number of the start, number, name)] of the manifests, oldest first; a copy of a bucket has starts above 1."""
+    """Return [(start, samples seen, name)] of the manifests, oldest first. Only a copy of a bucket has starts above 1."""
     there = map(NAME.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ())
     return sorted((int(match[2] or 1), int(match[1]), match[0]) for match in there if match)
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numbers of the checkpoints that have a manifest, oldest first."""
+    """Return the numbers (samples seen) of the checkpoints that have a manifest, in ascending order."""
     return sorted({number for _, number, _ in _manifests(folder)})
 
 
 def path_of(folder: str, number: int) -> str:
-    """Return the file of this checkpoint."""
+    """Return the path of a checkpoint's .pt file, that of the latest start if several have this number."""
     names = [name for _, its, name in _manifests(folder) if its == number] or [f"{number:012d}.json"]
     return os.path.join(folder, re.sub(r"json$", "pt", names[-1]))
 
@@ -266,7 +269,7 @@ def read(path: str) -> tuple[dict, dict]:
 
 
 def read_verified(path: str) -> tuple[dict, bytes]:
-    """Return (manifest, bytes) of a checkpoint whose bytes agree with its manifest; nothing is parsed but the manifest."""
+    """Return (manifest, bytes) of a checkpoint, without parsing the bytes; UserError if they do not agree."""
     manifest_path = re.sub(r"\.pt$", "", path) + ".json"
     try:
         content = _content(path)
@@ -285,7 +288,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def _read_manifest(path, content):
-    """Return the manifest in `path`, if it is one of these bytes."""
+    """Return the manifest in `path`; raise one of _DAMAGE unless it describes `content`."""
     encoded = _content(path)
     manifest = json.loads(encoded)
     if encoded != _encode_manifest(manifest):
@@ -301,13 +304,13 @@ def _read_manifest(path, content):
 
 
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
-    """Return (state, about) in verified bytes. They hold a copy of the manifest, so a changed manifest is noticed."""
+    """Return (state, about) in verified bytes; UserError if they are no checkpoint or hold a manifest other than `manifest`."""
     try:
         state = read_tensors(content, verified=True)
     except Refused as error:
         other = "it holds something other than tensors and plain values"
         raise UserError(f"checkpoint {path} is refused: {other}: {one_line(str(error)[:200])}") from None
-    except Exception as error:  # a whole file of something else can raise anything
+    except Exception as error:  # an undamaged file of another kind can raise anything
         raise UserError(f"checkpoint {path} is damaged: it is no archive of torch: {one_line(error)[:200]}") from None
     about = state.pop("about", None) if isinstance(state, dict) else None
     if not isinstance(about, dict) or not _are_alike(
@@ -325,8 +328,8 @@ def _are_alike(about, manifest):
 
 
 def newest(folder: str, say: Callable = print, remedy: str = AFRESH) -> Optional[tuple[dict, dict, str]]:
-    """Return (state, about, path) of the newest valid checkpoint, or None; warn of every newer one that is damaged. `remedy`:
-    what to do if all are."""
+    """Return (state, about, path) of the newest valid checkpoint, or None if there is none; warn of newer ones if damaged.
+    If all are damaged, raise UserError with `remedy`, which says what to do."""
     existing = _manifests(folder)
     for _, _, manifest in reversed(existing):
         path = os.path.join(folder, re.sub(r"json$", "pt", manifest))
@@ -345,9 +348,9 @@ def delete(folder: str, number: int) -> None:
 
 
 def sweep(folder: str, left: Iterable[str] = ()) -> None:
-    """Complete the save that a kill has ended between its two names, and remove the other unfinished files.
+    """Complete a save that was killed between its two renames, and remove the other unfinished files.
 
-    Only at the start, when no process is writing. `left`: those in folders of starts before.
+    `left`: unfinished files of earlier starts. Names in a copied bucket lose the start's number. No process may be writing.
     """
     beside = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(TEMPORARY)]
     with if_ours(os.path.join(folder, "any")):
@@ -364,7 +367,7 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
 
 
 def _is_the_right_one(path, place):
-    """Whether `path`, a manifest, does not describe its checkpoint, and the one in `place`, without that name yet, does."""
+    """Whether `path` names a manifest, and only the unfinished one in `place` describes its checkpoint."""
 
     def describes(manifest):
         try:
@@ -376,12 +379,12 @@ def _is_the_right_one(path, place):
 
 
 def surplus(names: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
-    """Which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
+    """Return which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
 
-    `about` is the manifest of the checkpoint just written. Those with higher numbers stay, but for the `damaged` ones.
+    `about`: the manifest of the checkpoint just written or restored. Higher numbers stay unless they are in `damaged`.
     """
     best, now = about["best"] or {}, about["samples_seen"]
-    form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # the last is in a bucket, after a kill
+    form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # unfinished: in a bucket, after a kill
     found = [(name, match) for name in names if (match := form.fullmatch(name))]
     numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"} - {*damaged})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}

@@ -29,31 +29,31 @@ class Evidence:
         self._ledger: Any = None
 
     def keep(self, rank: int, attempt: bool, ledger: bool) -> None:
-        """Keep these from here on, in addition to what is kept already."""
+        """Begin to keep an Attempt, a ledger (with --ledger true) or both, in addition to what is kept already."""
         if attempt and not self.attempt:
             self.attempt = Attempt(self._args.checkpoint_dir, self._say)
         if ledger and self._args.ledger and not self._ledger:
             folder = os.path.join(self._args.output_dir, "ledger")
             with self._or_untrue():
                 os.makedirs(folder, exist_ok=True)
-                if not attempt:  # this rank writes nothing else
+                if not attempt:  # this rank writes nothing else, so has claimed no folder
                     claim(folder, f"rank_{rank}")
                     tidy()
                 self._ledger = own_copy(os.path.join(folder, f"rank_{rank}.jsonl"), os.O_APPEND)
                 drop_half_a_line(self._ledger)
 
     def begin(self, epoch: int, consumed: int) -> None:
-        """Note a start, at this step."""
+        """Note in the ledger that a start begins at this step."""
         if self._ledger:
             self._write({"start": [epoch, consumed]})
 
     def trying(self, epoch: int, consumed: int) -> None:
-        """The step is about to be taken."""
+        """Note in the Attempt that this step is about to be taken."""
         if self.attempt:
             self.attempt.set(epoch, consumed)
 
     def taken(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
-        """The step has been taken, and counts."""
+        """Note in the ledger that this step counts, with its sample ids, and in the Attempt that no step is under way."""
         if self._ledger:
             self._write({"step": [epoch, consumed], "ids": ids.tolist()})
         self.trying(-1, -1)
@@ -64,30 +64,30 @@ class Evidence:
 
     @contextlib.contextmanager
     def _or_untrue(self):
-        """A line that lacks would make it so."""
+        """Raise TrainingFailed for an OSError, as a ledger that lacks a line would be untrue."""
         try:
             yield
         except OSError as error:
             raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
 
     def done(self) -> None:
-        """The run ends as it should."""
+        """Remove the Attempt, as this start ends properly: finished or stopped."""
         if self.attempt:
             self.attempt.done()
 
 
 class Attempt:
-    """A file with the step under way, valid however a start ends. It tells the next start if two starts died in the same step.
+    """A file that names the step under way, so that the next start sees if two starts died in the same step.
 
     The file is optional: if it cannot be written, there is one warning.
     """
 
-    # epoch and consumed of the step that is being taken (-1: none), and of the step that the last start died in
+    # (epoch, consumed) of the step under way, -1 if there is none, and of the last step in which an earlier start died
     _FORM = struct.Struct("<4q")
 
     def __init__(self, folder: str, say: Callable[[str], None]):
         self._file: Optional[io.FileIO] = None
-        self.left = False  # by the start before, which so did not end as it should
+        self.left = False  # whether there was a file: the start before did not end as it should
         self._say, self._warned = say, False
         self._path = os.path.join(folder, ".attempt")
         last = (-1, -1, -1, -1)
@@ -107,7 +107,7 @@ class Attempt:
                 os.pwrite(self._file.fileno(), self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def done(self) -> None:
-        """The run ends as it should: the file goes, also one of an earlier start that this one could not write to."""
+        """Remove the file, even if it is an earlier start's to which this one could not write."""
         with self._warning_once(), contextlib.suppress(TakenOver):
             if self._file is not None:
                 self._file.close()

@@ -18,8 +18,8 @@ from common import arguments, cores, devices, heartbeat
 from common.secrets import HIDDEN, is_secret, mask
 from common.version import VERSION
 
-LAUNCHER = "ANYRANK_LAUNCHER"  # set by a verb of launch that has started all nodes: its command
-OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that differ between the nodes of one job
+LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes
+OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node
 
 
 def versions() -> dict[str, str]:
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the rank that writes; with no name and no address."""
+    """Describe the machine of this process, without its name and address."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -38,7 +38,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
-    """What starts this run again, without what the platform adds for each node, and these options; `words`: as in sys.argv."""
+    """Return the command that starts this run again, with secrets hidden and without the platform's options and `without`."""
     launcher = shlex.split(os.environ.get(LAUNCHER, ""))
     kept, taken = [], iter(launcher or words)
     for word in taken:
@@ -53,14 +53,14 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
             kept.append(mask(word))
     if launcher:
         return shlex.join(kept)
-    if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():  # a parent of ours sets it for its workers, too
+    if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():  # our parent process sets it for its workers, too
         return f"python {shlex.join(kept)}"
     nodes = f"--nnodes {args.world.num_nodes} " if args.world.num_nodes > 1 else ""
     return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"
 
 
 def use(folder: str) -> Optional[str]:
-    """Return the command that makes a network for any program of the best weights in an output folder; None in a bundle."""
+    """Return the command that exports the best network of an output folder for other programs; None in a bundle."""
     root = Path(__file__).resolve().parents[3]
     if not (root / "launch").is_dir():
         return None
@@ -70,7 +70,7 @@ def use(folder: str) -> Optional[str]:
 
 
 def manifest(run: Any) -> dict[str, Any]:
-    """What a checkpoint says of the run."""
+    """Return the manifest of a checkpoint that is made now, without the digest and size of its file."""
     return {
         **vars(run.position),
         "global_batch": run.sampler.global_batch,
@@ -87,12 +87,12 @@ def manifest(run: Any) -> dict[str, Any]:
 
 
 def rate(parts: dict) -> float:
-    """Return the learning rate of the last step."""
+    """Return the present learning rate of the optimizer's first group; 0.0 if the run has no optimizer."""
     return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
 
 
 def commit() -> dict[str, str]:
-    """Return the commit of the job's code, with -dirty where files have changed since; nothing where git knows none."""
+    """Return {"commit": ...} of the job's code, with -dirty if files have changed since; {} if git knows none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "describe", "--always", "--dirty", "--exclude=*"]
         return {"commit": subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()}

@@ -23,7 +23,7 @@ LEFT_BY_A_RUN = re.compile(
 
 
 def make_folders(args: argparse.Namespace) -> None:
-    """Make the output folders; an error where one cannot be written to."""
+    """Create the output folders; raise an error if one of them cannot be written to."""
     for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -35,9 +35,9 @@ def make_folders(args: argparse.Namespace) -> None:
 
 
 def require_room(args: argparse.Namespace, size: int) -> None:
-    """Raise an error if the run's checkpoints will not fit on the disk. `size`: the bytes of one, and of its weights."""
+    """Raise UserError if the disk has no room for three or four checkpoints. `size`: bytes of one with its file of weights."""
     with os.scandir(args.checkpoint_dir) as entries:
-        # Those of an earlier start make room for those to come.
+        # The space of earlier checkpoints counts as free, as later ones replace them.
         there = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     number = min(args.keep, 2) + 2  # the last ones, the best, and the next
     if shutil.disk_usage(args.checkpoint_dir).free + there < number * size:
@@ -47,7 +47,7 @@ def require_room(args: argparse.Namespace, size: int) -> None:
 
 
 def room_for(folder: str, size: int) -> str:
-    """What is needed, what is free, and what to do."""
+    """Return words for an error: how much space is needed, how much is free, and what to do."""
     free = shutil.disk_usage(folder).free
     return (
         f"{size / MIB:.1f} MiB are needed and {free / MIB:.1f} MiB are free: delete what is not needed there, lower --keep, or "
@@ -60,7 +60,7 @@ def _not_writable(folder, error):
 
 
 def lock(folder: str) -> None:
-    """Lock the run's folder, so that two runs never write into one; the lock ends with this process, however that ends."""
+    """Lock the folder until this process ends; UserError if another job keeps it locked. Some stores have no locks."""
     try:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -80,13 +80,13 @@ def lock(folder: str) -> None:
 
 
 def _let_go(held):
-    """In a process that loads, which may still wait for data when this one has been killed."""
+    """Close the lock file in a forked process (a loader worker), which may outlive this process and would keep the lock."""
     while held:
         os.close(held.pop())
 
 
 def names(folder: str) -> list[str]:
-    """Return the names of the files in it, sorted; none where there is no such folder."""
+    """Return the sorted names in a folder; none if it does not exist."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
@@ -102,7 +102,7 @@ def delete_run(args: argparse.Namespace) -> None:
 
 
 def claim_folders(args: argparse.Namespace) -> list[str]:
-    """From here on only this start writes there (common/files.py); what those before it had not finished of checkpoints."""
+    """Let only this start write to the folders from now on; return the files that earlier starts left unfinished."""
     try:
         return claim(args.checkpoint_dir, also=args.output_dir)
     except OSError as error:
@@ -110,7 +110,7 @@ def claim_folders(args: argparse.Namespace) -> list[str]:
 
 
 def what_is_there(args: argparse.Namespace) -> str:
-    """Return the files for a person, and where they are."""
+    """Return words for the log: which files are there for a person to read, and where."""
     folder, url = args.output_dir, args.output_url
     shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
     there = [name for name in shown if os.path.exists(os.path.join(folder, name))]

@@ -1,7 +1,7 @@
 """The parts of a run in a checkpoint: the network, its optimizers, and whatever else has a state_dict.
 
-Each gets back all that it had. Optimizers and schedules of the learning rate are made anew by every start: only what this start
-has made otherwise than the start before counts instead of the checkpoint's, and the log lists it.
+Each part gets its saved state back. Every start creates optimizers and learning rate schedules anew: an option that this start
+gives another value than the start before is taken from this start instead of the checkpoint, and the log lists it.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 from common.errors import UserError
 
 TAKEN = ("model", "run", "about")  # names that a checkpoint itself uses
-# Options that follow from others, or from the device.
+# Options that follow from others or from the device, so the log does not list a change.
 NOT_LISTED = {"initial_lr", "base_lrs", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -35,12 +35,12 @@ def optimizers(run: Any) -> dict[str, Optimizer]:
 
 
 def groups(run: Any) -> dict[str, int]:
-    """Return how many groups of weights each optimizer has."""
+    """Return the number of parameter groups of each optimizer."""
     return {name: len(part.param_groups) for name, part in optimizers(run).items()}
 
 
 def made(run: Any) -> dict[str, Any]:
-    """Return with what options this start has made its parts, before a checkpoint is loaded."""
+    """Return the options with which this start created its parts; called before a checkpoint replaces them."""
     options: dict[str, Any] = {name: part.state_dict() for name, part in run.parts.items() if is_schedule(part)}
     for name, part in optimizers(run).items():
         options[name] = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
@@ -52,14 +52,14 @@ def states(run: Any) -> dict[str, Any]:
 
 
 def of_the_run(run: Any, gradients_wait: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the states. `gradients_wait`: for an update of the weights that has yet to come."""
+    """Return what a checkpoint says of the parts beside their states; with `gradients_wait`, the gradients so far too."""
     gradients = {name: weight.grad for name, weight in _weights(run).items() if gradients_wait and weight.grad is not None}
     added = {name: _added(run, name) for name in optimizers(run)}
     return {"made": _plain(run.made), "frozen": _frozen(run), "groups": run.groups, "added": added, "gradients": gradients}
 
 
 def mark(value: Any) -> Any:
-    """Return a value that is another one as soon as a tensor in nested dicts and lists has been written to."""
+    """Return a fingerprint of nested dicts and lists, which changes once a tensor in them is replaced or written to."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value._version
     if isinstance(value, dict):
@@ -68,20 +68,20 @@ def mark(value: Any) -> Any:
 
 
 def give_back(run: Any, state: dict, path: str, within_epoch: bool) -> None:
-    """Give the parts what a checkpoint holds.
+    """Restore the parts from a checkpoint.
 
-    `within_epoch`: the lines before run.steps() are still to come, and add again what groups they have added to an optimizer.
+    `within_epoch`: leave out the parameter groups of this epoch, as the job's lines before run.steps() will add them again.
     """
     run.model.load_state_dict(state["model"])
     kept, weights = state["run"], _weights(run)
-    before = kept.get("made", {})  # 0.2.0 did not save it
+    before = kept.get("made", {})  # checkpoints of version 0.2.0 lack it
     if before.get("model") == run.made["model"]:
         for name, weight in weights.items():
             weight.requires_grad_(name not in kept["frozen"])
-    run.groups = kept.get("groups", run.groups)  # as long as this epoch lasts
+    run.groups = kept.get("groups", run.groups)  # counted when the epoch began
     for name, gradient in kept.get("gradients", {}).items():
         weights[name].grad = gradient.to(weights[name].device)
-    for name in sorted(run.parts, key=lambda name: is_schedule(run.parts[name])):  # which sets the rate of its optimizer
+    for name in sorted(run.parts, key=lambda name: is_schedule(run.parts[name])):  # schedules last: they set rates
         part, saved = run.parts[name], state.get(name)
         if saved is None or (isinstance(saved, dict) and not saved):
             if not isinstance(now := _state(part), dict) or now:  # a scaler that was switched off has saved nothing
@@ -110,9 +110,9 @@ def _restore_optimizer(run, name, state, path, within_epoch):
             part.add_param_group({**options, "params": [weights[one] for one in names]})
         for place, (then, mine, first) in enumerate(zip(groups, made, before)):
             groups[place] = _merged(run, name, then, mine, first)
-            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # it is lowered or raised in proportion
+            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # a schedule has changed the rate: scale it
                 groups[place]["lr"] = then["lr"] * (mine["lr"] / first["lr"])
-    elif not any(map(is_schedule, run.parts.values())):  # it is of 0.2.0, and the rate is one of the options
+    elif not any(map(is_schedule, run.parts.values())):  # of version 0.2.0: all options are this start's, the rate too
         groups = part.state_dict()["param_groups"]
     used = {number for group in groups for number in group["params"]}
     states = {number: value for number, value in saved["state"].items() if number in used}
@@ -121,10 +121,10 @@ def _restore_optimizer(run, name, state, path, within_epoch):
 
 
 def complete(optimizer: Optimizer) -> None:
-    """Give RMSprop a momentum of 0 where the checkpoint is from a run without momentum."""
+    """Add momentum buffers of 0 to RMSprop if its state is from a run without momentum."""
     for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
         for parameter in options["params"] if options["momentum"] else []:
-            if optimizer.state.get(parameter):  # one that was frozen has none yet
+            if optimizer.state.get(parameter):  # a weight that was frozen has no state yet
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
@@ -133,14 +133,14 @@ def _state(part):
 
 
 def _plain(value):
-    """Return the same in plain dicts, and without functions, which each start makes anew."""
+    """Return a copy in plain dicts and lists, without functions, which each start creates anew."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if not callable(item)}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _weights(run):
-    """Return {name: weight} of the network, and of other networks among the parts."""
+    """Return {name: weight} of the network and of other modules among the parts, whose names begin with the part's."""
     others = {name: part for name, part in run.parts.items() if isinstance(part, torch.nn.Module)}
     named = {f"{name}.{key}": weight for name, part in others.items() for key, weight in part.named_parameters()}
     return {**named, **dict(run.model.named_parameters())}
@@ -151,7 +151,7 @@ def _frozen(run):
 
 
 def _added(run, name):
-    """Return the names of the weights in the groups that the optimizer has got since this start made it."""
+    """Return, for each parameter group added since this start created the optimizer, the names of its weights."""
     names = {weight: one for one, weight in _weights(run).items()}
     groups = [group["params"] for group in run.parts[name].param_groups[len(run.made[name]) :]]
     if any(weight not in names for group in groups for weight in group):
@@ -163,7 +163,7 @@ def _added(run, name):
 
 
 def _merged(run, name, saved, made, before):
-    """Return the options that were saved, but for those that this start has made otherwise than the one before; list these."""
+    """Return the saved options, with this start's value where the start before had another; list those in run.changed."""
     others = {key for key in made.keys() & before.keys() if not bool(torch.as_tensor(made[key] == before[key]).all())}
     for key in others - NOT_LISTED:
         if not key.startswith("_"):
@@ -178,7 +178,7 @@ def _restore_schedule(run, name, saved, before):
         part.load_state_dict(merged)
     elif made == before:
         part.load_state_dict(_of_the_kinds(saved, made))
-    else:  # it is another one, which goes to the place where that of before was
+    else:  # another schedule: it takes as many steps as the one before had taken
         for one, optimizer in optimizers(run).items():
             for group, options in zip(optimizer.param_groups, run.made[one]) if optimizer is part.optimizer else ():
                 group["lr"] = options["lr"]
@@ -190,7 +190,7 @@ def _restore_schedule(run, name, saved, before):
 
 
 def _of_the_kinds(saved, made):
-    """Return what was saved, with a Counter where the schedule has one: a checkpoint has only plain dicts."""
+    """Return `saved`, with a Counter where `made` has an equal one, as a checkpoint has only plain dicts."""
     if saved == made:
         return made
     if isinstance(saved, dict) and isinstance(made, dict):

@@ -24,7 +24,7 @@ from common.world import folders
 
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
-# May be changed between two starts of one run; the new value counts from then on, and a warning lists it.
+# Options whose changes between two starts of one run are listed in a warning; the new value counts from then on.
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
     "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema", "image_size", "resize", "crop",
@@ -33,7 +33,7 @@ CHANGEABLE = [
 
 
 def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, parts: dict) -> dict:
-    """What two starts must have in common to be one run, as texts that an error can quote."""
+    """Return what two starts must have in common to belong to one run, as values that an error can quote."""
     tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
@@ -46,8 +46,8 @@ def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, par
 
 
 def prepare(parts: dict) -> None:
-    """Set the momentum of SGD to 0. Torch's fused SGD wants one of all weights or of none, though in a first step some may have
-    no gradient; and if a scaler skips that step, it reads it from uninitialised memory."""
+    """Create the momentum buffers of SGD as zeros. Torch's fused SGD needs one for all weights or none, but in the first step,
+    some may have no gradient; and if a scaler skips that step, the buffers would be uninitialised memory."""
     if isinstance(parts.get("optimizer"), torch.optim.SGD):
         for group in parts["optimizer"].param_groups:
             for parameter in group["params"] if group["momentum"] else []:
@@ -55,7 +55,7 @@ def prepare(parts: dict) -> None:
 
 
 def into(run: Any, state: dict, about: dict, path: str, again: bool = False) -> None:
-    """Give the run what a checkpoint holds; `again`: because the lines before run.steps() may have changed it."""
+    """Restore the run from a checkpoint; `again`: once more, as the job's lines before run.steps() may have changed it."""
     run.restored = None if again else (state, about, path)
     parts.give_back(run, state, path, within_epoch=about["consumed"] > 0 and not again)
     run.position = Position.of(about)
@@ -68,7 +68,7 @@ def into(run: Any, state: dict, about: dict, path: str, again: bool = False) -> 
 
 
 def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
-    """Return the checkpoint to go on from, or None for a first start; refuse that of another run. Delete nothing."""
+    """Return the checkpoint to go on from, or None to begin anew; UserError if it is of another run. No run is deleted yet."""
     folder, here = args.checkpoint_dir, args.world
     afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
@@ -93,7 +93,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
     else:
         found = _from_path(args, say)
         own = checkpoint.newest(folder, say) if has_run and not _inside(found[2], folder) else None
-        if own and own[1]["run"] == found[1]["run"]:  # this start, or the one before, has gone on from there
+        if own and own[1]["run"] == found[1]["run"]:  # an earlier start of this command has gone on from there
             say(f"{args.output_dir} already went on from --resume {args.resume}")
             found = own
         elif own:
@@ -107,7 +107,7 @@ def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Chec
 
 
 def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpoint") -> Optional[Checkpoint]:
-    """Return the result of choose() on rank 0, whose disk has the checkpoints, on every rank; so is its UserError."""
+    """Call choose() on rank 0, whose disk has the checkpoints; every rank returns its result or raises its UserError."""
     if rank_and_size()[1] == 1:
         return choose()
 
@@ -119,7 +119,7 @@ def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpo
         except UserError as error:
             return bytes(checkpoint.encode({"found": None, "refused": str(error)}))
 
-    content = on_every_rank(what, encoded)  # fetching it from a bucket may take long
+    content = on_every_rank(what, encoded)  # no collective waits for it, as fetching may take long
     answer = read_tensors(broadcast(content), verified=True)
     if answer["refused"]:
         raise UserError(answer["refused"])
@@ -127,7 +127,7 @@ def from_rank_0(choose: Callable[[], Optional[Checkpoint]], what: str = "checkpo
 
 
 def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]:
-    """Return the checkpoint of --resume PATH, else the newest in the output folder; or None."""
+    """Return the checkpoint of --resume PATH, else the newest in the output folder or its bucket; None if there is none."""
     if args.resume not in ("auto", "never"):
         return _named(args, say)
     if args.output_url:
@@ -136,7 +136,7 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
 
 
 def settings_before(args: argparse.Namespace, say: Callable) -> dict:
-    """Return the arguments of the run that this start will go on with, on every rank; none for a new run or a trial."""
+    """Return, on every rank, the arguments of the run that this start continues; {} for a new run or a trial."""
     if args.trial or (args.resume == "never" and not args.world.restart_count):
         return {}
 
@@ -149,7 +149,7 @@ def settings_before(args: argparse.Namespace, say: Callable) -> dict:
 
 
 def _from_path(args, say):
-    """Return the checkpoint of --resume PATH; the later ones of its folder may have to be deleted (--overwrite true)."""
+    """Return the checkpoint of --resume PATH; UserError if this run's folder has later ones and --overwrite is false."""
     state, about, path = _named(args, say)
     later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
     newer = later if _inside(path, args.checkpoint_dir) else []
@@ -192,7 +192,7 @@ def refuse_another_run(theirs, ours, path):
 
 
 def changes(then: dict, now: dict) -> list[str]:
-    """Return ["lr 0.1 -> 0.2", ...] for the options that changed since the checkpoint."""
+    """Return ["lr 0.1 -> 0.2", ...] for the options of CHANGEABLE that changed since the checkpoint."""
     return [
         f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
     ]
@@ -202,7 +202,7 @@ def changes(then: dict, now: dict) -> list[str]:
 
 
 def _not_gone_on_from(args, found):
-    """What lies in the run's folders as if it were a checkpoint, and is none."""
+    """Yield a warning for each checkpoint file without a manifest, and for weights without a checkpoint."""
     files, weights = output.names(args.checkpoint_dir), output.names(args.output_dir)
     for name in files:
         manifest = name.replace(".pt", ".json")
@@ -215,14 +215,14 @@ def _not_gone_on_from(args, found):
 
 
 def _course(run):
-    """Say how long the run trains, on what, and where it writes."""
+    """Return words for the log: how long the run trains, on what, and where it writes."""
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
     classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""
     source = f", from {args.data_url or args.input_dir}"
     if args.input.synthetic:
         source = ", made up" + (" (--custom_data true)" if args.custom_data else "")
-    elif not args.data_url and args.input == arguments.Input():  # a script that makes its own
+    elif not args.data_url and args.input == arguments.Input():  # a job that creates its own data
         source = ""
     samples = f"{sampler.num_samples} training samples{classes}{source}"
     return (
@@ -231,7 +231,7 @@ def _course(run):
 
 
 def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
-    """Where the run stands and what a user may not expect. `found`: the checkpoint that it goes on from."""
+    """Yield where the run stands, and warnings of what a user may not expect. `found`: the checkpoint that it goes on from."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "

@@ -1,6 +1,6 @@
 """Find, save and publish the checkpoints of a run, on the rank that writes.
 
-They are written in the background: the training waits for a copy of the state, not for the disk or the bucket.
+They are written in the background: the training waits for the copy of the state and for the save before, not for the bucket.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from common.storage.upload import FAILURE_SECONDS, Publisher
 class Saving:
     def __init__(self, args: argparse.Namespace, classes: Sequence[str], say: Callable[[str], None]):
         self._args, self._say = args, say
-        self.id = uuid.uuid4().hex  # of the run, which has that of its first start
+        self.id = uuid.uuid4().hex  # of the run; a later start takes it from the checkpoint
         self.identity: dict[str, Any] = {}  # what two starts must have in common to be one run
         self.classes = list(classes)
-        self.goes_on = False  # from a checkpoint
+        self.goes_on = False  # whether there is a checkpoint to go on from
         self.saved_at: Optional[Position] = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._pending: Optional[concurrent.futures.Future] = None
-        self._publisher: Any = None  # where the output goes to a bucket
-        self._starts: Any = None  # in that bucket
-        self._damaged: set[int] = set()  # checkpoints from which no start can go on
+        self._publisher: Any = None  # a Publisher, if the output goes to a bucket
+        self._starts: Any = None  # starts.Starts of that bucket
+        self._damaged: set[int] = set()  # numbers newer than the checkpoint to go on from
 
     # --- Whose folder it is ---
 
     def find(self, peers: Any) -> Optional[restore.Checkpoint]:
-        """Return the checkpoint to go on from, on every rank that has to restore it."""
+        """Return the checkpoint to go on from, on every rank that has to restore it; None if there is none."""
         if found := peers.find(self._look, self.identity):
             self.goes_on, self.saved_at = True, Position.of(found[1])
         return found
@@ -53,7 +53,7 @@ class Saving:
         found = restore.choose(self._args, self.identity, self._say)
         afresh = not found and self._args.resume == "never"
         self._claim(afresh)  # now that nothing has been refused
-        in_bucket = {number for number, start, _ in before if start}  # and fetched, perhaps
+        in_bucket = {number for number, start, _ in before if start}  # choose() may have fetched them
         came = {(number, start, digest) for number, start, digest in self._there() - before if start or number not in in_bucket}
         if _beyond(found, came):  # another start was still writing
             if afresh:
@@ -67,7 +67,7 @@ class Saving:
         return found
 
     def _there(self):
-        """Return {(number, 0, digest)} of the checkpoints in the folder, {(number, start, "")} of those in the bucket."""
+        """Return {(number, 0, manifest's digest)} of the folder's checkpoints and {(number, start, "")} of the bucket's."""
         folder, there = self._args.checkpoint_dir, set()
         for number in checkpoint.numbers(folder):
             with contextlib.suppress(OSError):  # another start has just removed it
@@ -83,7 +83,7 @@ class Saving:
             self._starts.take(afresh)
 
     def _delete_what_is_not_wanted(self, found, afresh):
-        """Delete what --resume and --overwrite say; and what was noted of nodes that were lost (common/elastic)."""
+        """Delete what --resume and --overwrite discard, and nodes.json, an earlier start's nodes (common/elastic)."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
         if afresh:
             output.delete_run(self._args)
@@ -95,11 +95,11 @@ class Saving:
                     checkpoint.delete(self._args.checkpoint_dir, number)
 
     def take_over(self) -> None:
-        """Take over from the rank that was to write, which was lost."""
+        """Take over the folders and the publishing from the rank that wrote them, which was lost (common/elastic)."""
         output.make_folders(self._args)
         try:
             output.lock(self._args.checkpoint_dir)
-        except UserError as error:  # by the one that had to do it, on a machine that is frozen
+        except UserError as error:  # the lost rank may still hold the lock, on a frozen machine
             self._say(f"warning: {error}")
         if self._args.output_url:
             self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
@@ -117,13 +117,13 @@ class Saving:
     # --- Writing ---
 
     def save(self, state: Callable[[], dict], about: dict, weights_of_epoch: Optional[int] = None) -> None:
-        """Copy what `state()` gives, then write it in the background; and the weights alone, as epoch_N.pth."""
+        """Copy the state, then write it in the background; with `weights_of_epoch` N, also its weights as epoch_N.pth."""
         self.saved_at = Position.of(about)
         self.wait()  # so that there is one copy at a time
         self._pending = self._executor.submit(self._write, checkpoint.snapshot(state()), about, weights_of_epoch)
 
     def wait(self) -> None:
-        """Wait until the last one is written; an error of it is raised here."""
+        """Wait until the last checkpoint is written, and raise the error that writing it met."""
         pending, self._pending = self._pending, None
         try:
             if pending:
@@ -136,7 +136,7 @@ class Saving:
         if not checkpoint.finite(state["model"]):
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         try:
-            if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks it
+            if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks its weights
                 path = os.path.join(output_dir, f"epoch_{weights_of_epoch}.pth")
                 checkpoint.write_weights(path, checkpoint.evaluated_weights(state), _of_the_epoch(state, about))
             checkpoint.write(folder, state, about)
@@ -153,12 +153,12 @@ class Saving:
             self._tell_surplus(about)
 
     def require_ours(self) -> None:
-        """Raise an error where another start has taken over."""
+        """Raise TakenOver if another start has taken over."""
         if files.taken_over() or (self._publisher and self._publisher.taken_over):
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
     def require_published(self) -> None:
-        """Raise an error, when all is saved here, where the bucket has refused the results for longer than --patience."""
+        """Raise UserError, once all is saved here, if the bucket has refused the results for longer than --patience."""
         if self._publisher and (why := self._publisher.failures.refused):
             self.wait()
             raise UserError(
@@ -182,7 +182,7 @@ class Saving:
         self._publisher.saved(lambda names: self._starts.surplus(names, choose))
 
     def failure(self, _error: BaseException) -> None:
-        """The job is about to end: publish what can be published in a few seconds."""
+        """Publish what can be published in a few seconds, as the job is about to fail (common/moments.py)."""
         with contextlib.suppress(UserError, TrainingFailed):
             self._publisher.finish(in_a_hurry=True, at_most=FAILURE_SECONDS)
 
@@ -200,7 +200,7 @@ class Saving:
 
 
 def _of_the_epoch(state, about):
-    """What is said beside its weights."""
+    """Return the contents of the JSON file beside the weights of an epoch."""
     row, options = state["run"]["history"][-1], about["arguments"]
     metrics = {name: value for name, value in row.items() if name not in ("epoch", "steps", "samples")}
     said = {name: options[name] for name in checkpoint.OPTIONS if options.get(name) is not None}
@@ -208,5 +208,5 @@ def _of_the_epoch(state, about):
 
 
 def _beyond(found, there):
-    """Delete those of these checkpoints after the one that a start goes on from."""
+    """Return the checkpoints in `there` that are newer than the one to go on from; all of them if there is none."""
     return {one for one in there if not found or one[0] > found[1]["samples_seen"]}

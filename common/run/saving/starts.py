@@ -3,9 +3,9 @@
 On a disk, a new start takes the folder of an earlier one away (common/files.py). A bucket has no such folder, so an earlier
 start whose machine was frozen may still send data later. With its number, no start can damage a later one:
 
-    .starts/2-3f9a01bc                  the second start; with -afresh at its end, what others have left is no longer the run
+    .starts/2-3f9a01bc                  the second start; -afresh at its end discards what earlier starts have left
     checkpoints/000000012800-2.pt       a checkpoint of it; those of the first start have no number
-    .starts/2/metrics.jsonl             a file that all starts write under one name, as this one has left it
+    .starts/2/metrics.jsonl             a file that all starts write under one name, as the second has left it
 
 The newest number counts, then the samples seen. A start that finds a later start restores the later start's version of the
 files with shared names, and ends.
@@ -32,21 +32,21 @@ def stem(samples: int, number: int) -> str:
 
 
 def first_that_counts(names: Iterable[str]) -> int:
-    """What the starts before it have left is no longer the run."""
+    """Return the number of the first start whose files count; what earlier starts have left is discarded."""
     return max((int(match[1]) for match in map(MARKER.fullmatch, names) if match and match[3]), default=1)
 
 
 def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
-    """Return [(number of the start, samples seen)] of those in a bucket that have a manifest and count, oldest first."""
+    """Return [(start, samples seen)] of the checkpoints in a bucket that have a manifest and count, oldest first."""
     names = list(names)
     first = first_that_counts(names)
     found = [(int(match[2] or 1), int(match[1])) for match in map(NUMBERED.fullmatch, names) if match and match[3] == "json"]
-    start, last = max(found, default=(1, 0))  # what an earlier start has sent late may have more samples
+    start, last = max(found, default=(1, 0))  # one of an earlier start with more samples came late and does not count
     return sorted(pair for pair in found if pair[0] >= first and (pair[0] == start or pair[1] <= last))
 
 
 def copies(names: Iterable[str]) -> dict[str, str]:
-    """Return {name: the copy of the latest start that has one}"""
+    """Return {name: the copy by the latest start that has one}."""
     names = list(names)
     first = first_that_counts(names)
     found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, names) if match)
@@ -62,7 +62,7 @@ class Starts:
         self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
 
     def take(self, afresh: bool) -> None:
-        """Take the next number. Of two that take one at the same time, who sees the other takes another."""
+        """Take the next number; a start that sees another's marker with the same number takes a higher one."""
         own = secrets.token_hex(4)
         while True:
             there = self._names()
@@ -84,23 +84,23 @@ class Starts:
         return checkpoints([*self._names(), *self._names("checkpoints/")])
 
     def named(self, name: str) -> str:
-        """What a file of the folder is called in the bucket."""
+        """Return the bucket's name for a file of the folder."""
         match = NUMBERED.fullmatch(name)
         return f"checkpoints/{stem(int(match[1]), self.number)}.{match[3]}" if match else name
 
     def here(self, name: str) -> Optional[str]:
-        """What an object of the bucket is called in the folder; None for a checkpoint of another start."""
+        """Return the folder's name for an object of the bucket; None for a checkpoint of another start."""
         match = NUMBERED.fullmatch(name)
         if not match:
             return name
         return f"checkpoints/{match[1]}.{match[3]}" if int(match[2] or 1) == self.number else None
 
     def copy_of(self, name: str) -> Optional[str]:
-        """Where this file goes first, so that an earlier start can make good what it overwrites; none is before the first."""
+        """Return where a copy of the file goes first, for earlier starts to restore it; None if no earlier start writes it."""
         return None if self.number == 1 or ITS_OWN.fullmatch(name) else f"{FOLDER}{self.number}/{name}"
 
     def outdated(self, name: str) -> list[str]:
-        """Return the copies of earlier starts, which are no longer needed."""
+        """Return the copies of this file by earlier starts, no longer needed; a second call returns none."""
         return self._older.pop(name, [])
 
     def later(self, patience: Patience) -> bool:
@@ -111,8 +111,8 @@ class Starts:
         return copies(self._names(patience=patience))
 
     def surplus(self, names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
-        """Return the names in the bucket that are not kept; `choose` says so of the names in the folder."""
-        known: dict[str, str] = {}  # {name in the folder: in the bucket}
+        """Return the objects in the bucket that need not be kept; `choose` picks them by their names in the folder."""
+        known: dict[str, str] = {}  # {name in the folder: name in the bucket}
         of_samples: dict[str, dict[int, dict[str, str]]] = {}
         for name in names:
             match = NUMBERED.fullmatch(name)
