@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
 from common import heartbeat, moments, patience, secrets, typed, world
-from common.errors import UserError, one_line, show
+from common.errors import UserError, one_line, report_failure
 from common.typed import boolean
 from common.version import VERSION
 from common.world import folders
@@ -31,7 +31,7 @@ def number(
     below: Optional[float] = None,
     at_most: Optional[float] = None,
 ) -> Callable[[str], Any]:
-    """Return a `type` for argparse that accepts a finite int or float within these bounds; an int also below LARGEST."""
+    """Return an argparse `type` for finite numbers of this kind within these bounds. An int must also be below 2**53."""
     bounds = [
         ("at least", at_least, operator.ge),
         ("above", above, operator.gt),
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if len(message) > 1000:
             message = f"{message[:800]}... (and {len(message) - 800:,} letters more)"
-        show(f"{message}; --help lists every option")
+        report_failure(f"{message}; --help lists every option")
         sys.exit(2)
 
 
@@ -124,7 +124,7 @@ def add_compile(group: argparse._ArgumentGroup) -> None:
 
 
 def bare_parser(doc: Optional[str], data: str) -> Parser:
-    """Return a parser for a program with a training loop of its own (jobs/speedrun.py). `data`: the help of --data_url."""
+    """Return a parser with the options that every job has. `doc`: the text of --help; `data`: the help of --data_url."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     absent = {
         "doctor": False,
@@ -132,7 +132,6 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "deterministic": False,
         "nproc_per_node": None,
         "min_nodes": None,
-        "trial": False,
         "compile": False,
         "checkpoints": True,
         "print_freq": None,
@@ -238,7 +237,7 @@ def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
 
 
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Parse the options; find the folders and the place of this process. A wrong option ends the process with exit code 2."""
+    """Parse the options; find the folders and this process's place. A wrong option exits with code 2, or raises UserError."""
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.as_meant(parser, words)
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
@@ -272,7 +271,7 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
 
 
 def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
-    """Return a copy of the arguments with these values replaced or added. args.given stays, unless it is one of them."""
+    """Return a copy of the arguments with these values replaced or added. They do not enter args.given, the typed options."""
     return Arguments(**{**vars(args), **values})
 
 
@@ -284,8 +283,8 @@ def _which_device(args):
         raise UserError(f"--enable_gpu {str(args.enable_gpu).lower()} and --device {args.device}: give one of them")
 
 
-def plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the strings, numbers, booleans and None among vars(args) or args.given, with secrets masked."""
+def plain_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of vars(args) or args.given whose value is a string, number, boolean or None, with secrets masked."""
     values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None)))}
     return {
         name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)

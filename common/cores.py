@@ -13,7 +13,7 @@ def count() -> int:
 
 
 def quota(root: str = "/sys/fs/cgroup") -> Optional[int]:
-    """Return the limit of this container in cores, rounded up (docker --cpus, a limit of Kubernetes); None if it has none."""
+    """Return this container's limit in cores, rounded up (docker --cpus), or None. `root`: the folder of its control groups."""
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # cgroup v2, then v1
         with contextlib.suppress(OSError, ValueError):
             microseconds, period = (int(word) for name in names for word in Path(root, name).read_text().split())

@@ -23,7 +23,7 @@ def nvidia() -> Optional[str]:
 
 
 def gpus() -> int:
-    """Return the number of NVIDIA GPUs that this container may use, including those that CUDA_VISIBLE_DEVICES hides."""
+    """Return how many NVIDIA GPUs this container may use, also those that CUDA_VISIBLE_DEVICES hides; 0 without NVML."""
     library, number = _library(), ctypes.c_uint()
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
 
@@ -55,7 +55,7 @@ def cann() -> Optional[str]:
 
 
 def _stated(file):
-    """Return the version in a file, as in Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]; None without one."""
+    """Return the version stated in a file, as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]; else None."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

@@ -52,12 +52,12 @@ def is_of_the_system(error: BaseException) -> bool:
 
 
 def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
-    """Return TrainingFailed(text) if the system has failed, so that a restart may help; else UserError(text)."""
+    """Return UserError(text), but TrainingFailed(text) for a full or failing disk or a limit of the system, which may pass."""
     return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
 
 
 def require_folder(name: str, folder: str, advice: str) -> None:
-    """Raise an error that ends with `advice` if the folder, given as `name`, is missing, is no folder, or cannot be read."""
+    """Raise an error that ends with `advice` if the folder is missing, no folder or unreadable; the error calls it `name`."""
     try:
         os.scandir(folder).close()
     except FileNotFoundError:
@@ -82,8 +82,8 @@ def one_line(text: object) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))
 
 
-def show(text: object) -> None:
-    """Print why the job ends as a line on stderr, and write it to the file in which the platform looks for the reason."""
+def report_failure(text: object) -> None:
+    """Print on stderr why the job ends. On SageMaker and Kubernetes, also write the first cause to the file that they show."""
     line = f"error: {one_line(text)}"
     print(line, file=sys.stderr, flush=True)
     for path, there in SHOWN.items():
@@ -93,7 +93,7 @@ def show(text: object) -> None:
 
 
 def _write_first(path: str, line: str) -> None:
-    """Write the line, unless another process has done so since this one was started: on a node, the first cause is kept."""
+    """Write the line to the file, unless one was written since this process started, so that a node's first cause is kept."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     with open(file, "w", errors="replace") as opened:
         try:
@@ -109,14 +109,14 @@ def _write_first(path: str, line: str) -> None:
 
 
 def _started() -> float:
-    """Return when this process was started, in seconds since the epoch as for files; the kernel counts from boot."""
+    """Return when this process was started, in seconds since the epoch. The kernel states it in ticks since boot."""
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def count(number: int, one: str, several: Optional[str] = None) -> str:
-    """Return "1 node" or "2 nodes"."""
+    """Return "1 node" or "2 nodes". `several`: the plural, if it is not `one` with an s."""
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 

@@ -62,7 +62,7 @@ def claim(folder: str, name: str = "start", also: str = "") -> list[str]:
 
 
 def tidy() -> None:
-    """Remove the subfolders of earlier starts that claim() has moved into its own."""
+    """Remove the subfolders of earlier starts, which claim() has moved into the subfolder of this process."""
     for own in CLAIMED.values():
         for other in glob.glob(os.path.join(glob.escape(own), ".*")):
             shutil.rmtree(other, ignore_errors=True)
@@ -75,7 +75,7 @@ def release() -> None:
     CLAIMED.clear()
 
 
-def taken_over() -> bool:
+def is_taken_over() -> bool:
     """Whether a folder that this process has claimed was moved, deleted, or claimed by another start."""
     return any(map(_is_gone, CLAIMED.values()))
 
@@ -92,7 +92,7 @@ def _is_gone(folder: str) -> bool:
 
 
 def _own(path: str) -> tuple[str, str]:
-    """Return (the claimed folder that holds `path`, this process's subfolder for it); ("", "") if there is none."""
+    """Return the claimed folder that holds `path` on the same disk, and this process's subfolder for it; else ("", "")."""
     where = os.path.realpath(os.path.dirname(path)) + os.sep
     folder, own = max((pair for pair in CLAIMED.items() if where.startswith(pair[0] + os.sep)), default=("", ""))
     with contextlib.suppress(OSError):
@@ -102,8 +102,8 @@ def _own(path: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def if_ours(path: str) -> Iterator[None]:
-    """Raise TakenOver in place of an OSError of the body if the claim on the folder of `path` is lost."""
+def raising_taken_over(path: str) -> Iterator[None]:
+    """Raise TakenOver in place of an OSError inside `with` if this process had claimed the folder of `path` and has lost it."""
     try:
         yield
     except OSError:
@@ -114,7 +114,7 @@ def if_ours(path: str) -> Iterator[None]:
 
 
 def temporary(path: str) -> str:
-    """Return where a file is while it is written: in this process's subfolder if it has claimed the folder."""
+    """Return a file's name during writing: in this process's subfolder if it has claimed the folder, else next to `path`."""
     folder, own = _own(path)
     if not own:
         return path + TEMPORARY
@@ -123,7 +123,7 @@ def temporary(path: str) -> str:
 
 
 def unfinished(path: str) -> list[str]:
-    """Return the files, of any start, that were written for this path and do not have their name yet."""
+    """Return the files, beside `path` or in a start's subfolder, that were written to become `path` and not yet renamed."""
     folder, name = os.path.split(path)
     places = [path + TEMPORARY]
     for inside in (".start-*", os.path.join(".start-*", ".*")):
@@ -132,7 +132,7 @@ def unfinished(path: str) -> list[str]:
 
 
 def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
-    """Write a file that is whole under its name or leaves there what was before, even after a power cut."""
+    """Write a file so that its name has either all of `content` or what it had before, even after a power cut."""
     write_aside(path, content)
     with _or_nothing(path):
         give_name(path)
@@ -140,7 +140,7 @@ def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
 
 def write_aside(path: str, content: Union[bytes, memoryview]) -> None:
     """Write a file under its temporary name and flush it to the disk. If that fails it is removed, as the disk may be full."""
-    with if_ours(path), _or_nothing(path), create(temporary(path)) as file:
+    with raising_taken_over(path), _or_nothing(path), create(temporary(path)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -157,8 +157,8 @@ def _or_nothing(path):
 
 
 def give_name(path: str) -> None:
-    """Rename the file that write_aside() wrote to its name, replacing a file that has it."""
-    with if_ours(path):
+    """Give the file that write_aside() has written the name `path`, in place of a file that has this name."""
+    with raising_taken_over(path):
         os.replace(temporary(path), path)
     with contextlib.suppress(OSError):  # some mounted stores cannot; a manifest's digest still tells an incomplete file
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
@@ -188,7 +188,7 @@ def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
 
 
 def drop_half_a_line(file: io.FileIO) -> None:
-    """Drop a last line without a line end, which a kill has cut off, so that the next line is not appended to it."""
+    """Drop the last line if it has no line end, as after a kill, so that the next line is not appended to it."""
     end = file.seek(0, os.SEEK_END)
     if end and file.seek(end - 1) and file.read(1) != b"\n":
         file.seek(0)
@@ -213,10 +213,10 @@ def sha256(path: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Remove the file if it exists. Raises TakenOver if the claim on its folder is lost."""
+    """Remove the file if it exists. Raises TakenOver if this process had claimed the folder and has lost it."""
     own = _own(path)[1]
     aside = os.path.join(own, f"removed-{threading.get_ident()}")
-    with if_ours(path):
+    with raising_taken_over(path):
         try:
             if own:
                 os.replace(path, aside)
@@ -227,9 +227,9 @@ def remove(path: str) -> None:
 
 
 def own_copy(path: str, flags: int = 0) -> io.FileIO:
-    """Replace the file with a copy (or an empty file) and return that, to read and write; earlier starts keep the old one."""
+    """Replace a file with a copy, empty if it was no regular file; return the copy, open. Earlier starts keep the original."""
     place = temporary(path)
-    with if_ours(path), _or_nothing(path):
+    with raising_taken_over(path), _or_nothing(path):
         file = io.FileIO(os.open(place, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | flags, 0o666), "r+b")
         if os.path.isfile(path) and not os.path.islink(path):
             with open_regular(path) as before:

@@ -34,7 +34,7 @@ PHASES = {
     "publish": 3600,
     "done": 600,
 }
-TRAINING = ("data", "step")
+STEP_PHASES = ("data", "step")
 QUIET_SECONDS = 60  # so long after the end of a wait, another one for the same thing is logged again
 
 _NAMES = list(PHASES)
@@ -87,8 +87,8 @@ class Wait:
     def _read(self):
         return _WAIT.unpack_from(self._memory, self._at)
 
-    def begins(self, what: str, since: float, until: float) -> bool:
-        """Report that a wait begins or goes on. Return whether to log it: not within QUIET_SECONDS of one for the same."""
+    def report_begin(self, what: str, since: float, until: float) -> bool:
+        """Report a wait, new or going on, no hang before `until`. Return whether to log it: not soon after one for `what`."""
         now, name = time.monotonic(), what.encode()[:160].ljust(160, b"\0")
         began, over, before, known = self._read()
         if began and (over < now or name != known):  # an earlier wait, whose end was not reported
@@ -96,8 +96,8 @@ class Wait:
         _WAIT.pack_into(self._memory, self._at, began or max(since, min(over, now)), until, before, name)
         return name != known or now - over > QUIET_SECONDS
 
-    def ends(self, what: str) -> float:
-        """Report that the wait for `what` is over, and return its seconds; 0.0 if another process has reported that already."""
+    def report_end(self, what: str) -> float:
+        """Report that the wait for `what` is over, and return its seconds; 0.0 if there is none, or its end was reported."""
         began, over, before, name = self._read()
         if not began or name.rstrip(b"\0") != what.encode()[:160]:
             return 0.0
@@ -117,19 +117,18 @@ class Wait:
         return f"{what} for {time.monotonic() - began:.0f} s" if began else ""
 
     def seconds(self) -> float:
-        """Return the seconds of all waits so far."""
+        """Return the seconds of all waits so far, without those in which a wait counted as a hang."""
         began, until, before, _ = self._read()
         return before + (min(time.monotonic(), until) - began if began else 0.0)
 
 
 def create(prefix: str) -> Pulse:
-    """Create the pulse of a worker that is about to start, in a new file."""
     Path(f"{prefix}.pulse").write_bytes(bytes(_SIZE))
     return Pulse(prefix)
 
 
 def of_this_process() -> Pulse:
-    """Return the pulse of this process's rank, which loader processes share with it."""
+    """Return the Pulse of this process's rank: its status, in memory that forked loader processes share."""
     return _pulse(_files())
 
 
@@ -138,7 +137,7 @@ def _pulse(prefix):
     return Pulse(prefix)
 
 
-def watched_as_single_rank(prefix: str) -> None:
+def set_files_of_single_rank(prefix: str) -> None:
     """Set the prefix of this process's files in a job with one rank and a watcher (watching/single_rank.py)."""
     global _single_rank
     _single_rank = prefix
@@ -158,7 +157,7 @@ def has_watcher() -> bool:
 
 
 def write_stacks() -> None:
-    """Let this process write its stack to a file when it gets SIGUSR2, and to another one when it crashes."""
+    """Let faulthandler write the stacks to a file on SIGUSR2, and to another one at a crash unless it is enabled already."""
     prefix = _files()
     faulthandler.register(signal.SIGUSR2, file=open(f"{prefix}.stack", "w"))  # noqa: SIM115
     if not faulthandler.is_enabled():
@@ -166,7 +165,7 @@ def write_stacks() -> None:
 
 
 def crash(prefix: str) -> str:
-    """Return the stack of a worker that has crashed, with a line end; empty if there is none."""
+    """Return the stack that a worker wrote at its crash, with a line end, or an empty text. `prefix`: of its files' names."""
     with contextlib.suppress(OSError):
         text = Path(f"{prefix}.crash").read_text()
         return text + "\n" * (text[-1:] not in ("", "\n"))  # a second crash may cut off the text of the first
@@ -181,7 +180,7 @@ def report_end(code: object) -> None:
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:
-    """Tell the parent or watcher why this worker fails. `victim`: only because another worker has failed."""
+    """Tell the parent or watcher (if the disk is full, stderr) why this worker fails. `victim`: another worker is the cause."""
     prefix = os.environ[FILES]
     try:
         Path(f"{prefix}.writing").write_text(json.dumps({"text": text, "code": code, "victim": victim}))

@@ -1,8 +1,4 @@
-"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why it ends.
-
-With --doctor true the doctor listens to the moments of the job as soon as its arguments are parsed. A small process watches a
-job with one rank (watching/single_rank.py); the rest of watching/ watches several ranks.
-"""
+"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why it ends."""
 
 import argparse
 import contextlib
@@ -16,7 +12,7 @@ import traceback
 from typing import Callable, NoReturn, Optional
 
 from common import devices, heartbeat, moments, optional, progress, streams
-from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, show
+from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
 from common.secrets import mask
 from common.watching import single_rank
@@ -61,7 +57,7 @@ class _WriteTheReport:
         from common import report
 
         try:
-            write("report.html", report.of_one(report.Left.read(folder)).encode())
+            write("report.html", report.of_one(report.RunFiles.read(folder)).encode())
         except Exception as error:  # a missing page is no reason to end the training
             progress.say(f"warning: report.html could not be made: {type(error).__name__}: {one_line(error)[:300]}")
 
@@ -74,7 +70,7 @@ class _WriteTheReport:
 
 
 def run_job(main: Callable[[], None]) -> None:
-    """Call a job's `main`. Returns if it does; after an error the process ends with the exit code for it."""
+    """Call a job's `main`, and return if it returns. After an error, end the process with the exit code for it (errors.py)."""
     streams.never_fail()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
@@ -104,7 +100,7 @@ def _run(main):
             _end_with_a_traceback(given)
         if heartbeat.has_parent():  # the parent prints it once for all ranks
             _leave(one_line(error), error.exit_code)
-        show(error)
+        report_failure(error)
         if heartbeat.has_watcher():
             _leave(one_line(error), error.exit_code)
         sys.exit(error.exit_code)
@@ -127,7 +123,7 @@ def _end_with_a_traceback(error: Exception) -> NoReturn:
     if not watched or not is_victim(error):
         print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
     if not heartbeat.has_parent() and not (watched and is_victim(error)):
-        show(text)
+        report_failure(text)
     if watched:
         _leave(text, 1, is_victim(error))
     sys.exit(1)
@@ -142,7 +138,7 @@ def _announcing_failure(main):
 
 
 def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
-    """Report the fault and end the process at once: to close a broken process group would abort it or hang."""
+    """Report the fault and call os._exit(), as closing a broken group may hang. A victim first waits for its watcher to act."""
     if victim and heartbeat.has_watcher():  # the watcher ends this process once it has shown the cause
         threading.Event().wait(VERDICT_SECONDS)
     heartbeat.report_fault(text, code, victim)

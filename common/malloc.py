@@ -1,8 +1,7 @@
 """glibc settings that keep the memory of large tensors for the next step, instead of returning it to the kernel at every step.
 
-glibc reads the settings once, when a process starts. The program that starts the training processes sets them (`make run`,
-launch local, the parent of a node), never the job itself. A user's own setting is kept. Code that loads samples calls keep() to
-apply a part of the settings to the running process. To set them by hand, where no GPU computes:
+glibc reads the settings once, when a process starts, so the program that starts the training processes sets them (`make run`,
+launch local, the parent of a node). To set them by hand, where no GPU computes:
 
     GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
 """
@@ -27,12 +26,12 @@ SETTINGS = {
 
 
 def tuned(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to the environment of training processes: nothing if it is set there, or there is a GPU."""
+    """Return the GLIBC_TUNABLES of training processes as a dict, empty if `environ` has them or there is an NVIDIA GPU."""
     return {} if VARIABLE in environ or drivers.gpus() else {VARIABLE: text()}
 
 
 def keep() -> None:
-    """Apply similar settings to the calling process with mallopt(), unless the variable is set or there is no glibc."""
+    """Set three of SETTINGS, none larger, for this process by mallopt(); not if GLIBC_TUNABLES is set, or without glibc."""
     if VARIABLE in os.environ or platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt

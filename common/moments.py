@@ -32,7 +32,7 @@ def listen(listener: object) -> None:
 
 
 def announce(moment: str, *facts: Any) -> Any:
-    """Call all listeners in the order in which they were added; return the result of the last one that has this method."""
+    """Call `moment(*facts)` of each listener that has this method, in the order of listen(). Return the last result or None."""
     answer = None
     for listener in list(_listeners):
         hear = getattr(listener, moment, None)

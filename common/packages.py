@@ -1,7 +1,4 @@
-"""Check Python and the required packages: if one is missing or too old, the job ends with one line before importing torch.
-
-An old Python must be able to read this file, so it uses no newer syntax. Packages that a run can do without are in optional.py.
-"""
+"""Check Python and the required packages before torch is imported. An old Python must be able to read this file, too."""
 
 import importlib.util
 import re
@@ -19,10 +16,10 @@ ENGINE = (
 
 
 def check():
-    """Exit with 2 if Python or a package is missing or does not fit. From here until run_job(), Ctrl-C prints no traceback."""
+    """Exit with 2 if Python is too old, or a package is missing or unfit. Until run_job(), Ctrl-C prints no traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _end_with(too_old(sys.version_info[:2]) or missing(importlib.util.find_spec))
-    _end_with(apart(version("torch"), version("numpy")))
+    _end_with(python_error(sys.version_info[:2]) or missing_error(importlib.util.find_spec))
+    _end_with(version_error(version("torch"), version("numpy")))
 
 
 def version(name):
@@ -35,20 +32,20 @@ def version(name):
         return None
 
 
-def too_old(python):
+def python_error(python):
     """Return an error text if this version of Python, such as (3, 8), is too old for the jobs; else None."""
     if python < PYTHON:
         return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: {ENGINE}"
     return None
 
 
-def missing(is_there):
+def missing_error(is_there):
     """Return an error text that names the needed packages that are not installed; None if all are."""
     names = [name for name in NEEDED if not is_there(name)]
     return f"not installed: {', '.join(names)}; {ENGINE}" if names else None
 
 
-def apart(torch, numpy):
+def version_error(torch, numpy):
     """Return an error text if torch is too old, or was built for numpy 1 and numpy is 2 or later; else None."""
     if torch is None:  # it has no metadata; perhaps it was built by hand
         return None

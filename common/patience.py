@@ -25,7 +25,6 @@ def use(seconds: float) -> None:
 
 
 def limit() -> float:
-    """Return for how many seconds to wait for a store or a disk."""
     return float(os.environ.get(VARIABLE) or DEFAULT)
 
 
@@ -33,39 +32,39 @@ class Patience:
     """A time limit for repeated attempts, by any number of threads. It counts from the first of the failures in a row."""
 
     def __init__(self, seconds: Optional[float] = None) -> None:
-        """`seconds`: the time limit; None: that of limit()."""
+        """`seconds`: the time limit; None: that of --patience, or 300 in a program without this option."""
         self.seconds = limit() if seconds is None else seconds
         self._wait = heartbeat.of_this_process().store
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._since, self._failures = 0.0, 0
 
-    def change(self, seconds: float, in_the_way: bool) -> None:
-        """Set another limit, also for attempts under way. `in_the_way`: training waits, so report it in the rank's pulse."""
+    def set_limit(self, seconds: float, in_the_way: bool) -> None:
+        """Set another limit, also for attempts under way. `in_the_way`: training waits for them, so the watcher must know."""
         self.seconds = seconds
         self._wait = (heartbeat.of_this_process() if in_the_way else heartbeat.Pulse(None)).store
 
-    def good(self, what: str = "", say: Say = print) -> None:
-        """Note a success, which ends a row of failures. `what`: the wait that it ends, if any; `say` logs a long one."""
+    def succeeded(self, what: str = "", say: Say = print) -> None:
+        """Note a success, which ends a row of failures. If there was a wait for `what`, end it, and `say` so if it was long."""
         self._since, self._failures = 0.0, 0
-        if what and (waited := self._wait.ends(what)) > WORTH_A_LINE:
+        if what and (waited := self._wait.report_end(what)) > WORTH_A_LINE:
             say(f"warning: {what} has answered after {waited:.0f} s")
 
-    def is_over(self, what: str, began: float) -> bool:
+    def failed(self, what: str, began: float) -> bool:
         """Note a failed attempt that began at `began`, by time.monotonic(); return whether to make no more attempts."""
         with self._lock:
             self._since = self._since or began
             over = self._stop.is_set() or time.monotonic() - self._since > self.seconds
         if over:
-            self._wait.ends(what)
+            self._wait.report_end(what)
         return over
 
     def pause(self, what: str, say: Say, line: str) -> None:
-        """Sleep before the next attempt, for a random time that grows with each failure. `line` is logged once a wait."""
+        """Sleep before the next attempt: up to 8 s at random, less after few failures. `say` logs `line` once for each wait."""
         with self._lock:
             self._failures += 1
             until = self._since + self.seconds
             most = min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failures, 10), max(0.05, until - time.monotonic()))
-            if self._wait.begins(what, self._since, until):
+            if self._wait.report_begin(what, self._since, until):
                 say(f"warning: {line}; trying again for {self.seconds:g} s{' (--patience)' * self.has_option}")
         self._stop.wait(random.uniform(0.05, most))
 
@@ -75,5 +74,5 @@ class Patience:
         return VARIABLE in os.environ and self.seconds == limit()
 
     def give_up(self) -> None:
-        """End every pause, and let is_over() return True from now on."""
+        """End every pause, and let failed() return True from now on."""
         self._stop.set()

@@ -35,7 +35,11 @@ class Progress:
         total_bytes: Optional[int] = None,
         tell: Optional[Tell] = None,
     ) -> None:
-        self._what, self._total, self._unit, self._total_bytes, self._tell = one_line(what), total, unit, total_bytes, tell
+        self._what = one_line(what)
+        self._total = total
+        self._unit = unit
+        self._total_bytes = total_bytes
+        self._tell = tell
         self._things = self._bytes = self._old_bytes = 0
         self._began = self._told = self._printed = time.monotonic()
         self._lock = threading.Lock()
@@ -63,7 +67,7 @@ class Progress:
                 self._tell(self.text(), self._things + self._bytes)
 
     def text(self) -> str:
-        """Return a line for the log: what is done, of how much, how fast, and the time left."""
+        """Return a line for the log: what is done and how fast; with a known total also the total and the time left."""
         words = [self._counted_things(), self._counted_bytes(), *self._speed_and_time_left()]
         return f"{self._what}: {', '.join(filter(None, words))}"
 
@@ -105,14 +109,13 @@ def _of(done: int, total: Optional[int]) -> str:
 
 
 def bar(**options: Any) -> Any:
-    """Return a bar of tqdm; None if stderr is no terminal or tqdm is missing."""
     if not sys.stderr.isatty() or not optional.there(optional.BAR):
         return None
     return sys.modules["tqdm"].tqdm(**options)
 
 
 def counted(things: Sequence, what: str, unit: str) -> Iterator:
-    """Yield the things, with a bar on a terminal that goes away when the last of them is done."""
+    """Yield the things. On a terminal, tqdm (if it is installed) shows a bar, which is removed after the last of them."""
     shown = bar(total=len(things), desc=what, unit=unit, leave=False)
     for thing in things:
         yield thing
@@ -123,7 +126,7 @@ def counted(things: Sequence, what: str, unit: str) -> Iterator:
 
 
 def say(text: str) -> None:
-    """Print one line, with secrets masked and control characters escaped, above a bar if there is one; announce `said`."""
+    """Print one line, with secrets masked and control characters escaped, above a bar if any; tell listeners (moments.py)."""
     line = coloured(one_line(text))
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
@@ -134,7 +137,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning as one line, with no regard to a bar, as in a loader process; announce `said`."""
+    """Print a warning as one line, and tell listeners (moments.py). For loader processes, as it does not look for a bar."""
     print(coloured(one_line(f"warning: {text}")), flush=True)
     moments.announce("said", f"warning: {text}")
 
@@ -143,7 +146,7 @@ COLOURS = {"warning: ": 33, "advice: ": 33, "done: ": 32}  # as a terminal numbe
 
 
 def coloured(line: str) -> str:
-    """Return the line, coloured by its first word if stdout is a terminal and NO_COLOR is not set (no-color.org)."""
+    """Return the line, on a terminal in colour if it begins with warning, advice or done (not with NO_COLOR or TERM=dumb)."""
     colour = next((number for begin, number in COLOURS.items() if line.startswith(begin)), None)
     if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return line

@@ -29,13 +29,12 @@ RATES = {"adamw": (2e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}
 WITH_WEIGHTS = 0.1  # factor of the lr with --weights, which keeps what they have learnt; usual, not chosen on those pictures
 
 
-def settled(
+def with_recipe(
     args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, before: Mapping[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
     """Return the arguments with a recipe for so many pictures and the options that it sets, and a line for the log or None.
 
-    Options that were given stay. `trained_on`: how many of the pictures are for training. `before`: the arguments of the run
-    that goes on, whose recipe and settings are kept; empty for a new run.
+    Given options stay, and so do the recipe and settings of a run that goes on. `before`: that run's arguments; empty if new.
     """
     if "recipe" not in args.given:
         recipe = (before.get("recipe") or "imagenet") if before else "small" if pictures <= SMALL_SET else "imagenet"

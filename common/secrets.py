@@ -31,7 +31,7 @@ def is_secret(name: str) -> bool:
 
 
 def mask(text: object, *known: str) -> str:
-    """Return `text` with *** for the password and query of an address, the VALUE of SECRET=VALUE, and the `known` secrets."""
+    """Return `text` with *** for an address's password and query, VALUE in SECRET=VALUE, and `known` texts of 4 letters up."""
     masked = str(text)
     for secret in sorted(known, key=len, reverse=True):
         masked = masked.replace(secret, HIDDEN) if len(secret) >= 4 else masked
@@ -62,7 +62,7 @@ def _masked_value(found: "re.Match[str]") -> str:
 
 
 def parts_of(address: str) -> list[str]:
-    """Return the parts of an address that may be secret; the error of a library may quote one without the rest."""
+    """Return the parts of an address that may be secret, to mask them where a library's error quotes one alone."""
     rest, _, fragment = address.partition("#")
     place, _, query = rest.partition("?")
     user = place.partition("://")[2].rpartition("@")[0]

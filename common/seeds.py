@@ -14,10 +14,7 @@ HEAD, EVALUATION, TAIL, BATCH = -1, -2, -3, -4  # places: before an epoch's step
 
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:
-    """Seed every generator for the next step of a rank or share; if `part` is HEAD or the like, `samples_seen` is an epoch.
-
-    It takes 10 microseconds; torch.manual_seed would take 80.
-    """
+    """Seed every generator for a step of rank or share `part`. For HEAD, EVALUATION and TAIL, samples_seen is the epoch."""
     devices.seed_in_use(_seed(seed, samples_seen, part))
 
 

@@ -1,7 +1,4 @@
-"""Stop signals: noted when they come, and obeyed between two batches or during a wait, such as for a batch.
-
-The handler may interrupt any code, so it saves nothing. A wait may never end, so the handler may end it with Interrupted.
-"""
+"""Stop signals: noted when they come, as a handler may interrupt any code, and obeyed between two batches or during a wait."""
 
 import signal
 from collections.abc import Iterable, Iterator
@@ -30,7 +27,7 @@ class Stops:
             signal.signal(number, self.note)
 
     def note(self, number: int, _frame: Any) -> None:
-        """Note a signal that is meant for the run; the first one is obeyed. End a wait if the process may end alone."""
+        """Note the first stop signal that is meant for the run; raise Interrupted in a wait if this process may end alone."""
         if self._counts and not self._counts():
             return
         self.noted = self.noted or number
@@ -53,7 +50,7 @@ class Stops:
         self._obey(self.noted)
 
     def each(self, batches: Iterable) -> Iterator:
-        """Yield the batches, waiting for each with wait_for()."""
+        """Yield the batches. While it waits for one, a stop signal may end this process, as in wait_for()."""
         coming = iter(batches)
         while (batch := self.wait_for(lambda: next(coming, None))) is not None:
             yield batch

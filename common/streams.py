@@ -17,7 +17,7 @@ class _Unfailing(io.FileIO):
 
 
 def never_fail() -> None:
-    """Make writes to sys.stdout and sys.stderr never fail, unless they were replaced. What has no encoding is escaped."""
+    """Make writes to sys.stdout and sys.stderr never fail, unless these were replaced; escape what their encoding lacks."""
     while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the descriptor of a closed stream
         pass
     os.close(unused)

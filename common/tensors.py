@@ -33,7 +33,7 @@ class OldForm(Refused):
 
 
 def read(content: bytes, verified: bool) -> Any:
-    """Return what torch.save wrote. `verified`: by a digest from elsewhere; if not, the archive's checksums are compared."""
+    """Return what torch.save wrote. Unless `verified` by a digest, compare checksums, and refuse files of torch before 1.6."""
     if content.startswith(BEGINNINGS[0]):
         value = _archive(content, verified)
     elif not content.startswith(BEGINNINGS):
@@ -47,7 +47,7 @@ def read(content: bytes, verified: bool) -> Any:
 
 
 def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
-    """Raise Refused if the value holds something that read() never returns, and that must not be written either."""
+    """Raise Refused if the value holds something that read() never returns, such as a sparse tensor or an object of a class."""
     seen = set() if seen is None else seen
     if id(value) in seen:  # an object that occurs many times is checked once
         return
@@ -115,7 +115,7 @@ def _archive(content, verified):
 
 
 def _old_form(content):
-    """Read five pickles (magic number, protocol, system, value, keys of the storages), then each storage: length, content."""
+    """Return the value in a file of torch before 1.6: five pickles, the fourth of them the value, then each storage's bytes."""
     file, storages, left = io.BytesIO(content), {}, len(content)
 
     def storage(key, size):

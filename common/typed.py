@@ -1,8 +1,7 @@
 """Convert a command line to the form that argparse reads, and ignore or refuse words that no option declares.
 
-Consoles pass every value as a string, as `--x v` or `--x=v`, and append options that no job declares. So booleans can be
-spelled out (`--custom_data true`) or stand alone. Options that platforms are known to append, or that --ignore names, are
-ignored. Every other word that no option has is refused, with the option that was probably meant.
+Consoles pass every value as a string, and append options that no job declares. So booleans can be spelled out or stand alone,
+and options that platforms are known to append, or that --ignore names, are ignored.
 """
 
 import argparse
@@ -84,7 +83,7 @@ def names_of(parser: argparse.ArgumentParser) -> list[str]:
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
     """Return {name: value} of the unknown options, without those of platforms and --ignore; refuse a word that is no option."""
-    passed = {*PLATFORM_OPTIONS, *(plain(name) for names in ignore for name in names.split(","))}
+    passed = {*PLATFORM_OPTIONS, *(normal_name(name) for names in ignore for name in names.split(","))}
     found, words = {}, list(reversed(unknown))
     while words:
         name, equals, value = words.pop().partition("=")
@@ -92,7 +91,7 @@ def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore:
             parser.error(_stands_alone(name + equals + value, names_of(parser)))
         if not equals and words and not words[-1].startswith("-"):
             value = words.pop()
-        if plain(name) not in passed:
+        if normal_name(name) not in passed:
             found[name.lstrip("-")] = value
     return found
 
@@ -104,13 +103,13 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> N
         parser.error(f"unknown option --{shown}: {or_else}")
 
 
-def plain(name: str) -> str:
+def normal_name(name: str) -> str:
     return name.strip().lstrip("-").replace("-", "_")
 
 
 def nearest(name: str, known: Collection[str]) -> Optional[str]:
-    """Return the option that a name may stand for, if it is mistyped, shortened or of another program; or None."""
-    meant = plain(name)[:64]
+    """Return the known option that is probably meant by a name that is mistyped, shortened or of another program; else None."""
+    meant = normal_name(name)[:64]
     if MEANINGS.get(meant) in known:
         return MEANINGS[meant]
     begins = [option for option in known if len(meant) > 2 and option.startswith(meant)]

@@ -24,7 +24,7 @@ def _policies() -> Any:
 
 
 def autoaugment(picture: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-    """Return the augmented picture; both are uint8 (3, H, W). `number`: the id of the sample."""
+    """Apply AutoAugment to a uint8 (3, H, W) picture, at random by seed, epoch and `number`, the id of the sample."""
     (draw,) = crops.uniform(np.array([number]), seed, epoch, [DRAW])[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(draw * 2**53))

@@ -61,7 +61,7 @@ def parser(doc: Optional[str]) -> arguments.Parser:
 
 
 def reads(args: argparse.Namespace, needs: tuple[str, ...] = ()) -> arguments.Input:
-    """Return the input that the arguments name. `needs`: what the loader needs of the device."""
+    """Describe the input that the arguments name, without opening it. `needs`: features that the loader needs of the device."""
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
         synthetic=args.custom_data,
@@ -102,12 +102,12 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
 
 
 def _find(args):
-    """Return the folder of the batch files. If necessary, the archive is downloaded and unpacked, once per node."""
+    """Return the folder of the batch files. If necessary, the archive is unpacked, and downloaded if no --data_url is given."""
     root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
     if args.data_url:
         require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")
     archive, folder = os.path.join(root, ARCHIVE), os.path.join(root, FOLDER)
-    if os.path.isdir(folder) and not (os.path.exists(archive) and _was_unpacked(folder, root, args)):
+    if os.path.isdir(folder) and not (os.path.exists(archive) and _may_be_unpacked_again(folder, root, args)):
         return folder
     if os.path.basename(root) == FOLDER or os.path.exists(os.path.join(root, "data_batch_1")):
         return root
@@ -136,8 +136,8 @@ def _find(args):
     return folder
 
 
-def _was_unpacked(folder, root, args):
-    """Whether a job unpacked the folder, so that it is made again if the archive has changed; if not, it is used as it is."""
+def _may_be_unpacked_again(folder, root, args):
+    """Whether a job may replace the folder if its archive has changed: not if a user seems to have prepared the folder."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
         return os.access(root, os.W_OK)  # a read-only one was prepared by a user
     return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched(root))

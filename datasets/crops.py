@@ -1,8 +1,5 @@
 """The random crop and flip of each training picture: a pure function of (seed, epoch, sample id) and the picture's size.
 
-No random generator is used. A picture looks the same on every rank, in every batch split, with any number of workers and after
-any restart. Every loader gets the same numbers, whatever its decoder.
-
 Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4
 to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. If the area has to be
 100 %, the window is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
@@ -25,7 +22,7 @@ LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
 def random_windows(
     ids: Any, widths: Any, heights: Any, seed: int, epoch: int, area: tuple[float, float] = AREA
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (top, left, height, width) and flip for each sample, as int64 of shape (N, 4) and bool of shape (N,)."""
+    """Return crops (top, left, height, width), int64 (N, 4), and flips, bool (N,). `area`: limits of a crop's share."""
     widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
     ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
     missing = np.arange(len(ids))
@@ -70,7 +67,7 @@ def _largest_in_the_middle(widths, heights):
 
 
 def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
-    """Return numbers in [0, 1) of shape (draws, ids): each is 53 bits of a hash of seed, epoch, id and draw."""
+    """Return numbers in [0, 1) of shape (len(draws), len(ids)), each 53 bits of a hash of seed, epoch, id and draw."""
     words = np.array([seed, epoch, *draws], dtype=object) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019
     seed, epoch, *draws = _mix((words % 2**64).astype(np.uint64))[:, None]
     counter = _mix(_mix(np.asarray(ids).astype(np.uint64) ^ seed) ^ epoch)
@@ -92,9 +89,9 @@ MASK = 0xFFFFFFFF
 
 
 def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
-    """Shift each image by up to PADDING pixels and flip it, at random: uint8 (N, C, H, W), channels last, before and after."""
+    """Return the uint8 (N, C, H, W) images, each shifted by up to PADDING pixels and flipped or not at random."""
     count, _, height, width = images.shape
-    top, left, flip = devices.to_device(torch.stack(crops_and_flips(ids, seed, epoch)), images.device)
+    top, left, flip = devices.to_device(torch.stack(draw_crops_and_flips(ids, seed, epoch)), images.device)
     rows = top[:, None] + torch.arange(height, device=images.device)
     columns = torch.arange(width, device=images.device).expand(count, width)
     columns = left[:, None] + torch.where(flip[:, None] == 1, width - 1 - columns, columns)
@@ -105,7 +102,7 @@ def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int
     return pixels.permute(0, 3, 1, 2)
 
 
-def crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw_crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
     bits = _mix32(torch.full_like(ids, seed & MASK, dtype=torch.int64))
     bits = _mix32(bits ^ (epoch & MASK))

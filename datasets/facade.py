@@ -8,8 +8,7 @@
         data.reset()
 
 With and without DALI, the same pictures come in the same order. Each epoch has all pictures, so the last batch may be smaller.
-A DALI pipeline exists for one epoch. The pipeline for validation therefore takes no GPU memory during training, and none grows
-from epoch to epoch.
+A DALI pipeline exists for one epoch, so the one for validation takes no GPU memory during training.
 """
 
 import gc
@@ -52,17 +51,21 @@ class Dataset:
             raise UserError(f"cuda=True, but torch sees no {noun}: {devices.diagnosis()}; or give cuda=False to use the CPU")
         self.device = devices.current() if cuda else torch.device("cpu")
         self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
-        self._rank, self._world_size, self._workers, self._seed = rank, world_size, workers, seed
+        self._rank, self._world_size = rank, world_size
+        self._workers = workers
+        self._seed = seed
         self._how = {
             "dtype": torch.float16 if fp16 else torch.float32,
             "mean": [value / 255 for value in mean] if mean else imagenet.MEAN,
             "std": [value / 255 for value in std] if std else imagenet.STD,
             "pin_memory": pin_memory_dali if use_dali else pin_memory,
         }
-        files = [tree.load(os.path.join(data_dir, split)).within(MEGAPIXELS) for split in ("train", "val")]
+        files = [tree.load(os.path.join(data_dir, split)).without_larger(MEGAPIXELS) for split in ("train", "val")]
         self._train = Photos(files[0], size, True, seed, area=(min_crop_size, 1.0))
         self._val = Photos(files[1], size, False, seed, short=val_size)
-        self._val_batch_size, self._epoch, self._resident = val_batch_size or batch_size, 0, None
+        self._val_batch_size = val_batch_size or batch_size
+        self._epoch = 0
+        self._resident = None
         self.set_train_batch_size(batch_size)
 
     def get_train_loader(self) -> Loader:
@@ -80,7 +83,7 @@ class Dataset:
         self._train_loader = self._loader(self._train, self._sampler)
 
     def reset(self) -> None:
-        """Prepare the next epoch, with its own order of the pictures. If the process has grown, free its unused memory."""
+        """Start the next epoch, in another order of the pictures. If the process has grown by a quarter, free unused memory."""
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
         self._resident = self._resident or resident_bytes()

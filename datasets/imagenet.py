@@ -75,7 +75,7 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def reads(args: argparse.Namespace) -> arguments.Input:
-    """Return the input that the arguments name, before anything is opened."""
+    """Describe the input that the arguments name, without opening it."""
     backend = args.data_backend
     synthetic = args.custom_data or backend in NO_INPUT
     return arguments.Input(
@@ -96,7 +96,7 @@ def _remedies(args):
 
 
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
-    """Return (arguments, training set, validation set); the size of the data decides some arguments that were not given."""
+    """Return (arguments, training set, validation set). Options that were not given may change to suit the data."""
     size, limit = args.image_size, args.max_samples
     if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
@@ -108,7 +108,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
 
     moments.announce("data", args)
     found, classes_alone = on_every_rank("data", lambda: _find(args))
-    found = [files.within(args.max_megapixels) for files in found]
+    found = [files.without_larger(args.max_megapixels) for files in found]
     lines = [files.describe() for files in found]
     before = _before(args)
     if classes_alone:
@@ -124,7 +124,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     args, settings = _settled(args, found, before)
     if collectives.rank_and_size()[0] == 0:
         slower = decode.slower() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()
-        for line in [*lines, *(splits.remarks(*found) if len(found) > 1 else ()), *slower, *([settings] if settings else ())]:
+        warnings = splits.warnings_about(*found) if len(found) > 1 else ()
+        for line in [*lines, *warnings, *slower, *([settings] if settings else ())]:
             progress.say(line)
     train, val = (spread(files, limit) for files in (found[0], found[-1]))
     if args.data_backend.endswith("kspeed"):
@@ -147,7 +148,7 @@ def _counted(found):
 
 
 def _find(args):
-    """Return (trees, False), with a tree for each split that is needed, or ([tree], True) for classes without train and val."""
+    """Return ([photographs of each needed split], False), or ([all photographs], True) if there is neither train nor val."""
     if args.data_backend.startswith("packed"):
         remote = args.data_backend == "packed-remote"
         root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
@@ -159,29 +160,29 @@ def _find(args):
     require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
     if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
         raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
-    if splits.has_classes_alone(root):
+    if splits.is_unsplit(root):
         return [tree.load(root, args.input_dir)], True
     needed = _splits(args, root, os.path.join(root, "train"))
     return [tree.load(os.path.join(root, split), args.input_dir) for split in needed], False
 
 
 def _before(args):
-    """Return the arguments of the run that is resumed or evaluated; {} if there is none, or if rank 0 may not have them."""
+    """Return the arguments of the run that is resumed or evaluated; {} if there is none, and with --prof or --min_nodes."""
     nothing = args.prof or args.min_nodes or (args.evaluate and args.weights)
     return {} if nothing else restore.settings_before(args, progress.say)
 
 
 def _settled(args, found, before):
-    """Return (arguments with the recipe for this number of pictures, line about it for the log or None)."""
+    """Apply the recipe for so many pictures, unless --weights are evaluated; return (arguments, line for the log or None)."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
     pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
     trained_on = min(len(found[0]), args.max_samples or pictures)
-    return recipe.settled(args, pictures, trained_on, collectives.rank_and_size()[1], before)
+    return recipe.with_recipe(args, pictures, trained_on, collectives.rank_and_size()[1], before)
 
 
 def _splits(args, root, training_images):
-    """Return the splits to read: val alone for an evaluation if the folder has no training images; else both."""
+    """Return the splits to read: val alone for an evaluation of a local folder without training images; else both."""
     only_val = args.evaluate and not is_address(root) and not os.path.exists(training_images)
     return ("val",) if only_val else splits.SPLITS
 
@@ -198,7 +199,7 @@ def _compare_classes(train, val):
 
 
 def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
-    """Return a tree of at most `limit` samples, which are spread evenly over all classes."""
+    """Return a tree of at most `limit` samples (None: all), at equal distances in the list, which is sorted by class."""
     if limit is None or limit >= len(files):
         return files
     return files.pick(np.arange(limit) * len(files) // limit)
@@ -230,7 +231,7 @@ def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
     mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, **how: Any,
 ) -> Union[DeviceLoader, Resident]:  # fmt: skip
-    """Return the loader. `backend`: one of NO_INPUT, or of BACKENDS, which give the same pictures; `how`: see DeviceLoader."""
+    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `how`: more arguments of DeviceLoader."""
     if backend in NO_INPUT:
         return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):

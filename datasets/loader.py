@@ -1,8 +1,6 @@
-"""Batches on the device, in the order of the sampler.
+"""Batches on the device, in the order of the sampler: of any samples (SampleLoader), or of images (DeviceLoader).
 
-SampleLoader makes batches from the samples of any data set. DeviceLoader gives (images, labels), ready for the network, from a
-data set that returns whole batches; the images stay uint8 until they are on the device, where the whole batch is augmented and
-normalised. On a GPU a thread prepares the batches on a second stream, during the training step.
+On a GPU a thread prepares the batches on a second stream, during the training step.
 """
 
 import argparse
@@ -34,7 +32,7 @@ from common.seeds import seeded_batch, states
 from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
-BESIDE = "batches ahead"  # name of the thread that makes them
+THREAD_NAME = "batches ahead"  # name of the thread that makes them
 STOP_SECONDS = 1  # longest wait for the batch that is being made when the job is told to stop: it may never come
 LITTLE = 1 << 30  # bytes of /dev/shm per rank that suffice for the batches of loader processes; a container often has 64 MiB
 DRAWS = (
@@ -51,11 +49,12 @@ class Loader:
     pixels: Optional[Callable] = None
 
     def __init__(self, batches: Any, sampler: Any, device: torch.device, pin_memory: bool = True):
-        self.sampler, self.device, self._batches = sampler, device, batches
+        self.sampler, self.device = sampler, device
+        self._batches = batches
         self._move = functools.partial(devices.to_device, device=device, pin=pin_memory)
         self.ids: Any = None
         self.beside = devices.has_queues(device)  # whether the transfer happens during the training step
-        self._clock = Clock(device)
+        self._clock = TransferClock(device)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -85,7 +84,7 @@ class Loader:
                 return
             if isinstance(batch, Exception):
                 raise batch
-            ids = _of_its_own(batch[-1])
+            ids = _copied(batch[-1])
             with self._clock as clock:
                 prepared = self._prepared(batch[:-1], ids, epoch)
             yield prepared, ids, clock.end
@@ -135,7 +134,7 @@ class DeviceLoader(Loader):
         pin_memory: bool = True,
         layout: Optional[torch.memory_format] = None,
     ):
-        """`layout`: memory format of the images; None: the one in which convolutions are fastest on this device."""
+        """`mean`, `std`: of pixels from 0 to 1; `augment`: for uint8 batches; `layout`: memory format (None: the fastest)."""
         super().__init__(batches, sampler, device, pin_memory)
         self.dtype, self._augment = dtype, augment
         self.file_of: Optional[Callable[[int], str]] = None  # returns the name of a sample's file; None if samples have none
@@ -145,7 +144,6 @@ class DeviceLoader(Loader):
             self._scale, self._shift = (value.to(device) for value in (1 / (255 * std), -mean / std))
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
-        """Convert images that this loader gave back to uint8."""
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
     def _prepared(self, batch, ids, epoch):
@@ -155,15 +153,15 @@ class DeviceLoader(Loader):
             images = self._augment(images, ids, epoch=epoch)
         images = images.to(torch.float32, memory_format=self._layout)
         images = images.mul_(self._scale).add_(self._shift).to(self.dtype)
-        return images, self._move(_of_its_own(labels))
+        return images, self._move(_copied(labels))
 
 
-def _of_its_own(kept):
-    """Copy a tensor that is kept for an epoch: torch keeps a descriptor open for each tensor from a loader process."""
+def _copied(kept):
+    """Return a copy of a tensor, anything else as it is: a tensor from a loader process holds a file descriptor open."""
     return kept.clone() if isinstance(kept, torch.Tensor) else kept
 
 
-class Clock:
+class TransferClock:
     """Measures the seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed by events."""
 
     def __init__(self, device: torch.device):
@@ -175,7 +173,7 @@ class Clock:
     def stream(self) -> Any:
         return devices.on_stream(self._stream)
 
-    def __enter__(self) -> "Clock":
+    def __enter__(self) -> "TransferClock":
         self._began, self._inside = self._mark(), self.stream()
         self._inside.__enter__()
         return self
@@ -192,7 +190,7 @@ class Clock:
     def _mark(self) -> Any:
         if not self._stream:
             return time.perf_counter()
-        return devices.mark(self._stream)
+        return devices.record_event(self._stream)
 
     def _fold(self):
         with self._reading:
@@ -208,7 +206,7 @@ class Clock:
 
 
 def ahead(items: Generator, depth: int) -> Iterator:
-    """Yield the items, which a thread makes up to `depth` ahead. Its errors are raised here, and it ends with the loop."""
+    """Yield the items. A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop."""
     made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
 
     def work():
@@ -218,7 +216,7 @@ def ahead(items: Generator, depth: int) -> Iterator:
         except BaseException as error:  # among them StopIteration, the end of the items
             made.put((None, error))
 
-    thread = threading.Thread(target=work, name=BESIDE, daemon=True)
+    thread = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
     thread.start()
     try:
         while True:
@@ -245,10 +243,10 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
 
 
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
-    """Return a DataLoader whose batches are `data_set[epoch, ids]`, for each batch of ids of the sampler."""
+    """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids; an error may come in place of a batch."""
     if workers and has_little_shared_memory():
         _advise_more()
-    loader = Batches(
+    loader = WorkerBatches(
         HandsOnErrors(data_set, sampler),
         sampler=WithEpoch(sampler),
         batch_size=None,  # the sampler gives whole batches of ids
@@ -259,18 +257,17 @@ def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int =
         generator=torch.Generator(),  # so that starting an epoch draws nothing from the global generator
     )
     if workers:
-        _have_a_temporary_folder()
+        _make_socket_folder()
         atexit.register(_end_workers_of, weakref.ref(loader))
     else:
         malloc.keep()
     return loader
 
 
-class Batches(torch.utils.data.DataLoader):
+class WorkerBatches(torch.utils.data.DataLoader):
     """A DataLoader with a clear error if a worker is killed while it sends a batch; torch would report a broken connection.
 
-    The workers ignore SIGTERM, which torch and Python send to a worker that does not end by itself; Python would then wait for
-    it for ever. They are sent SIGKILL instead.
+    Workers that do not end by themselves are sent SIGKILL. They ignore SIGTERM, after which Python would wait for ever.
     """
 
     def __iter__(self) -> Any:
@@ -303,19 +300,20 @@ class Batches(torch.utils.data.DataLoader):
 
 
 def _join(process, seconds, timeout=None):
-    """Wait for a worker to end, but only `seconds` if the job is told to stop: the data that it reads may never come."""
+    """Wait at most `timeout` for a worker to end, or `seconds` if the job is told to stop: its next data may never come."""
     type(process).join(process, seconds if STOPS.noted else timeout)
 
 
 class HandsOnErrors(torch.utils.data.Dataset):
     """A data set whose errors name the sample.
 
-    A UserError, TrainingFailed or system error is returned in place of a batch, and Loader raises it; torch would turn it into
-    a text with a traceback. Any other error becomes a SampleError, with the traceback of the data set's code.
+    A UserError, TrainingFailed or system error is returned as the batch, for Loader to raise: torch would make a text of it.
     """
 
     def __init__(self, data_set: Any, sampler: Any):
-        self._data_set, self._seed, self._looked = data_set, getattr(sampler, "seed", 0), False
+        self._data_set = data_set
+        self._seed = getattr(sampler, "seed", 0)
+        self._looked = False
 
     def __len__(self) -> int:
         return len(self._data_set)
@@ -333,7 +331,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
             raise SampleError(text) from error
 
     def _load(self, epoch, ids):
-        if threading.current_thread().name != BESIDE:
+        if threading.current_thread().name != THREAD_NAME:
             with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
                 return self._data_set[epoch, ids]
         before, self._looked = None if self._looked else pickle.dumps(states()), True  # no training step runs meanwhile
@@ -343,7 +341,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
         return batch
 
     def _culprit(self, epoch, ids):
-        """Return a text that names the first sample that fails alone, or all of them if none does."""
+        """Return a text that names the first sample that fails when loaded alone, or all samples of the batch if none does."""
         for number in range(len(ids)):
             try:
                 self._data_set[epoch, ids[number : number + 1]]
@@ -366,8 +364,8 @@ class WithEpoch:
 
 
 @functools.cache
-def _have_a_temporary_folder():
-    """Make a temporary folder for the sockets of loader processes. If the job is killed, the next start removes it."""
+def _make_socket_folder():
+    """Make a folder for the sockets of loader processes, unless the disk is full. After a kill, the next start removes it."""
     this: Any = multiprocessing.current_process()
     with contextlib.suppress(OSError):  # the disk may be full
         folder = scratch_folder()
@@ -377,17 +375,14 @@ def _have_a_temporary_folder():
 
 
 def _end_workers_of(reference):
-    """End the workers of a loader before Python's own exit handler would kill them."""
+    """End a loader's workers before Python's exit handler would kill them; `reference` is a weak reference to the loader."""
     loader = reference()
     if loader is not None:
         loader.end_workers()
 
 
 def begin_worker(_worker: int) -> None:
-    """Prepare a worker process: keep freed memory for the next sample, avoid a small /dev/shm, and ignore stop signals.
-
-    A platform sends these signals to every process, but the worker must live until the job has saved.
-    """
+    """Prepare a worker process. It ignores the platform's stop signals, because it must live until the job has saved."""
     malloc.keep()
     if has_little_shared_memory():  # with none left, a process would be killed (SIGBUS)
         ForkingPickler.register(torch.UntypedStorage, _within_the_message)
@@ -398,7 +393,7 @@ def begin_worker(_worker: int) -> None:
 
 
 def _but_for_a_lost_reader(kind, error, trace):
-    """Print an error, unless it is a lost connection: a thread that hands over a batch has one when the job takes no more."""
+    """Print an error, except a ConnectionError: the thread that hands over tensors gets one when the job takes no more."""
     if not issubclass(kind, ConnectionError):
         sys.__excepthook__(kind, error, trace)
 
@@ -412,7 +407,7 @@ def has_little_shared_memory() -> bool:
 
 @functools.cache
 def _advise_more():
-    """Warn once, in the first rank of a node."""
+    """Warn, once and only in the first rank of a node, that /dev/shm is small."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         progress.warn(
             "/dev/shm has less than 1 GiB for each rank, so loader processes send their batches through pipes, which takes "

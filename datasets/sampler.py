@@ -18,12 +18,13 @@ class EpochSampler:
 
     def __init__(self, num_samples: int, batch_size: int, seed: int):
         self.num_samples, self.seed = num_samples, seed
-        self.own, self.shares, self._parts = range(1), 1, "ranks"
+        self.own, self.shares = range(1), 1
+        self._parts = "ranks"
         self.set_global_batch(batch_size)
         self.start_at(epoch=0, consumed=0)
 
     def shard(self, rank: int, world_size: int) -> None:
-        """From here on, yield this rank's slice of every global batch, which becomes one rank's batch times `world_size`."""
+        """From here on, yield this rank's slice of every global batch, whose size becomes a rank's batch x `world_size`."""
         self._deal(range(rank, rank + 1), world_size, "ranks", self.global_batch // self.shares * world_size)
 
     def deal(self, own: range, shares: int, global_batch: int) -> None:
@@ -32,11 +33,12 @@ class EpochSampler:
 
     def _deal(self, own, shares, parts, global_batch):
         _require_within(own, shares, parts)
-        self.own, self.shares, self._parts = own, shares, parts
+        self.own, self.shares = own, shares
+        self._parts = parts
         self.set_global_batch(global_batch)
 
     def set_global_batch(self, global_batch: int) -> None:
-        """Set the samples per step of all ranks. UserError if they do not divide among the ranks, or an epoch has fewer."""
+        """Set all ranks' samples per step. UserError if ranks or shares cannot have equal parts, or an epoch has fewer."""
         if global_batch % self.shares:
             allowed = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
             raise UserError(
@@ -60,7 +62,7 @@ class EpochSampler:
         return self.consumed + (self.num_samples - self.consumed) // self.global_batch * self.global_batch
 
     def step_ids(self, epoch: int, consumed: int) -> np.ndarray:
-        """Return the ids of the whole global batch that follows `consumed` samples of this epoch."""
+        """Return the ids of all ranks' samples in the step that follows the first `consumed` samples of `epoch`."""
         return self._order(epoch)[consumed : consumed + self.global_batch]
 
     def _order(self, epoch):
@@ -110,7 +112,8 @@ class InOrder:
         """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so that a batch has
         equal samples at every number of ranks. All ranks together see each sample exactly once."""
         _require_within(range(rank, rank + 1), world_size, "ranks")
-        self.rank, self.world_size, self.whole_batches = rank, world_size, whole_batches
+        self.rank, self.world_size = rank, world_size
+        self.whole_batches = whole_batches
 
     def __iter__(self) -> Iterator[np.ndarray]:
         if self.whole_batches:

@@ -1,7 +1,4 @@
-"""Synthetic images, to try a job where there is no data set and no internet connection (--custom_data true).
-
-A network learns them in seconds. The accuracy on them means nothing.
-"""
+"""Synthetic images, to try a job without a data set and without Internet (--custom_data true). The accuracy means nothing."""
 
 import io
 
@@ -40,10 +37,7 @@ def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
 
 
 def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` images of CIFAR-10's shape, uint8 (count, 3, 32, 32), and labels: ten coloured patterns, shifted, noisy.
-
-    The images of a smaller count are the first ones of a larger count.
-    """
+    """Return uint8 images (count, 3, 32, 32) and their labels; those of a smaller count are the first of a larger count."""
     number = {"train": 1, "test": 2}[split]
     patterns = np.random.default_rng(SEED).uniform(-1, 1, (10, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
     labels = np.random.default_rng([SEED, number, 1]).integers(0, 10, count)

@@ -1,7 +1,5 @@
 """Reading untrusted archives and pickles: nothing in them is executed, and nothing is written outside the folder.
 
-An archive is read to its end, because its checksum comes after the last file.
-
 tarfile's own filters have been bypassed more than once and a pickle can execute any code, so neither is trusted here: the
 archive may hold only plain files with the expected names, and folders, which are ignored; the pickle only the opcodes of a
 dictionary of lists, byte strings and one array of uint8.
@@ -155,7 +153,7 @@ class _BatchUnpickler(pickle._Unpickler):
 
 
 def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (images uint8 (N, 3, 32, 32), labels int64 (N,)) of one file of CIFAR-10's Python version."""
+    """Return (images uint8 (N, 3, 32, 32), labels int64 (N,)) of a CIFAR-10 file (Python version); UserError if it is none."""
     with open(path, "rb") as file:
         content = file.read(64 * 2**20)
     try:

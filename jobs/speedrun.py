@@ -1,13 +1,13 @@
 """ResNet-18 on CIFAR-10 to 80 % on one CPU core in the least time that we have found; 94 % on a GPU has not been measured yet.
 
     ResNet-18     80.57 % (80.29 to 80.85)    600 CPU-seconds of an AMD EPYC (596 to 613), 5 runs; 2026-11-23
-      before      79.99, 80.33 %              698 CPU-seconds, the same
+      before      79.99, 80.33 %              698 CPU-seconds of the EPYC, 2 runs
       before      80.48 % (80.38 to 80.59)    557 CPU-seconds of an Intel Xeon with AMX (552 to 568), 3 runs; 2026-11-21
     --net small   81.08 % (80.94 to 81.19)    100 CPU-seconds of the EPYC (99 to 102), 3 runs
       before      80.68 % (80.57 to 80.80)     78 CPU-seconds of the Xeon (73 to 82), 3 runs
 
-One core, torch 2.15.0, images that had gone through JPEG; "before" lacks the fast norms and biases and the first filters. The
-recipe of the ModelArts sample takes the Xeon 1,426 CPU-seconds for one epoch; stopped after 557 it is at 20.6 %.
+One core, torch 2.15.0, JPEG-compressed images; "before" lacks the high rate of norms and biases and first filters from patches.
+The recipe of the ModelArts sample takes the Xeon 1,426 CPU-seconds for one epoch; stopped after 557 it is at 20.6 %.
 
     export GLIBC_TUNABLES=$(python -m common.malloc) OMP_NUM_THREADS=1       on a CPU: one core, memory kept between steps
     python jobs/speedrun.py --runs 3 --data_url /data/cifar10                ResNet-18 to 80 % (on a GPU: to 94 %)
@@ -15,10 +15,10 @@ recipe of the ModelArts sample takes the Xeon 1,426 CPU-seconds for one epoch; s
 
 Every run starts from nothing with another seed and is as long as RECIPES says. Nothing looks at the test images before the one
 evaluation at the end: all 10,000, each once, as they are. The recipes' rates were chosen with --held_out true, which trains on
-45,000 of the training images and tests on the other 5,000; the passes, so that several seeds come to 80 % of the test images.
+45,000 of the training images and tests on the other 5,000; the passes, so that several seeds reach 80 % on the test images.
 
-A run's seconds are those of making the network and training it: CPU-seconds of all threads on a CPU, seconds on the wall on a
-GPU, without those of compiling, which are printed beside them. A run that is stopped leaves nothing and starts again.
+A run's seconds are those of making the network and training it: CPU-seconds of all threads on a CPU, wall-clock seconds on a
+GPU. Those of compiling are printed before the runs. A run that is stopped leaves nothing, and has to start from the beginning.
 """
 
 import argparse
@@ -38,7 +38,7 @@ except ImportError:  # this file was uploaded alone
     sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
 if __name__ == "__main__":
-    packages.check()  # before torch: what is missing or too old is one line
+    packages.check()  # before torch is imported, to report a missing or outdated package in one line
 
 import torch
 from torch import nn
@@ -52,51 +52,51 @@ from common.models import resnet18
 from common.run import bucket_run
 from datasets import cifar10
 
-# For each network and target: the batch, the label smoothing, the filters' momentum, and the passes over the training images at
-# each of their sizes. A picture of half the size costs a CPU a quarter, and teaches nearly as much at first.
+# {(network, target): (batch size, label smoothing, momentum of the filters, {image size: passes over the training images})}.
+# On a CPU, an image of half the size takes a quarter of the time, and at first the network learns nearly as much from it.
 RECIPES = {
     ("resnet18", 0.80): (256, 0.0, 0.8, {16: 2.33, 24: 0.715, 32: 0.17}),
     ("resnet18", 0.94): (1024, 0.2, 0.6, {16: 2, 24: 4, 32: 8}),
     ("small", 0.80): (256, 0.0, 0.6, {32: 0.9}),
     ("small", 0.94): (1024, 0.2, 0.6, {32: 10}),
 }
-FILTER_RATE = 0.2  # of the convolutions; the rate falls to zero in a straight line
-LAST_RATE, OTHER_MOMENTUM = 0.12, 0.9  # of the last layer; its rate rises for the first fifth, then falls
-NORM_RATE = 2.0  # of norms and biases, likewise: in so few steps they would not get far
-SHIFT = 2  # pixels by which a picture is moved at most
+FILTER_RATE = 0.2  # of the convolutions; the rate falls to zero linearly
+LAST_RATE, OTHER_MOMENTUM = 0.12, 0.9  # peak rate of the last layer, after a fifth of the run; momentum of all but filters
+NORM_RATE = 2.0  # peak rate of norms and biases, also after a fifth; with a usual one they would change little in so few steps
+SHIFT = 2  # pixels by which a training image is moved at most, in each direction
 HELD_OUT = 5000
-SEEN_OF_FOUR = [4, 5, 7, 8, 3, 4, 6, 7, 1, 2, 4, 5, 0, 1, 3, 4]  # by which of 9 weights each of 2 x 2 pixels sees each of them
+SEEN_OF_FOUR = [4, 5, 7, 8, 3, 4, 6, 7, 1, 2, 4, 5, 0, 1, 3, 4]  # 3 x 3 filter's tap for each (output, input) of 2 x 2 pixels
 
 
 def main():
-    args = asked()
+    args = parse_options()
     device = devices.choose(args)
     args = arguments.replaced(args, target=args.target or (0.80 if device.type == "cpu" else 0.94))
     print(f"{devices.describe(device)}, torch {torch.__version__}: {time.perf_counter() - BEGUN:.1f} s to import", flush=True)
 
-    begun = seconds(device)
+    begun = clock(device)
     train, test = ((data.images.to(device), data.labels.to(device)) for data in cifar10.load(args))
     if args.held_out:
         if len(train[1]) <= HELD_OUT:
             raise UserError(f"--held_out true holds out {HELD_OUT} of the training images, and there are {len(train[1])}")
         train, test = [part[:-HELD_OUT] for part in train], [part[-HELD_OUT:] for part in train]
-    print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {seconds(device, begun):.1f} s to load", flush=True)
+    print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {clock(device, begun):.1f} s to load", flush=True)
     compiled = None
     if device.type != "cpu":
-        torch._dynamo.config.suppress_errors = True  # where nothing can be compiled, go on without
-        begun = seconds(device)
+        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs uncompiled
+        begun = clock(device)
         compiled = run(args, device, train, seed=0, steps_of_a_size=3)
-        print(f"{seconds(device, begun):.1f} s to compile", flush=True)
+        print(f"{clock(device, begun):.1f} s to compile", flush=True)
 
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
-        begun = seconds(device)
+        begun = clock(device)
         model = run(args, device, train, seed, compiled=compiled)
-        trained = seconds(device)
+        trained = clock(device)
         row = {"seed": seed, "seconds": trained - begun, "accuracy": accuracy(model, *test)}
-        tested = seconds(device, trained)
+        tested = clock(device, trained)
         print(" ".join(f"{name}={value:.4g}" for name, value in row.items()), f"tested_in={tested:.1f}", flush=True)
-        keep(args, device, row)
+        record_run(args, device, row)
         rows.append(row)
     for name, form in (("accuracy", "{:.2%}"), ("seconds", "{:.1f}")):
         values = [row[name] for row in rows]
@@ -106,7 +106,7 @@ def main():
     print(f"done: {args.target:.0%} {outcome}; the runs are in {args.output_url or args.output_dir}", flush=True)
 
 
-def asked():
+def parse_options():
     parser = arguments.bare_parser(__doc__, data=cifar10.DATA)
     parser.set_defaults(needs=(devices.CHANNELS_LAST,))
     training = arguments.group(parser, "training")
@@ -125,8 +125,8 @@ def refuse_doctor(_text):
     raise argparse.ArgumentTypeError("speedrun.py has no steps for the doctor to look at; have it look at train.py")
 
 
-def keep(args, device, row):
-    """Write a line of runs.jsonl, in the bucket too if there is one, before the next run begins."""
+def record_run(args, device, row):
+    """Append the results of a run to runs.jsonl in the output folder, and upload the folder if that is in a bucket."""
     about = {"net": args.net, "target": args.target, "held_out": args.held_out, "device": devices.describe(device)}
     os.makedirs(args.output_dir, exist_ok=True)
     if args.output_url:
@@ -139,8 +139,8 @@ def keep(args, device, row):
         storage.publish(args.output_dir, args.output_url)
 
 
-def seconds(device, since=0.0):
-    """CPU-seconds of all threads, or wall-clock seconds on a GPU."""
+def clock(device, since=0.0):
+    """Wait for the device and return a clock minus `since`: CPU-seconds of all threads on a CPU, else wall-clock seconds."""
     devices.synchronize(device)
     return (time.process_time() if device.type == "cpu" else time.perf_counter()) - since
 
@@ -149,6 +149,7 @@ def seconds(device, since=0.0):
 
 
 def run(args, device, train, seed, steps_of_a_size=None, compiled=None):
+    """Train a new network, in the model `compiled` if given, and return it. `steps_of_a_size` replaces the recipe's steps."""
     images, labels = train
     torch.manual_seed(seed)
     batch, smoothing, momentum, passes = RECIPES[args.net, args.target]
@@ -159,7 +160,7 @@ def run(args, device, train, seed, steps_of_a_size=None, compiled=None):
 
     model = NETS[args.net](images).to(device).to(memory_format=devices.layout(device))
     if compiled:
-        model = begun_anew(compiled, model)
+        model = load_into(compiled, model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     muon = Muon([parameter for parameter in trained if parameter.ndim == 4], momentum)
     norms_and_biases = [parameter for parameter in trained if parameter.ndim == 1]
@@ -176,7 +177,7 @@ def run(args, device, train, seed, steps_of_a_size=None, compiled=None):
     for number, size in enumerate(progress.counted(sizes, f"seed {seed}", "step")):
         positions = torch.arange(number * batch, (number + 1) * batch, device=device)
         ids = order[positions]
-        mirrored = flipped[ids] ^ (positions // len(images) % 2 == 1)  # in every second pass the other way round
+        mirrored = flipped[ids] ^ (positions // len(images) % 2 == 1)  # each pass mirrors those that the last one did not
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(pictures(images, ids, mirrored, size))
             loss = functional.cross_entropy(logits, labels[ids], label_smoothing=smoothing)
@@ -191,8 +192,8 @@ def run(args, device, train, seed, steps_of_a_size=None, compiled=None):
     return model
 
 
-def begun_anew(model, new):
-    """Return the model, which has been compiled, with the weights of the new one: that would be compiled again."""
+def load_into(model, new):
+    """Return `model`, which has been compiled, with the weights of `new`, because a new model would be compiled again."""
     model.load_state_dict(new.state_dict())
     for module, its_new in zip(model.modules(), new.modules()):
         if isinstance(module, nn.BatchNorm2d):
@@ -201,7 +202,7 @@ def begun_anew(model, new):
 
 
 def pictures(images, ids, mirrored, size):
-    """Moved by up to SHIFT pixels, mirrored, made smaller and normalised: uint8 to float32 in one gather."""
+    """Return the images `ids`: moved by up to SHIFT pixels, flipped where `mirrored`, scaled to `size` and normalised."""
     last = images.shape[-1] - 1
     along = torch.arange(last + 1, device=images.device)
     shifts = torch.randint(-SHIFT, SHIFT + 1, (2, len(ids), 1), device=images.device)
@@ -220,18 +221,18 @@ def normalised(images):
 
 @functools.cache
 def constants(device):
-    """Copied to the device once: a copy in every step would make the host wait for the GPU."""
+    """Return mean and std for uint8 values, cached because a copy in every step would make the host wait for the GPU."""
     return [255 * torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (cifar10.MEAN, cifar10.STD)]
 
 
 def measure_norms(model, images, batches):
-    """Set the running means and variances of the norms anew: for pictures of full size alone."""
+    """Replace the BatchNorms' running statistics with those of `batches` (image ids), unmoved and full-size as evaluated."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for number, ids in enumerate(batches, 1):
         for norm in norms:
             norm.momentum = 1 / number  # the mean of all batches so far; torch's update_bn waits for the GPU at each norm
         with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16):
-            model.forward(normalised(images[ids]))  # what was compiled would be compiled again for each momentum
+            model.forward(normalised(images[ids]))  # not model(), which would be compiled again for each momentum
 
 
 @torch.no_grad()
@@ -248,7 +249,7 @@ def accuracy(model, images, labels):
 
 
 class Muon:
-    """SGD with momentum whose update of each filter bank is made orthogonal; banks of the same shape are updated together."""
+    """SGD with Nesterov momentum and orthogonalised updates of convolution weights; those of one shape are updated together."""
 
     def __init__(self, parameters, momentum):
         shapes = sorted({parameter.shape for parameter in parameters})
@@ -261,12 +262,11 @@ class Muon:
         for group, update in zip(self.groups, updates):
             banks = [parameter.detach().permute(0, 2, 3, 1) for parameter in group]
             stacked = torch.stack(banks).flatten(2)
-            # A norm follows, so only the direction matters.
-            stacked *= stacked.shape[1] ** 0.5 / stacked.norm(dim=(1, 2), keepdim=True)
+            stacked *= stacked.shape[1] ** 0.5 / stacked.norm(dim=(1, 2), keepdim=True)  # a norm follows: length is free
             torch._foreach_copy_(banks, stacked.sub_(update, alpha=rate).view(-1, *banks[0].shape).unbind())
 
     def direction(self, number):
-        """Return the step, with momentum, of all banks of a shape."""
+        """Update the velocities of a group of weights and return its Nesterov updates, a matrix for each weight."""
         gradients = torch.stack([parameter.grad.permute(0, 2, 3, 1).flatten(1) for parameter in self.groups[number]])
         self.velocities[number] = gradients.add(self.velocities[number], alpha=self.momentum)
         return gradients.add_(self.velocities[number], alpha=self.momentum)
@@ -275,8 +275,8 @@ class Muon:
 def orthogonal(groups):
     """Return the matrices with singular values near 1: three Newton-Schulz steps X -> P X, P a polynomial of G = X X'.
 
-    The three factors P are multiplied first, as they are smaller than X; the next G is P G P. Groups, one after another, whose
-    matrices have as many rows do that together.
+    The three factors P are multiplied first, as they are smaller than X; the next G is P G P. Consecutive groups whose matrices
+    have the same number of rows are computed together.
     """
     scaled = [one.bfloat16() / one.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16() for one in groups]
     updates = []
@@ -294,7 +294,7 @@ def orthogonal(groups):
 
 
 def polynomial(gram):
-    """3.4445 I - 4.7750 G + 2.0315 G G: the coefficients of Muon's authors."""
+    """Return 3.4445 I - 4.7750 G + 2.0315 G G; Muon's authors chose the coefficients."""
     result = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
     result.diagonal(dim1=1, dim2=2).add_(3.4445)
     return result
@@ -304,13 +304,13 @@ def polynomial(gram):
 
 
 def resnet(images):
-    """Return the network of the CIFAR jobs. The last norm of each block is zero, so that a block begins as its shortcut alone,
-    and the first filters are what patches of the images differ by, and the opposite."""
+    """Return the CIFAR jobs' ResNet-18. The last norm of each block begins at zero, so that a block begins as its shortcut. The
+    first filters are the principal directions of image patches, their negatives, and random ones."""
     model = resnet18()
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
             module.forward = functools.partial(convolved, module)  # pyright: ignore[reportAttributeAccessIssue] (a method)
-    first, filters = next(model.parameters()).detach(), directions(images[:1000], 3)[1]
+    first, filters = next(model.parameters()).detach(), patch_directions(images[:1000], 3)[1]
     others = functional.normalize(first.flatten(1)).view_as(first)
     first.copy_(torch.cat([filters, -filters, others])[: len(first)])
     for name, parameter in model.named_parameters():
@@ -319,15 +319,15 @@ def resnet(images):
     return model
 
 
-def directions(images, size):
-    """Return (how much patches of size x size differ in each of some orthogonal directions, these as filters of length one)"""
+def patch_directions(images, size):
+    """Return the eigenvalues of the second moments of size x size patches, and the eigenvectors as filters of norm 1."""
     patches = functional.unfold(normalised(images.cpu()), size).transpose(1, 2).flatten(0, 1)
     values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
     return values, vectors.T.reshape(-1, 3, size, size)
 
 
 def convolved(conv, images):
-    """conv(images). A CPU's kernels are slow for outputs of 4 x 4 pixels or fewer: there it is one matrix product."""
+    """Return conv(images) for 3 x 3 filters without bias; outputs up to 4 x 4 as a matrix product, which is faster on a CPU."""
     stride, height, width = conv.stride[0], *images.shape[2:]
     if width > 4 * stride:
         return nn.Conv2d.forward(conv, images)
@@ -346,12 +346,12 @@ def convolved(conv, images):
 
 
 class Small(nn.Sequential):
-    """The layers of airbench94: patches made independent of each other, then three groups of two convolutions."""
+    """The layers of airbench94: a convolution that whitens patches, then three groups of two convolutions."""
 
     def __init__(self, images):
         whiten = nn.Conv2d(3, 24, kernel_size=2)
-        values, filters = directions(images[:5000], 2)
-        filters = filters / (values + 5e-4).sqrt().view(-1, 1, 1, 1)  # so that patches differ as much by each
+        values, filters = patch_directions(images[:5000], 2)
+        filters = filters / (values + 5e-4).sqrt().view(-1, 1, 1, 1)  # equal variance of all outputs
         whiten.weight.requires_grad_(False).copy_(torch.cat([filters, -filters]))
         super().__init__(whiten, nn.GELU(), *self.group(24, 64), *self.group(64, 256), *self.group(256, 256))
         self.extend([nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(256, 10)])

@@ -1,4 +1,4 @@
-"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; the other jobs add a feature each to it, in marked blocks.
+"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features to it, in marked blocks.
 
     python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
     python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
@@ -28,7 +28,7 @@ except ImportError:  # this file was uploaded alone
     sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
 if __name__ == "__main__":
-    packages.check()  # before torch: what is missing or too old is one line
+    packages.check()  # before torch is imported, to report a missing or outdated package in one line
 
 import torch
 
@@ -54,12 +54,12 @@ def main():
 
     torch.manual_seed(args.seed)
 
-    # Which samples, in what order: one order per (seed, epoch), so a restart goes on with the sample it would have seen.
+    # The order of the samples depends only on (seed, epoch), so a restarted run continues with the next sample.
     train_set, test_set = cifar10.load(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
     test_sampler = InOrder(len(test_set), batch_size=500)
 
-    # Batches of (images, labels) on the device, normalised there; the training images cropped and flipped at random.
+    # Batches of (images, labels), normalised on the device; --augment crops and flips the training images at random.
     ### DPEX: the batches come from Ray workers, in the sampler's order ###
     # was: train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
     train_loader = dpex.cifar_loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
@@ -67,7 +67,7 @@ def main():
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
-    # The layout in which the images arrive, and the fastest one for convolutions there: channels last, but not on NPUs.
+    # The memory layout of the images, which is the fastest one for convolutions: channels last, except on NPUs.
     model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -81,7 +81,7 @@ def main():
     # The run: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
 
-    # Goes on from the newest checkpoint in the output folder, if there is one.
+    # Resumes, by default from the newest checkpoint in the output folder, if there is one.
     run.resume()
 
     # With --compile true: faster steps after slow first ones.
@@ -110,20 +110,20 @@ def main():
 
 
 def learning_rate(args, peak, progress):
-    """Up for the first fifth of the run, then down to zero: of samples seen, so that no batch size changes its shape."""
+    """Return the rate: `peak` throughout, or with one_cycle rising to it for a fifth of the run and then falling to zero."""
     scale = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
     return peak * scale
 
 
 @torch.no_grad()
 def evaluate(model, loader, classes):
-    """What the network says of the test samples, each counted once."""
+    """Return the network's scores on the test samples of all ranks, each sample counted once."""
     model.eval()
     scores = Scores(classes, loader.device, loader.pixels)
     for images, labels in loader:
         scores.add(model(images), labels, loader.ids, images)
 
-    return scores.all_reduce()  # each rank has seen its own part of them
+    return scores.all_reduce()  # each rank has evaluated its own part of the samples
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
     python jobs/train_imagenet.py --data_backend synthetic --prof 100    the speed of everything but the input
 
 Every GPU of every node works, in half precision. Started again, it goes on where it stopped, on any number of GPUs that
-divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further. Up to
-5,000 pictures have another one, which the log spells out (docs/data.md). The options of NVIDIA's ResNet-50 script are
+divides the total batch. The recipe is the usual one of 90 epochs; --mixup 0.2 --ema 0.9999 --epochs 250 goes further. For up to
+5,000 pictures there is another one, which the log spells out (docs/data.md). The options of NVIDIA's ResNet-50 script are
 understood as well: train_imagenet.py FOLDER -a resnet50 -b 256 --amp (docs/from.md).
 """
 
@@ -27,7 +27,7 @@ except ImportError:  # this file was uploaded alone
     sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
 if __name__ == "__main__":
-    packages.check()  # before torch: what is missing or too old is one line
+    packages.check()  # before torch is imported, to report a missing or outdated package in one line
 
 import torch
 from torch import distributed
@@ -46,20 +46,20 @@ from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
 
 LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
-LATENCIES = 20  # batches of an evaluation that are timed; for the others the host does not wait
+LATENCIES = 20  # batches of an evaluation that are timed; after each of these the host waits for the device
 
 
 def main():
-    args = settled(arguments.parse(options()))
-    group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
+    args = with_implied_options(arguments.parse(options()))
+    group.start_workers(args)  # one process per GPU on every node; each of them runs the lines below
     device = devices.choose(args)
     group.join(args, device)
     if args.memory_format == "nhwc":
-        devices.refuse(device, devices.CHANNELS_LAST)
+        devices.require_feature(device, devices.CHANNELS_LAST)
     args = arguments.replaced(args, workers=devices.loader_workers(args))
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     if args.weights:
-        args = as_trained(args)
+        args = with_options_of_weights(args)
     classifiers.require(args.arch, args.image_size)
     torch.manual_seed(args.seed)
 
@@ -68,13 +68,13 @@ def main():
     autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16, **scaling(args))
 
-    # Which samples, in what order. A rank takes its part of every total batch, and computes it in portions of batch_size.
+    # The samples and their order. Each rank takes its part of every total batch, in micro-batches of at most batch_size.
     args, train_set, val_set = imagenet.load(args)
     train_sampler = EpochSampler(len(train_set), 1, seed=args.seed)
     val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
-    if not (args.exact or args.min_nodes or args.evaluate):  # else its shares decide it, or nothing is trained
+    if not (args.exact or args.min_nodes or args.evaluate):  # otherwise the shares set it, or nothing is trained
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
     how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
@@ -90,8 +90,8 @@ def main():
         model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     accumulates = (args.total_batch or 0) > args.batch_size * max(world_size, args.shares or 0)
     devices.compile_network(args, model, accumulates)
-    # The same bits on any number of ranks: each computes some shares of the total batch, all of which are added in one order.
-    # With --min_nodes alone the order is not fixed: the shares are there to be dealt anew when ranks are lost or join.
+    # --exact true gives the same bits on any number of ranks: each computes some shares of the total batch, and all shares are
+    # added in one order. With --min_nodes alone the order is not fixed; shares are dealt anew when ranks are lost or join.
     divided = args.exact or args.min_nodes
     shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
 
@@ -108,7 +108,7 @@ def main():
     if ema:
         run.register(ema=ema)
     if shares:
-        run.register(shares=shares)  # run.steps() gives one of this rank's shares after the other
+        run.register(shares=shares)  # run.steps() yields the shares of this rank one at a time
     run.resume()  # from the newest checkpoint in the output folder, if there is one
 
     peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
@@ -124,7 +124,7 @@ def main():
 
             images, labels, others, weight = mix(images, labels, args.mixup)
 
-            # The rank's part of the total batch, in micro-batches that fit on the device.
+            # This rank's part of the total batch, in micro-batches that fit on the device.
             count = -(-len(images) // args.batch_size)
             if shares:
                 shares.passes = count
@@ -162,8 +162,8 @@ def main():
             run.end_epoch(scores, **named(scores))
 
 
-def settled(args):
-    """Return the arguments as some of them decide on others, or refuse them."""
+def with_implied_options(args):
+    """Return the arguments with the values that follow from other options; contradicting options raise UserError."""
     if args.early_stopping_patience and args.training_only:
         raise UserError("--early_stopping_patience needs the accuracy that --training_only true leaves out: give one of them")
     if args.freeze_epochs and not args.weights:
@@ -246,8 +246,8 @@ def add_short_runs(add):
     add("--run_epochs", type=COUNT, help="stop after so many epochs of this start; the same command goes on")
 
 
-def as_trained(args):
-    """Return the arguments with those that the weights to begin with were trained with, where nobody gave others."""
+def with_options_of_weights(args):
+    """Return the arguments with --arch, --image_size and, for --evaluate, more from the file beside --weights, unless given."""
     path = bucket_run.local_weights(args.weights, args.input_dir, say)
     names = ("arch", "image_size", "resize", "interpolation", "seed") if args.evaluate else ("arch", "image_size")
     about = checkpoint.about_weights(path)
@@ -258,7 +258,7 @@ def as_trained(args):
 
 
 def build(args, classes):
-    """Return the network, with the weights to begin with."""
+    """Return the network, with --weights if given; for other classes, its last layer begins anew (--evaluate: UserError)."""
     if args.num_classes and args.num_classes < classes:
         raise UserError(
             f"--num_classes {args.num_classes} are fewer than the {classes} classes of the data: leave the option out"
@@ -273,7 +273,7 @@ def build(args, classes):
 
 
 def scaling(args):
-    """How the scale of float16's loss begins and grows; nothing for torch's own way."""
+    """Return the options of the GradScaler for float16; empty to keep torch's defaults."""
     first = {"init_scale": args.static_loss_scale} if args.static_loss_scale else {}
     never = 2**31 - 1 if args.static_loss_scale else None
     growth = args.growth_interval or never
@@ -281,7 +281,7 @@ def scaling(args):
 
 
 def build_optimizer(args, network):
-    """Return the optimizer, without weight decay on norms and biases unless it is asked for."""
+    """Return the optimizer, without weight decay on norms and biases unless --bn_weight_decay is true."""
     weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
     of_others = args.weight_decay if args.bn_weight_decay else 0
@@ -303,7 +303,7 @@ def all_but_the_last_layer(network):
 
 
 def learning_rate(args, peak, epochs):
-    """Return the rate after so many epochs: of samples seen, so that no batch size changes its shape."""
+    """Return the learning rate after `epochs`, a float: a linear warm-up to `peak`, then as --schedule says."""
     warmup = min(args.warmup, args.epochs / 2)
     if epochs < warmup:
         return peak * epochs / warmup
@@ -315,7 +315,7 @@ def learning_rate(args, peak, epochs):
 
 
 def mix(images, labels, strength):
-    """mixup: each image and another one of the batch, and the weight of the first. The generator is seeded for every step."""
+    """Return (images, labels, other labels, weight of labels) after mixup; if `strength` is 0, unchanged and with weight 1."""
     if not strength:
         return images, labels, labels, 1.0
     weight = float(torch.distributions.Beta(strength, strength).sample())
@@ -324,7 +324,7 @@ def mix(images, labels, strength):
 
 
 def evaluate_alone(args, network, loader, classes, autocast):
-    """Evaluate --weights, the checkpoint of --resume, or the newest in the output folder, which is left as it is."""
+    """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json."""
     about = checkpoint.about_weights(bucket_run.local_weights(args.weights, args.input_dir, say)) if args.weights else {}
     if not args.weights:
         found = restore.from_rank_0(lambda: restore.to_evaluate(args, print))
@@ -348,9 +348,9 @@ def evaluate_alone(args, network, loader, classes, autocast):
 
 @torch.no_grad()
 def evaluate(model, loader, classes, autocast):
-    """Over the validation samples of all ranks, each counted once; latencies: rank 0's first batches, in milliseconds."""
+    """Return all ranks' scores on the validation samples, and quantiles of the latency of this rank's first batches in ms."""
     model.eval()
-    for buffer in model.buffers():  # the running statistics of rank 0, which the checkpoint has
+    for buffer in model.buffers():  # every rank evaluates with rank 0's running statistics, which the checkpoint has
         distributed.broadcast(buffer, 0)
     scores, seconds = Scores(classes, loader.device, loader.pixels, loader.file_of), []
     for images, labels in loader:

@@ -1,4 +1,4 @@
-"""Learn sharp pictures from blurry ones, of pairs {train,test}/{blurry,sharp}/SUB/IMAGE.
+"""Train a network to sharpen blurry pictures, on pairs {train,test}/{blurry,sharp}/SUB/IMAGE.
 
     python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own, no data needed: half a minute
     python jobs/train_restore.py --data_url /data/deblur --resize 0      crops of the pictures as they are
@@ -18,7 +18,7 @@ except ImportError:  # this file was uploaded alone
     sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
 if __name__ == "__main__":
-    packages.check()  # before torch: what is missing or too old is one line
+    packages.check()  # before torch is imported, to report a missing or outdated package in one line
 
 import torch
 from torch import distributed
@@ -37,7 +37,7 @@ EXAMPLES = 4
 def main():
     watch = Stopwatch()
     args = arguments.parse(options())
-    group.start_workers(args)  # one process per GPU on every node; below this line there are world_size equal ones
+    group.start_workers(args)  # one process per GPU on every node; each of them runs the lines below
     device = devices.choose(args)
     group.join(args, device)
     args = arguments.replaced(args, workers=devices.loader_workers(args))
@@ -121,7 +121,7 @@ def options():
 
 @torch.no_grad()
 def evaluate(model, loader, number):
-    """PSNR, SSIM and loss over the `number` test pairs of all ranks, each counted once, and the first examples side by side."""
+    """Return the metrics over all ranks' `number` test pairs, and this rank's first examples: blurry, restored, sharp."""
     model.eval()
     sums = torch.zeros(3, dtype=devices.widest(loader.device), device=loader.device)
     rows = []

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Optional, Union
 
 from common.errors import UserError
-from launch.options import exit_code, missing_job, new_parser
+from launch.options import missing_job, new_parser, run_for_exit_code
 
 JOBS = Path(__file__).resolve().parent.parent / "jobs"
 BASE = JOBS / "train.py"
@@ -56,14 +56,14 @@ class Block:
 
     @property
     def code(self) -> list[str]:
-        """The lines of code that the block adds: no comments, no empty lines, no text for the job's help."""
+        """The lines of code that the block adds, without comments and empty lines; empty if it sets __doc__, the job's help."""
         if self.text[1].startswith("__doc__ = "):
             return []
         return [line for line in self.text[1 + len(self.was) : -1] if line.strip() and not line.lstrip().startswith("#")]
 
 
 def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks) of a job's lines; an error names file, line and rule."""
+    """Return (base lines, blocks); in the base, each block is undone. A BlockError says which line breaks which rule."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[tuple[str, str, int]] = None  # indentation, tag and line number of a block
@@ -110,7 +110,7 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks) of a script whose blocks begin and end with the same line, as in ModelArts' sample."""
+    """Return (lines outside blocks, blocks) of a script whose blocks begin and end with equal lines, like ModelArts' sample."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[int] = None  # index of the line that opened a block
@@ -133,12 +133,12 @@ def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def _plain(marker):
-    """Return a marker line without spaces and with a plain comma: copies of the sample differ in these."""
+    """Return a line that opens or closes a block, without white space and with an ASCII comma, for comparisons."""
     return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
 
 
 def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks) of a job's file, or of a script in the form of ModelArts' sample."""
+    """Return (base lines, blocks) of a job or of a script like ModelArts' sample; in the base, each block is undone."""
     if wrong := missing_job(path):
         raise BlockError(wrong)
     lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -146,7 +146,6 @@ def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
 
 
 def apply(base: list[str], blocks: list[Block]) -> list[str]:
-    """Return the base's lines with the blocks in their places."""
     lines, position = [], 0
     for block in sorted(blocks, key=lambda block: (block.at, bool(block.was), ORDER.index(block.tag))):
         lines += base[position : block.at]
@@ -189,12 +188,11 @@ def compose(tags: Sequence[str]) -> list[str]:
 
 
 def feature_jobs() -> list[Path]:
-    """Return every job that has blocks, including jobs with two features."""
     return [path for path in sorted(JOBS.glob("train_*.py")) if read(path)[1]]
 
 
 def rebase(path: Path, base: list[str]) -> list[str]:
-    """Return the job's lines on a changed base. A block that only adds stays after the line before it, else before the next."""
+    """Return the job with its blocks put into a changed `base`; BlockError if the lines that place a block are gone."""
     old, blocks = read(path)
     moved: dict[int, int] = {}  # {line of the old base: line of the new one}
     for match in difflib.SequenceMatcher(None, old, base, autojunk=False).get_matching_blocks():
@@ -230,7 +228,7 @@ def _refuse_other_bases(paths: list[Path]) -> None:
 
 
 def table(paths: Sequence[str] = ()) -> str:
-    """Return a table in Markdown with a row for each of `paths`, or for each job that has blocks, as in docs/blocks.md."""
+    """Return a Markdown table with a row for each of `paths` or, if there are none, for each job that has blocks."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
     for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
         code = [block for block in read(path)[1] if block.code]
@@ -240,7 +238,7 @@ def table(paths: Sequence[str] = ()) -> str:
 
 
 def show(path: Union[str, Path]) -> str:
-    """Return the text of all blocks, each below the line of the base that it comes after."""
+    """Return the text of all blocks, each below a comment with the last line before it, or a line that says there are none."""
     base, blocks = read(path)
     parts = []
     for block in blocks:
@@ -262,11 +260,11 @@ def main(argv: list[str]) -> int:
     for name in ("revert", "compose"):
         verbs.choices[name].add_argument("-o", "--output", help="the file to write; unset: print it")
     options = parser.parse_args(argv)
-    return exit_code(lambda: _show_or_write(run(options), getattr(options, "output", None)))
+    return run_for_exit_code(lambda: _show_or_write(run(options), getattr(options, "output", None)))
 
 
 def _show_or_write(text: str, output: Optional[str]) -> None:
-    """Print the text, or write it to a new file or over a job that is the base with blocks. Any other file is refused."""
+    """Print or write the text; BlockError if `output` exists and is not train.py with blocks, or jobs/ would lose blocks."""
     if not output:
         print(text, end="" if text.endswith("\n") else "\n")
         return

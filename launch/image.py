@@ -10,7 +10,7 @@ import re
 import sys
 
 from common.errors import UserError, one_line
-from launch.options import exit_code, new_parser
+from launch.options import new_parser, run_for_exit_code
 
 BASE = "pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime"
 IMAGE = "swr.cn-north-4.myhuaweicloud.com/ORGANIZATION/anyrank"
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         "--image", default=IMAGE, help="the address of yours, in the registry of your region (default: an example)"
     )
     options = parser.parse_args(argv)
-    return exit_code(lambda: show(options.base, options.image))
+    return run_for_exit_code(lambda: show(options.base, options.image))
 
 
 def show(base: str, image: str) -> None:

@@ -28,7 +28,7 @@ from common.files import write_atomically
 from common.progress import Progress
 from datasets.kspeed import NOT_STORED, STORED, TOO_LARGE, SampleCache, name_of, samples
 from datasets.photos import files
-from launch.options import exit_code, new_parser
+from launch.options import new_parser, run_for_exit_code
 
 DEADLINE = 2  # seconds for one image; a job allows less
 
@@ -43,7 +43,7 @@ def roots(folder: str) -> list[str]:
 
 
 def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Counter[Any], Counter[Any]]:
-    """Call `work` for every image of the folder; return {outcome: images} and {outcome: bytes of their files}."""
+    """Call `work(key, path, stat)` for each image of options.root; return {result: number of images} and {result: bytes}."""
     paths_of = {root: [os.path.join(root, name) for name in files.images_below(root)] for root in roots(options.root)}
     if not any(paths_of.values()):
         raise UserError(f"{one_line(options.root)} holds no image: give the folder of the data set")
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
             "--threads", type=WORKERS, default=samples.THREADS, help=f"images at a time (default: {samples.THREADS})"
         )
     options = parser.parse_args(argv)
-    return exit_code(lambda: run(options))
+    return run_for_exit_code(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
     if options.verb != "display" and not any(cache.status().values()):
         raise TrainingFailed("no cache server answers: start one, or check --iplist and KSPEED_IPLIST")
     VERBS[options.verb][0](cache, options)
-    if unreached := cache.unreached():
+    if failing_servers := cache.failing_servers():
         raise TrainingFailed(
-            f"no answer from {', '.join(map(name_of, unreached))}: start what is down, or leave it out of --iplist"
+            f"no answer from {', '.join(map(name_of, failing_servers))}: start what is down, or leave it out of --iplist"
         )

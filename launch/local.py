@@ -84,7 +84,7 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 
 
 def ascend(node: int, nodes: int, port: int, card: int, cards: int, table: str) -> Injected:
-    """Return what ModelArts' Ascend engine gives the process of one card: it starts the boot file once for each."""
+    """Return (arguments, variables) that ModelArts' Ascend engine gives a card's process. `table`: path of the rank table."""
     rank, size = str(node * cards + card), str(nodes * cards)
     ours = {"RANK_TABLE_FILE": table, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
     return [], {**modelarts_image(node, nodes, port)[1], **ours}
@@ -101,7 +101,7 @@ def rank_table(nodes: int, cards: int) -> dict:
 
 
 def start(options: argparse.Namespace, node: int, card: int, port: int, secret: str, table: str) -> "subprocess.Popen[bytes]":
-    """Start a process of a node as the platform would, in a process group of its own."""
+    """Start a process of a node as the platform would, in its own process group. `table`: path of the Ascend rank table."""
     if options.cards:
         injected, env = ascend(node, options.nodes, port, card, options.cards, table)
     else:
@@ -125,7 +125,7 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
 
 
 def command(options: argparse.Namespace) -> str:
-    """Return the command that starts these nodes again, which the job shows to say how to go on (ANYRANK_LAUNCHER)."""
+    """Return the `launch local` command that starts the job again, without kills and restarts; the job's messages show it."""
     words = ["--nodes", str(options.nodes), *(["--procs", str(options.procs)] if options.procs else [])]
     words += ["--platform", options.platform, *(["--accelerator", "npu"] if options.accelerator == "npu" else [])]
     return shlex.join(["python", "-m", "launch", "local", *words, options.job, "--", *options.arguments])
@@ -141,15 +141,15 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]) -> list[int]:
-    """Start all nodes, kill and restart some as asked, and wait; return the exit codes of each node's last processes."""
+def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]) -> list[int]:
+    """Run all nodes; return exit codes, 0 for a killed node if the others succeed. `kill_at`, `return_at`: (node, seconds)."""
     port = free_port()
     secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # by which the nodes know each other (docs/security.md)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
         json.dump(rank_table(options.nodes, options.cards), table)
         table.flush()
         cards = range(options.cards or 1)
-        return _play(
+        return _run_nodes(
             options.nodes,
             kill_at,
             return_at,
@@ -157,7 +157,7 @@ def attempt(options: argparse.Namespace, kill_at: list[tuple[int, float]], retur
         )
 
 
-def _play(nodes, kill_at, return_at, start_node):
+def _run_nodes(nodes, kill_at, return_at, start_node):
     processes: dict[int, list[subprocess.Popen[bytes]]] = {}
     relays = []
 
@@ -195,7 +195,7 @@ def _play(nodes, kill_at, return_at, start_node):
 
 
 def _codes(processes, events, lost):
-    """Call each event's function at its time while any node runs, wait for all nodes, and return the exit codes."""
+    """Run the events when due, wait for all nodes, and return exit codes: 0 for a killed one of `lost` if the rest succeed."""
     began = time.monotonic()
     while True:
         running = [node for node, started in processes.items() if any(process.poll() is None for process in started)]
@@ -212,7 +212,7 @@ def _codes(processes, events, lost):
     return [code for node in codes for code in codes[node]]
 
 
-def kill_spec(text: str) -> tuple[int, float]:
+def node_at(text: str) -> tuple[int, float]:
     match = re.fullmatch(r"(\d{1,6})@(\d{1,6}(?:\.\d{1,6})?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} does not have the form NODE@SECONDS, such as 1@8")
@@ -229,9 +229,9 @@ def main(argv: list[str]) -> int:
     kinds = "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine starts them"
     parser.add_argument("--accelerator", choices=VISIBLE, default="gpu", help=kinds + " (default: gpu)")
     when = "kill a node so many seconds after the first start; may be given again"
-    parser.add_argument("--kill", "--lose", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=when)
+    parser.add_argument("--kill", "--lose", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=when)
     back = "start that node again so many seconds after the first start, while the others run on (docs/elastic.md)"
-    parser.add_argument("--return", dest="back", type=kill_spec, action="append", default=[], metavar="NODE@SECONDS", help=back)
+    parser.add_argument("--return", dest="back", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=back)
     again = "how often a failed job is started again (default: 0)"
     parser.add_argument("--restarts", type=arguments.number(int, at_least=0), default=0, help=again)
     own, given = split_words(argv)
@@ -249,22 +249,22 @@ def main(argv: list[str]) -> int:
         print(f"{found} for {options.nodes} nodes: all of them train on the CPU", flush=True)
     by_card = options.accelerator == "npu" and options.platform == "modelarts"
     options.cards = (options.procs or len(options.devices) // options.nodes or 1) if by_card else 0
-    return play(options)
+    return run_with_restarts(options)
 
 
 def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the names of this machine's devices that the environment does not hide; start() divides them among the nodes."""
+    """Return the devices that CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES names; if it is unset, the numbers of all."""
     shown = environ.get(VISIBLE[accelerator])
     present = drivers.npus if accelerator == "npu" else drivers.gpus
     names = map(str, range(present())) if shown is None else shown.split(",")
     return [name.strip() for name in names if name.strip() not in ("", "-1")]
 
 
-def play(options: argparse.Namespace) -> int:
-    """Run the job, again after a failure as often as --restarts allows, and return the exit code of the whole."""
+def run_with_restarts(options: argparse.Namespace) -> int:
+    """Run the job; restart it at most --restarts times after a failure, but not after exit code 2 or a stop of all nodes."""
     codes: list[int] = []
     for number in range(options.restarts + 1):
-        codes = attempt(options, *((options.kill, options.back) if number == 0 else ([], [])))
+        codes = start_once(options, *((options.kill, options.back) if number == 0 else ([], [])))
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
         if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake that a restart repeats
             break

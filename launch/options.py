@@ -12,8 +12,8 @@ from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.secrets import HIDDEN, is_secret
 
 
-class Parser(argparse.ArgumentParser):
-    """Reads words as a job does (common/typed.py). Its errors mask the value of every option whose name is that of a secret."""
+class VerbParser(argparse.ArgumentParser):
+    """Reads options in all spellings that a job allows; its errors mask the value of an option whose name means a secret."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
@@ -27,9 +27,9 @@ class Parser(argparse.ArgumentParser):
         super().error(value.sub(lambda found: f"{found[1]} {HIDDEN}" if is_secret(found[1]) else found[0], one_line(message)))
 
 
-def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> Parser:
+def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> VerbParser:
     """Return a parser whose help keeps the line breaks of the description."""
-    return Parser(
+    return VerbParser(
         prog=f"python -m launch {verb}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -50,11 +50,8 @@ def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Option
     return f"there is no job {one_line(path)}: give a job's file, such as jobs/train_ddp.py"
 
 
-def exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) -> int:
-    """Call `work` and return an exit code. An error of the user or the system is one line on stderr; others are raised.
-
-    `place`: where `work` writes, which is named with an OSError that names no file, such as that of a full disk.
-    """
+def run_for_exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) -> int:
+    """Call `work`, which writes to `place`, and return an exit code. A user's or system error becomes one line on stderr."""
     try:
         return work() or 0
     except (UserError, TrainingFailed) as error:

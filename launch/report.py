@@ -17,7 +17,7 @@ from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket, download
 from common.typed import boolean
-from launch.options import exit_code, new_parser
+from launch.options import new_parser, run_for_exit_code
 
 
 def main(argv: list[str]) -> int:
@@ -26,13 +26,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", help="the file to write; unset: report.html, in that folder, or here where it is a bucket")
     parser.add_argument("--open", type=boolean, default=False, help="true: show it in the browser")
     options = parser.parse_args(argv)
-    return exit_code(lambda: make(options), options.out or "report.html")
+    return run_for_exit_code(lambda: make(options), options.out or "report.html")
 
 
 def make(options: argparse.Namespace) -> None:
     name = os.path.basename(os.path.abspath(options.run.rstrip("/")))
     with tempfile.TemporaryDirectory() as scratch:
-        page = report.of_one(report.Left.read(_local(options.run, scratch), name))
+        page = report.of_one(report.RunFiles.read(_local(options.run, scratch), name))
     path = options.out or os.path.join("" if bucket.is_address(options.run) else options.run, "report.html")
     write_atomically(path, page.encode())
     print(f"wrote {one_line(path)}: {len(page.encode()) / 1e6:.1f} MB")
@@ -41,7 +41,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def _local(run: str, scratch: str) -> str:
-    """Return the folder of the run; for a bucket, fetch the files that the page needs to `scratch`, and return that."""
+    """Return the folder `run`; if it is a bucket, fetch the files that the page needs into `scratch` and return `scratch`."""
     if not bucket.is_address(run):
         if not os.path.isdir(run):
             raise UserError(f"{one_line(run)} does not exist: give the output folder of a job, or its address in a bucket")

@@ -56,7 +56,7 @@ def requests(driver):
 
 def written(folder, page=None):
     path = folder / "report.html"
-    path.write_text(page or report.of_one(report.Left.read(str(folder))))
+    path.write_text(page or report.of_one(report.RunFiles.read(str(folder))))
     return path
 
 
@@ -115,7 +115,7 @@ def test_hostile_names_are_shown_and_not_run(browser, tmp_path):
     folder = made_up(
         tmp_path / "run", names=HOSTILE, event=[ended("failed", HOSTILE[0])], options={name: [name, name] for name in HOSTILE}
     )
-    driver = browser(written(folder, report.of_one(report.Left.read(str(folder), HOSTILE[0]))), width=360)
+    driver = browser(written(folder, report.of_one(report.RunFiles.read(str(folder), HOSTILE[0]))), width=360)
     assert driver.find_element("css selector", "h1").text == HOSTILE[0]
     names = [cell.text for cell in driver.find_elements("css selector", ".heat tbody th")]
     assert [name.replace("\\n", "\n") for name in names] == HOSTILE

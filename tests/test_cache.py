@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from datasets.kspeed import KSpeedFolder, memcached, samples
+from datasets.kspeed import KSpeedFolder, fleet, memcached, samples
 from datasets.kspeed import cache as cache_module
 from datasets.kspeed.cache import SampleCache, addresses
 from tests.jobs import PATIENCE
@@ -318,7 +318,7 @@ def test_a_slow_name_server_costs_no_more_than_the_deadline(server, monkeypatch)
         return real("127.0.0.1", *how)
 
     monkeypatch.setattr(memcached.socket, "getaddrinfo", slow)
-    monkeypatch.setattr(memcached, "LEFT_ALONE", 0)
+    monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
     cache = SampleCache(f"cache.example:{server.port}", deadline=0.1)
     assert cache.set("key", b"1") == memcached.NOT_STORED
     answers.set()
@@ -361,7 +361,7 @@ def test_the_bytes_are_those_of_the_files_whatever_happens_to_a_server(folder, s
     data.cache._fleet().dead_timeout = 0  # the time to ask again has come
     read()
     read()
-    assert [server for server in data.cache.unreached() if server[1] != 1] == []
+    assert [server for server in data.cache.failing_servers() if server[1] != 1] == []
     said = capsys.readouterr().out
     for one in servers:
         down = one in victims and fault != "restarted empty"
@@ -386,7 +386,7 @@ def _asks(cache):
 
 
 def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(server, monkeypatch, capfd):
-    monkeypatch.setattr(memcached, "LEFT_ALONE", 0)
+    monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
     cache = patient(server)
     cache.set("key", b"1")
     for outage in (1, 2):
@@ -425,7 +425,7 @@ def test_a_wrong_password_is_one_warning_that_says_so(locked, capsys, login, wor
         assert cache.set(str(number), b"1") == memcached.NOT_STORED and cache.get(str(number)) is None
     said = capsys.readouterr().out
     assert said.count("warning") == 1 and words in said and "admin admin" not in said
-    assert cache.unreached() == cache.servers
+    assert cache.failing_servers() == cache.servers
 
 
 def test_a_server_that_asks_for_no_password_is_not_told_it(server, capsys):

@@ -180,7 +180,7 @@ def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_
     with monkeypatch.context() as full:
         failing(full, "open")
         attempt = evidence.Attempt(str(tmp_path), print)
-    attempt.done()
+    attempt.remove()
     assert not list(tmp_path.iterdir())
 
 
@@ -211,7 +211,7 @@ def test_what_a_run_writes_at_its_end_is_there_after_a_kill_and_another_start(fi
 def test_half_a_line_that_a_kill_has_left_of_a_speedrun_is_dropped(tmp_path):
     (tmp_path / "runs.jsonl").write_text('{"seed": 1}\n{"se')
     args = argparse.Namespace(net="small", target=0.8, held_out=False, output_dir=str(tmp_path), output_url=None)
-    speedrun.keep(args, torch.device("cpu"), {"seed": 2})
+    speedrun.record_run(args, torch.device("cpu"), {"seed": 2})
     assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").open()] == [1, 2]
 
 

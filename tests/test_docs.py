@@ -253,7 +253,7 @@ def run_verb(verb, words, folder, monkeypatch, refused):
         run_small(before, [*behind.split(), "--doctor", "true"], folder)
     elif verb == "local":
         monkeypatch.setattr(
-            local, "attempt", lambda options, *_: [run_small(options.job, options.arguments, folder).returncode]
+            local, "start_once", lambda options, *_: [run_small(options.job, options.arguments, folder).returncode]
         )
         assert local.main(words) == 0
     else:

@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from common.errors import UserError
 from datasets import imagenet
 from datasets.dpex import DpexDataLoader, client, cluster, wire
-from datasets.dpex.worker import End, Worker
+from datasets.dpex.worker import End, LoaderWorker
 from datasets.photos import tree
 from datasets.sampler import EpochSampler
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, wait_for
@@ -381,16 +381,18 @@ def test_a_worker_that_replaces_a_lost_one_goes_on_where_that_was_and_can_go_bac
         *(((3, 2), place) for place in range(3)),
     ]
     stream = Stream(10**9, noise=True)
-    expected = fetched(Worker(again=False), stream, [0] * 4, places)
+    expected = fetched(LoaderWorker(again=False), stream, [0] * 4, places)
     assert [batch[0].tolist()[0] for batch in expected] == [0, 4, 8, 0, 4, 0, 4, 8]
-    replacement = Worker(again=True)
+    replacement = LoaderWorker(again=True)
     for at in (6, 7, 4, 0, 5):
         assert_same_bits(fetched(replacement, stream, [0] * 4, places[at : at + 1]), expected[at : at + 1])
     assert isinstance(fetched(replacement, Stream(12), [0] * 4, [((), 3)], epoch=2)[0], End)
-    draws = [fetched(Worker(again=again), Random(), [1, 2], [((), 0)])[0][0] for again in (False, False, True)]
+    draws = [fetched(LoaderWorker(again=again), Random(), [1, 2], [((), 0)])[0][0] for again in (False, False, True)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     draws = [fetched(replacement, Random(), [1, 2], [((), 0)], epoch=3)[0][0]]
-    assert torch.equal(draws[0], fetched(Worker(again=False), Random(), [1, 2], [((), 0)])[0][0]), "that is of one epoch alone"
+    assert torch.equal(draws[0], fetched(LoaderWorker(again=False), Random(), [1, 2], [((), 0)])[0][0]), (
+        "that is of one epoch alone"
+    )
     torch.set_num_threads(threads)
 
 

@@ -187,7 +187,7 @@ def test_what_is_asked_of_dali_is_what_the_article_asks(folder, monkeypatch):
 
     asked = {}
     monkeypatch.setattr(article._Place, "__init__", gpu_place)
-    monkeypatch.setattr(article, "_beside", lambda labels, place: labels)
+    monkeypatch.setattr(article, "_labels_on_device", lambda labels, place: labels)
     for module, name in ((fn.decoders, "image_random_crop"), (fn, "resize"), (fn, "crop_mirror_normalize")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **how: asked.setdefault(name, how))
     pipe = HybridTrainPipe(8, 2, None, str(folder / "train"), 24, MEAN, STD, fp16=True, min_crop_size=0.3)

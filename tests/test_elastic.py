@@ -309,7 +309,7 @@ def test_an_evaluation_in_which_a_rank_is_lost_begins_anew_and_the_block_for_it_
     run = nodes(2, "--min_nodes", 1, job=script, env={1: {"DIES": "1"}})
     codes = run.end(0, 1)
     if not intact:
-        assert codes[0] == 1 and "failed after step 5, in phase evaluate: Changed" in run.log(0)
+        assert codes[0] == 1 and "failed after step 5, in phase evaluate: RanksChanged" in run.log(0)
         return
     assert codes == [0, 1]
     assert re.search(r"rank 1 \(node 1, host .*\) was killed by SIGKILL.*: 1 rank went on with step 6 after", run.log(0))

@@ -62,9 +62,9 @@ def test_the_members_of_the_next_generation(last, reports, ranks, missing, new, 
     ],
 )  # fmt: skip
 def test_never_do_both_halves_of_a_broken_network_go_on(before, now, silent, may):
-    assert quorum.is_certain(before, now, silent) is may
+    assert quorum.may_continue(before, now, silent) is may
     if silent:
-        assert not (may and quorum.is_certain(before, silent, now & before))
+        assert not (may and quorum.may_continue(before, silent, now & before))
 
 
 def test_who_looks_whether_a_port_is_open_is_no_stranger_and_who_says_something_else_is():

@@ -27,7 +27,7 @@ def test_each_checksum_of_a_store_is_compared(name):
         hasher = etag.Hasher(digest, 9, 9, make)
         hasher.update(memoryview(content)[:4])
         hasher.update(content[4:])
-        assert hasher.right() is right
+        assert hasher.matches() is right
 
 
 @pytest.mark.parametrize("name", ["ChecksumCRC64NVME", "ChecksumCRC32C"])
@@ -36,7 +36,7 @@ def test_checksums_of_parts_that_came_in_any_order_are_that_of_the_whole(name, r
     for parts, right in (([b"1234", b"56", b"789"], True), ([b"1234", b"789", b"56"], False)):
         digest, make = etag.checksum({"ETag": '"0x8DCA"', name: base64_of(name, b"123456789")})
         hasher = etag.Hasher(digest, 9, 9, make)
-        checksums = [hasher.of_what_follows() for _ in parts]
+        checksums = [hasher.crc_of_next_piece() for _ in parts]
         for part, checksum in reversed([*zip(parts, checksums)]):
             checksum.update(part[:1])
             checksum.update(memoryview(part)[1:])
@@ -45,7 +45,7 @@ def test_checksums_of_parts_that_came_in_any_order_are_that_of_the_whole(name, r
                 hasher.update(part)
             else:
                 hasher.add(checksum)
-        assert hasher.right() is right
+        assert hasher.matches() is right
 
 
 def test_other_digests_need_the_bytes_in_order():
@@ -55,7 +55,7 @@ def test_other_digests_need_the_bytes_in_order():
         ("ab" * 4, etag._checksums()["ChecksumCRC32"]),
     ]
     for digest, make in kinds:
-        assert etag.Hasher(digest, 9, 5, make).of_what_follows() is None
+        assert etag.Hasher(digest, 9, 5, make).crc_of_next_piece() is None
 
 
 def test_the_fastest_checksum_is_taken_and_that_of_one_part_is_not_taken_for_the_whole():
@@ -73,4 +73,4 @@ def test_the_fastest_checksum_is_taken_and_that_of_one_part_is_not_taken_for_the
     for content, right in ((b"first2nd", True), (b"first3rd", False)):
         hasher = etag.Hasher(digest, 8, 5, make)
         hasher.update(content)
-        assert hasher.right() is right
+        assert hasher.matches() is right

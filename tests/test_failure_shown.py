@@ -97,7 +97,7 @@ def test_a_place_that_does_not_exist_is_not_made(tmp_path, monkeypatch, capsys):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
     monkeypatch.setattr(errors, "SHOWN", {f"{missing}/failure": str(missing), str(log): str(log), str(link): str(tmp_path)})
-    errors.show("why\nnot")
+    errors.report_failure("why\nnot")
     assert capsys.readouterr().err == "error: why\\nnot\n"
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
@@ -108,5 +108,5 @@ def test_of_processes_started_one_by_one_the_first_cause_stays_and_that_of_an_ea
     place.write_text("error: of a start an hour ago, and longer than what comes\n")
     os.utime(place, (time.time() - 3600,) * 2)
     for cause in ("first", "second"):
-        errors.show(cause)
+        errors.report_failure(cause)
     assert place.read_text() == "error: first\n"

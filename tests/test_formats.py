@@ -94,7 +94,7 @@ def test_a_pack_has_the_pictures_that_were_packed(form, split, count):
         else:
             pixels = decode.decode(files.content(number), False, None)
             assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode.with_pillow(photo)))
-    assert all(files.damage(number) is None for number in range(len(files.shards)))
+    assert all(files.find_damage(number) is None for number in range(len(files.shards)))
 
 
 def test_a_pack_is_made_ready_by_the_same_command_without_packing_anything_again(tmp_path):

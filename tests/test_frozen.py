@@ -153,7 +153,7 @@ def test_what_a_start_tries_after_another_one_has_claimed_the_folder_fails(tmp_p
         its.write(b"of the second\n")
     grows.write(b"of the first\n")
     monkeypatch.setattr(files, "CLAIMED", first)
-    assert files.taken_over()
+    assert files.is_taken_over()
     for tries in (files.give_name, files.remove, files.own_copy, lambda path: files.write_atomically(path, b"")):
         with pytest.raises(files.TakenOver, match="another start of this run writes there by now"):
             tries(str(tmp_path / "late"))
@@ -180,7 +180,7 @@ def test_a_disk_that_fails_is_no_other_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.os, "stat", fails)
     monkeypatch.setattr(files.os, "replace", fails)
-    assert not files.taken_over()
+    assert not files.is_taken_over()
     with pytest.raises(OSError, match="Input/output error"):
         files.give_name(str(tmp_path / "name"))
 

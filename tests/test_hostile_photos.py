@@ -95,7 +95,7 @@ def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(
     assert "left out, more than 80 million pixels (--max_megapixels): 1 (the first is a/large.png)" in capsys.readouterr().out
     assert [len(split) for split in imagenet.load(arguments.replaced(args, max_megapixels=100))[1:]] == [2, 1]
     with pytest.raises(UserError, match="every image has more than --max_megapixels 0"):
-        tree.load(str(tmp_path / "val")).within(0)
+        tree.load(str(tmp_path / "val")).without_larger(0)
     folder = str(tmp_path_factory.mktemp("packs"))
     assert pack.main([str(tmp_path), f"{folder}/some"]) == 0
     assert "has 2 images" in (said := capsys.readouterr().out) and "more than 80 million pixels (--max_megapixels): 1" in said

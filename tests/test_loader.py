@@ -22,7 +22,7 @@ from common.run.observers import console
 from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
-from datasets.loader import Clock, DeviceLoader, SampleLoader, ahead, torch_batches
+from datasets.loader import DeviceLoader, SampleLoader, TransferClock, ahead, torch_batches
 from datasets.photos import labelled, packed, tree
 from datasets.sampler import EpochSampler, InOrder
 from jobs import train_imagenet, train_restore
@@ -346,7 +346,7 @@ def test_no_advice_where_nothing_can_be_done(monkeypatch):
 
 def test_two_threads_may_read_the_clock():
     """The one that loads and the one that trains; without a lock both would take the same event out of the list."""
-    clock, both, failed = Clock(CPU), threading.Barrier(2), []
+    clock, both, failed = TransferClock(CPU), threading.Barrier(2), []
 
     class Event:
         def query(self):

@@ -100,7 +100,7 @@ def test_a_node_that_is_lost_is_started_again_while_the_others_run_on(tmp_path, 
         program = COMES_BACK if starts.count(1) == 2 else WAITS
         return [subprocess.Popen([sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE, start_new_session=True)]
 
-    assert local._play(2, lost, back, start) == codes
+    assert local._run_nodes(2, lost, back, start) == codes
     assert starts == [0, 1, *(node for node, _ in back)]
 
 
@@ -111,4 +111,4 @@ def test_a_node_that_was_lost_does_not_make_a_run_fail_that_went_on_without_it()
     )
     until = f"import os, time\nwhile os.path.exists('/proc/{lost.pid}/exe'): time.sleep(0.01)"
     goes_on = subprocess.Popen([sys.executable, "-c", until], stdout=subprocess.PIPE, start_new_session=True)
-    assert local._play(2, [(1, 0.1)], [], lambda node: [lost if node else goes_on]) == [0, 0]
+    assert local._run_nodes(2, [(1, 0.1)], [], lambda node: [lost if node else goes_on]) == [0, 0]

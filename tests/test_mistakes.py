@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.models import classifiers
 from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import checkpoint, facts, output
+from common.run.saving import checkpoint, manifest, output
 from common.run.saving.saver import Saving
 from tests.jobs import FIGURES, ROOT, TINY, forked, module_of, run_forked, run_job
 from tests.ranks import free_port
@@ -200,7 +200,7 @@ def test_the_next_command_goes_on(tmp_path):
     assert "--max_steps" not in command and "--epochs 2" in command
     words = ["jobs/train.py", "--max_steps=2", "--lr", "1", "--max-steps", "3"]
     args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=1, local_world_size=1))
-    assert facts.command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
+    assert manifest.restart_command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_next_command_is_torchruns_where_torchrun_has_started_this_one(monke
     if parent:
         monkeypatch.setenv(heartbeat.PARENT, "1")
     args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=nodes, local_world_size=2))
-    assert facts.command(args, ["jobs/train_ddp.py"]).startswith(begins)
+    assert manifest.restart_command(args, ["jobs/train_ddp.py"]).startswith(begins)
 
 
 def test_the_first_five_of_five_classes_say_nothing():

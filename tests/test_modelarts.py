@@ -68,8 +68,8 @@ INPUT, OUTPUT = "/home/ma-user/modelarts/inputs/data_url_0", "/home/ma-user/mode
     ],
 )  # fmt: skip
 def test_what_is_too_old_or_missing_is_a_sentence(python, torch, numpy, missing, words):
-    old, lacks = packages.too_old(python), packages.missing(lambda module: module not in missing)
-    said = old or lacks or packages.apart(torch, numpy)
+    old, lacks = packages.python_error(python), packages.missing_error(lambda module: module not in missing)
+    said = old or lacks or packages.version_error(torch, numpy)
     assert said is None if words is None else said.startswith(words)
 
 

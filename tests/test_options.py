@@ -61,7 +61,7 @@ def test_an_error_is_one_line_and_an_exit_code(error, code, said, capsys):
     def work():
         raise error
 
-    assert options.exit_code(work) == code
+    assert options.run_for_exit_code(work) == code
     assert capsys.readouterr() == ("", said)
 
 
@@ -79,8 +79,8 @@ def test_numbers_that_no_machine_can_have_are_refused(words, capsys):
 def test_a_programming_error_and_a_closed_pipe_are_raised():
     for error in (BrokenPipeError, TypeError):
         with pytest.raises(error):
-            options.exit_code(lambda error=error: (_ for _ in ()).throw(error()))
-    assert options.exit_code(lambda: None) == 0 and options.exit_code(lambda: 7) == 7
+            options.run_for_exit_code(lambda error=error: (_ for _ in ()).throw(error()))
+    assert options.run_for_exit_code(lambda: None) == 0 and options.run_for_exit_code(lambda: 7) == 7
 
 
 def test_launch_says_which_version_it_is():

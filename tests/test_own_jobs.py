@@ -352,7 +352,7 @@ def saved(run):
 
 def gone_on(run, build, within_epoch=False):
     other = run_of(build)
-    parts.give_back(other, saved(run), "its checkpoint", within_epoch)
+    parts.restore(other, saved(run), "its checkpoint", within_epoch)
     return other
 
 
@@ -479,7 +479,7 @@ def test_groups_that_were_added_come_again_where_the_lines_of_this_epoch_do_not_
     within = gone_on(first, build, within_epoch=True)
     assert len(within.parts["optimizer"].param_groups) == 2
     add(within, 0.03)  # the same lines
-    parts.give_back(within, saved(first), "its checkpoint", within_epoch=False)  # as run.steps() does it when an epoch goes on
+    parts.restore(within, saved(first), "its checkpoint", within_epoch=False)  # as run.steps() does it when an epoch goes on
     for other in (within, gone_on(first, build)):
         assert_same_bits(saved(other)["optimizer"], saved(first)["optimizer"])
         train(other, 2)
@@ -512,7 +512,7 @@ def test_only_what_this_start_has_made_otherwise_counts_instead():
     train(undisturbed, *range(5))
     assert now["lr"] == undisturbed.parts["optimizer"].param_groups[0]["lr"] and now["initial_lr"] == 0.05
     assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
-    parts.give_back(half, saved(first), "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
+    parts.restore(half, saved(first), "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
     assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
     again = gone_on(half, build(0.05, 20))
     assert not again.changed and again.parts["optimizer"].param_groups[0]["lr"] == now["lr"]
@@ -534,10 +534,10 @@ def test_a_checkpoint_of_0_2_0_gives_the_options_of_this_start():
     state = saved(first)
     state["run"] = {"history": []}
     other = run_of(lambda model: {"optimizer": sgd(model, lr=0.3)})
-    parts.give_back(other, state, "its checkpoint", within_epoch=False)
+    parts.restore(other, state, "its checkpoint", within_epoch=False)
     assert other.parts["optimizer"].param_groups[0]["lr"] == 0.3
     scheduled = run_of(lambda model: {"optimizer": (to := sgd(model, lr=0.3)), "scheduler": lr_scheduler.StepLR(to, 3)})
-    parts.give_back(scheduled, state, "its checkpoint", within_epoch=False)
+    parts.restore(scheduled, state, "its checkpoint", within_epoch=False)
     assert scheduled.parts["optimizer"].param_groups[0]["lr"] == 0.1
     assert_same_bits(saved(other)["optimizer"]["state"], saved(first)["optimizer"]["state"])
 

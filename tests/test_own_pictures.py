@@ -99,7 +99,7 @@ def test_other_names_for_train_and_val_are_not_taken_for_classes(shapes):
             loaded(shapes.parent / names[0] / "data")
     with pytest.raises(UserError, match=r"Train has one folder, data, and so one class: give the folder that has one for each"):
         loaded(shapes.parent / "Train")
-    assert splits.has_classes_alone(str(shapes)) and not splits.has_classes_alone(str(shapes.parent / "none"))
+    assert splits.is_unsplit(str(shapes)) and not splits.is_unsplit(str(shapes.parent / "none"))
 
 
 def test_files_that_have_no_name_of_a_picture_are_counted(shapes, capsys, monkeypatch):
@@ -138,7 +138,7 @@ def test_what_runs_have_written_into_the_folder_is_no_class(shapes, monkeypatch)
 def settled(pictures, *words, ranks=1, before=None):
     """(arguments, what is said)"""
     args = arguments.parse(module_of("train_imagenet").options(), list(words), environ={})
-    return recipe.settled(args, pictures, pictures, ranks, before or {})
+    return recipe.with_recipe(args, pictures, pictures, ranks, before or {})
 
 
 def test_a_small_folder_has_settings_of_its_own_which_one_line_spells_out():

@@ -39,34 +39,36 @@ def now(at):
 
 def test_a_wait_is_news_once_and_its_seconds_are_added_up(now):
     wait = heartbeat.Pulse(None).store
-    assert not wait.lasts() and wait.text() == "" and wait.seconds() == 0 and wait.ends("s3://a") == 0
-    assert wait.begins("s3://a", 990, 1290) and not wait.begins("s3://a", 995, 1295), "of several processes one says so"
+    assert not wait.lasts() and wait.text() == "" and wait.seconds() == 0 and wait.report_end("s3://a") == 0
+    assert wait.report_begin("s3://a", 990, 1290) and not wait.report_begin("s3://a", 995, 1295), (
+        "of several processes one says so"
+    )
     now[0] += 4
     assert wait.lasts() and wait.text() == "s3://a for 14 s" and wait.seconds() == 14
-    assert wait.ends("s3://b") == 0, "another store has answered"
-    assert wait.ends("s3://a") == 14 and wait.ends("s3://a") == 0 and wait.seconds() == 14 and not wait.lasts()
+    assert wait.report_end("s3://b") == 0, "another store has answered"
+    assert wait.report_end("s3://a") == 14 and wait.report_end("s3://a") == 0 and wait.seconds() == 14 and not wait.lasts()
     now[0] += 10
-    assert not wait.begins("s3://a", 900, 1300), "a store that stumbles now and then has one line"
+    assert not wait.report_begin("s3://a", 900, 1300), "a store that stumbles now and then has one line"
     assert wait.seconds() == 14 + 10, "no second counts twice"
-    assert wait.begins("s3://b", 1014, 1314) and wait.seconds() == 14 + 10 and wait.text() == "s3://b for 0 s"
+    assert wait.report_begin("s3://b", 1014, 1314) and wait.seconds() == 14 + 10 and wait.text() == "s3://b for 0 s"
 
 
 def test_a_wait_is_no_hang_until_its_time_is_over(now):
     wait = heartbeat.Pulse(None).store
-    wait.begins("s3://a", 1000, 1300)
+    wait.report_begin("s3://a", 1000, 1300)
     now[0] += 600
     assert not wait.lasts() and wait.text() == "s3://a for 600 s" and wait.seconds() == 300
-    assert wait.begins("s3://a", 1590, 1890), "after a minute it is news again"
+    assert wait.report_begin("s3://a", 1590, 1890), "after a minute it is news again"
     now[0] += 5
-    assert wait.seconds() == 300 + 15 and wait.ends("s3://a") == 15
+    assert wait.seconds() == 300 + 15 and wait.report_end("s3://a") == 15
 
 
 def test_a_store_and_a_disk_do_not_end_the_wait_for_each_other(now):
     pulse = heartbeat.Pulse(None)
-    assert pulse.store.begins("s3://a", 1000, 1300) and pulse.disk.begins(held.DISK, 1000, 1300)
-    assert not pulse.store.begins("s3://a", 1000, 1300) and not pulse.disk.begins(held.DISK, 1000, 1300)
+    assert pulse.store.report_begin("s3://a", 1000, 1300) and pulse.disk.report_begin(held.DISK, 1000, 1300)
+    assert not pulse.store.report_begin("s3://a", 1000, 1300) and not pulse.disk.report_begin(held.DISK, 1000, 1300)
     now[0] += 7
-    assert pulse.store.ends("s3://a") == 7 and pulse.disk.lasts() and pulse.waited() == 14
+    assert pulse.store.report_end("s3://a") == 7 and pulse.disk.lasts() and pulse.waited() == 14
 
 
 @pytest.mark.parametrize("phase, counted", [("data", 30), ("evaluate", 30), ("save", 30), ("step", 0)])
@@ -75,9 +77,9 @@ def test_the_time_is_a_phase_of_its_own_unless_the_rank_computes_meanwhile(now, 
     run = Clock()
     run.enter(phase, 1)
     now[0] += 10
-    heartbeat.of_this_process().store.begins("s3://a", now[0], now[0] + 100)
+    heartbeat.of_this_process().store.report_begin("s3://a", now[0], now[0] + 100)
     now[0] += 30
-    heartbeat.of_this_process().store.ends("s3://a")
+    heartbeat.of_this_process().store.report_end("s3://a")
     now[0] += 2
     seconds = run.read()
     assert seconds["waiting_for_storage"] == counted
@@ -99,7 +101,7 @@ def look_for(rank, now, seconds):
 def test_what_a_rank_has_waited_for_is_no_time_without_progress(tmp_path, now):
     rank = watched(tmp_path)
     look_for(rank, now, 50)
-    rank.pulse.store.begins("s3://a", now[0] - 40, now[0] + 260)  # its first attempt took so long
+    rank.pulse.store.report_begin("s3://a", now[0] - 40, now[0] + 260)  # its first attempt took so long
     look_for(rank, now, 1)
     assert rank.status()["idle"] == 10 and rank.status()["waiting"]
     look_for(rank, now, 270)
@@ -121,9 +123,9 @@ def test_a_step_in_which_something_was_waited_for_tells_nothing_of_the_others(tm
     rank = watched(tmp_path)
     for step, waits in ((1, False), (2, False), (3, True), (4, False)):
         if waits:
-            rank.pulse.store.begins("s3://a", now[0], now[0] + 300)
+            rank.pulse.store.report_begin("s3://a", now[0], now[0] + 300)
         look_for(rank, now, 4)
-        rank.pulse.store.ends("s3://a")
+        rank.pulse.store.report_end("s3://a")
         rank.pulse.set("data", step)
         rank.look()
     assert list(rank.step_seconds) == [4, 4]
@@ -144,7 +146,7 @@ def test_a_larger_number_raises_every_limit(seconds, training, saving):
 def test_many_requests_have_one_limit_and_one_line(monkeypatch):
     monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
     waiting, said = patience.Patience(0.4), []
-    while not waiting.is_over("a store", time.monotonic()):
+    while not waiting.failed("a store", time.monotonic()):
         pauses = [threading.Thread(target=waiting.pause, args=("a store", said.append, "no connection")) for _ in range(8)]
         for thread in pauses:
             thread.start()
@@ -153,16 +155,16 @@ def test_many_requests_have_one_limit_and_one_line(monkeypatch):
     assert said == ["warning: no connection; trying again for 0.4 s"]
     waits = heartbeat.of_this_process().store
     assert round(waits.seconds(), 6) >= 0.4 and waits.text() == "", "who has given up does not wait"  # of a clock that is large
-    waiting.good("a store", said.append)
-    assert not waiting.is_over("a store", time.monotonic())
+    waiting.succeeded("a store", said.append)
+    assert not waiting.failed("a store", time.monotonic())
 
 
 def test_the_time_begins_with_the_first_attempt_that_fails(now):
     waiting = patience.Patience()
     now[0] += 1000  # in which there was nothing to ask for
-    assert not waiting.is_over("a store", now[0] - 10)
+    assert not waiting.failed("a store", now[0] - 10)
     now[0] += 291
-    assert waiting.is_over("a store", now[0])
+    assert waiting.failed("a store", now[0])
 
 
 def test_the_option_is_named_where_it_is_the_limit(monkeypatch):
@@ -172,7 +174,7 @@ def test_the_option_is_named_where_it_is_the_limit(monkeypatch):
         if not option:  # a program that has none
             monkeypatch.delenv(patience.VARIABLE)
         waiting = patience.Patience(seconds)
-        assert not waiting.is_over(what, time.monotonic())
+        assert not waiting.failed(what, time.monotonic())
         waiting.pause(what, said.append, what)
     assert said == [
         f"warning: {words}"
@@ -184,8 +186,8 @@ def test_what_is_sent_in_the_background_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
     waiting, said = patience.Patience(60), []
     for in_the_way in (False, True):
-        waiting.change(20, in_the_way)
-        assert not waiting.is_over("a store", time.monotonic())
+        waiting.set_limit(20, in_the_way)
+        assert not waiting.failed("a store", time.monotonic())
         waiting.pause("a store", said.append, "no connection")
         assert heartbeat.of_this_process().store.lasts() == in_the_way
     assert len(said) == 2

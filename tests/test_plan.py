@@ -14,13 +14,13 @@ from common.run.results import Results
 from datasets.sampler import EpochSampler
 
 
-def plan(began=None, patience=None, samples=100, batch=30, **options):
+def plan(resumed_at=None, patience=None, samples=100, batch=30, **options):
     """Of three epochs of three steps of 30 samples, unless the options say otherwise."""
     args = argparse.Namespace(**{"epochs": 3, "max_steps": None, "run_epochs": None, **options})
     sampler = EpochSampler(samples, batch, seed=0)
-    began = began or Position()
-    sampler.start_at(began.epoch, began.consumed)
-    return Plan(args, sampler, patience, began)
+    resumed_at = resumed_at or Position()
+    sampler.start_at(resumed_at.epoch, resumed_at.consumed)
+    return Plan(args, sampler, patience, resumed_at)
 
 
 def after(steps, epochs=0, batch=30, best=None):
@@ -65,8 +65,8 @@ def test_a_checkpoint_names_the_position_and_gives_it_back():
         ({"run_epochs": 1}, after(2), None, False, False),
         ({"run_epochs": 1}, after(0, epochs=1), "--run_epochs 1", True, False),
         ({"run_epochs": 3}, after(0, epochs=3), "--epochs 3", False, True),
-        ({"run_epochs": 1, "began": after(0, epochs=1)}, after(2, epochs=1), None, False, False),  # of this start
-        ({"run_epochs": 1, "began": after(0, epochs=1)}, after(0, epochs=2), "--run_epochs 1", True, False),
+        ({"run_epochs": 1, "resumed_at": after(0, epochs=1)}, after(2, epochs=1), None, False, False),  # of this start
+        ({"run_epochs": 1, "resumed_at": after(0, epochs=1)}, after(0, epochs=2), "--run_epochs 1", True, False),
         ({"patience": 1}, after(0, epochs=2), None, False, False),  # nothing is known of any epoch
         ({"patience": 1}, after(0, epochs=1, best={"epoch": 1}), None, False, False),
         ({"patience": 1}, after(0, epochs=2, best={"epoch": 1}), "the present --early_stopping_patience", False, True),
@@ -93,7 +93,7 @@ def test_what_is_left():
 
 def test_an_epoch_that_goes_on_with_another_batch_ends_where_whole_batches_end():
     """After 30 of 100 samples, in steps of 40: one more step fits, and 30 samples are left out."""
-    asked = plan(began=after(1), batch=40)
+    asked = plan(resumed_at=after(1), batch=40)
     assert asked.samples_left(after(1)) == 40 + 2 * 70 and not asked.epoch_is_over(after(1))
     assert asked.epoch_is_over(after(1).after_step(40))
 

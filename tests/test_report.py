@@ -69,7 +69,7 @@ class Parsed(html.parser.HTMLParser):
 
 
 def shown(folder):
-    return Parsed(report.of_one(report.Left.read(str(folder))))
+    return Parsed(report.of_one(report.RunFiles.read(str(folder))))
 
 
 # --- What a job leaves -------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_run_that_was_killed_has_its_page_too(tmp_path):
 
 def test_a_page_that_cannot_be_made_ends_no_run(monkeypatch, capsys):
     monkeypatch.setattr(report, "of_one", lambda left: 1 / 0)
-    monkeypatch.setattr(report.Left, "read", lambda folder: None)
+    monkeypatch.setattr(report.RunFiles, "read", lambda folder: None)
     job._WriteTheReport().written("nowhere", lambda *file: pytest.fail("nothing was made"))
     assert "warning: report.html could not be made: ZeroDivisionError" in capsys.readouterr().out
 
@@ -255,7 +255,7 @@ def test_the_first_sentence_says_how_it_ended(tmp_path, event, words):
     assert words in text and "0:03:20 on 2 × cuda:0 (NVIDIA H200)" in text
     assert ("To go on:" in text) is (event.get("how") != "finished")
     assert "python jobs/train.py --epochs 4 --output_dir output_dir/train_again" in text
-    chinese = Parsed(report.of_one(report.Left.read(str(tmp_path / "run"))), other="en").text()
+    chinese = Parsed(report.of_one(report.RunFiles.read(str(tmp_path / "run"))), other="en").text()
     assert (
         "最佳 accuracy 为 0.6599（第 4 个 epoch），用时 0:03:20，2 × cuda:0 (NVIDIA H200)。" in chinese
         and "Best" not in chinese
@@ -264,10 +264,10 @@ def test_the_first_sentence_says_how_it_ended(tmp_path, event, words):
 
 def test_steps_that_a_restart_took_again_count_once_in_the_curves(tmp_path):
     again = {"time": TIME + 101, "event": "start", "samples": 500, "ranks": 1, "goes_on_from": "/x/000000000500.pt"}
-    found = report.Left.read(str(made_up(tmp_path / "run", epochs=2, event=[again])))
+    found = report.RunFiles.read(str(made_up(tmp_path / "run", epochs=2, event=[again])))
     lines(tmp_path / "run" / "speed.jsonl", [*found.speed, {**found.speed[5], "time": TIME + 3610}])
     lines(tmp_path / "run" / "journal.jsonl", [*found.journal[:2], {**again, "time": TIME + 3600}])
-    found = report.Left.read(found.folder)
+    found = report.RunFiles.read(found.folder)
     assert [row["samples"] for row in found.trained()] == [100, 200, 300, 400, 500, 600]
     assert found.seconds() == 110, "from each start to its last sign, not the hour between them"
 
@@ -276,7 +276,7 @@ def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
     folder = made_up(tmp_path / "run", names=HOSTILE, event=[ended("failed", HOSTILE[0])], options={name: [name, name] for name in HOSTILE},
                      command=f"python x.py {HOSTILE[0]} {HOSTILE[1]}")  # fmt: skip
     lines(folder / "metrics.jsonl", [{"epoch": 1, "samples": 5, "train_loss": 1.0, HOSTILE[0]: 0.5, "accuracy": 0.5}])
-    whole = report.of_one(report.Left.read(str(folder), HOSTILE[0]))
+    whole = report.of_one(report.RunFiles.read(str(folder), HOSTILE[0]))
     parsed = Parsed(whole)
     assert [tag for tag, _ in parsed.tags].count("script") == 1
     assert not [
@@ -311,22 +311,22 @@ def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
 def test_a_damaged_file_costs_no_page(tmp_path, name, content):
     folder = made_up(tmp_path / "run", event=[ended()])
     (folder / name).write_bytes(content)
-    assert "<main>" in report.of_one(report.Left.read(str(folder)))
+    assert "<main>" in report.of_one(report.RunFiles.read(str(folder)))
 
 
 @pytest.mark.rehearsal
 def test_a_long_run_has_a_small_page(tmp_path):
     folder = made_up(tmp_path / "run", epochs=1000, steps=100, names=[f"class {number}" for number in range(1000)])
-    whole = report.of_one(report.Left.read(str(folder)))
+    whole = report.of_one(report.RunFiles.read(str(folder)))
     assert len(whole.encode()) < 2 * MIB
     assert [row[0] for row in Parsed(whole).tables["phases"]][1:4] == ["1-17", "18-34", "35-51"]
 
 
 def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, monkeypatch):
     folder = made_up(tmp_path / "run", epochs=3, steps=50)
-    whole = report.Left.read(str(folder))
+    whole = report.RunFiles.read(str(folder))
     monkeypatch.setattr(left, "GROUPED", (folder / "speed.jsonl").stat().st_size // 9)
-    few = report.Left.read(str(folder))
+    few = report.RunFiles.read(str(folder))
     assert (len(whole.speed), len(few.speed)) == (150, 15)
     for name in left.ADDED:
         assert sum(row[name] for row in few.speed) == pytest.approx(sum(row[name] for row in whole.speed)), name

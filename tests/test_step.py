@@ -41,7 +41,9 @@ agreement.EXCHANGE_SECONDS = 0  # in every step
 {what}
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
-LEDGER = "sixth(evidence.Evidence, 'taken', lambda usual, *given: (setattr(evidence, 'append', full), usual(*given)))"
+LEDGER = (
+    "sixth(evidence.Evidence, 'note_step_counts', lambda usual, *given: (setattr(evidence, 'append', full), usual(*given)))"
+)
 LOSS = "sixth(losses.Losses, 'add', lambda usual, self, loss, *rest: usual(self, loss * float('nan'), *rest))"
 LOOKS_ON = "files.Files.stepped = lambda self, facts: None; sixth(files.Files, 'stepped', full)"
 PEER = "sixth(agreement.Agreement, 'exchange', leave)"

@@ -24,7 +24,7 @@ from datasets import loader
 from datasets.sampler import InOrder
 
 supervisor.GRACE_SECONDS = {grace}
-evaluates, made = {where!r} == "evaluation", loader.Batches.__init__
+evaluates, made = {where!r} == "evaluation", loader.WorkerBatches.__init__
 
 class Silent:
     def __init__(self, data_set):
@@ -41,7 +41,7 @@ def changed(self, data_set, sampler, **how):
     silent = isinstance(sampler._sampler, InOrder) == evaluates and os.environ.get("RANK", "0") == {rank!r}
     made(self, Silent(data_set) if silent else data_set, sampler=sampler, **how)
 
-loader.Batches.__init__ = changed
+loader.WorkerBatches.__init__ = changed
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
 

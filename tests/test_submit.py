@@ -12,7 +12,7 @@ import pytest
 
 from launch.submit import command as submit
 from launch.submit import kubernetes, main, modelarts, pai_dlc, request, sagemaker, slurm
-from launch.submit.command import PLATFORMS, fresh, parser
+from launch.submit.command import PLATFORMS, new_lines, parser
 from launch.submit.request import Request, describe, mistakes
 from launch.submit.secrets import secrets
 from tests.jobs import ROOT
@@ -245,7 +245,7 @@ def test_the_help_says_what_is_allowed():
 def test_blanks_around_the_value_of_a_variable_arrive():
     words = ["jobs/train.py", "--platform", "local", "--env", "A= b\t", "--env=C=-d ", "--nodes", "2"]
     options = submit.parser().parse_args(words)
-    asked = submit.ask(options, [], datetime.datetime(2026, 1, 1))
+    asked = submit.request_from(options, [], datetime.datetime(2026, 1, 1))
     assert asked.environment == {"A": " b\t", "C": "-d "} and asked.nodes == 2
     assert not wrong(asked)
 
@@ -351,7 +351,7 @@ def test_the_commands_of_the_table_of_platforms_are_requests_without_a_mistake()
     for row in rows:
         words = row.replace("ARN", OWN["sagemaker"]["role"]).split()
         options = submit.parser().parse_args(["jobs/train_ddp.py", "--nodes", "2", "--gpus", "8", "--platform", *words])
-        assert wrong(submit.ask(options, ["--epochs", "30"], datetime.datetime(2026, 1, 2))) == [], row
+        assert wrong(submit.request_from(options, ["--epochs", "30"], datetime.datetime(2026, 1, 2))) == [], row
 
 
 # --- What a platform answers -------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_the_commands_of_the_table_of_platforms_are_requests_without_a_mistake()
     ],
 )
 def test_a_line_of_the_log_is_shown_once(shown, lines, new):
-    assert fresh(shown, lines) == new
+    assert new_lines(shown, lines) == new
 
 
 def test_what_a_platform_says_is_one_line_without_a_secret():

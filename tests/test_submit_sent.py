@@ -233,7 +233,7 @@ def test_a_failed_job_gives_1_and_an_interrupt_leaves_it_running(sent, capsys, m
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submit, "fresh", interrupt)
+    monkeypatch.setattr(submit, "new_lines", interrupt)
     server.answers = modelarts_answers("job-1")
     assert submit.main(words) == 130
     assert "job-1 goes on; --stop job-1 stops it" in capsys.readouterr().err

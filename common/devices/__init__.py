@@ -1,7 +1,4 @@
-"""The device on which this process computes: a GPU, an NPU, another accelerator that torch supports, or the CPU.
-
-Only this package makes the calls of torch that differ between the kinds of device.
-"""
+"""The device on which this process computes. Only this package makes the calls of torch that differ between kinds of device."""
 
 from common.devices.choice import choose, describe, fewer_than_promised, identity, require_one_each
 from common.devices.diagnosis import (
@@ -32,7 +29,7 @@ from common.devices.kinds import (
     is_nvidia,
     noun,
     of,
-    refuse,
+    require_feature,
     slices,
     widest,
 )
@@ -49,11 +46,11 @@ from common.devices.work import (
     half_precision,
     layout,
     loader_workers,
-    mark,
     memory_in_use,
     on_stream,
     peak_memory,
     profiled,
+    record_event,
     seed_in_use,
     side_stream,
     synchronize,
@@ -66,7 +63,8 @@ __all__ = [
     "autocast", "available", "backend", "build", "choose", "collectives_of", "compile_network", "cores_of_a_rank",
     "count", "current", "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused",
     "give_memory_back", "grad_scaler", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend",
-    "is_its_own_fault", "is_nvidia", "layout", "loader_workers", "mark", "memory_in_use", "misfit",
-    "no_memory", "noun", "of", "on_stream", "peak_memory", "profiled", "refuse", "require_one_each", "seed_in_use",
-    "side_stream", "slices", "synchronize", "to_device", "unknown_architecture", "use", "versions_apart", "widest",
+    "is_its_own_fault", "is_nvidia", "layout", "loader_workers", "memory_in_use", "misfit",
+    "no_memory", "noun", "of", "on_stream", "peak_memory", "profiled", "record_event", "require_feature",
+    "require_one_each", "seed_in_use", "side_stream", "slices", "synchronize", "to_device", "unknown_architecture", "use",
+    "versions_apart", "widest",
 ]  # fmt: skip

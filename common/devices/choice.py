@@ -16,7 +16,7 @@ TO_THE_CPU = "--enable_gpu false to train on the CPU"
 
 
 def choose(args: argparse.Namespace) -> torch.device:
-    """Set up and return this local rank's accelerator or the CPU, as --enable_gpu and --device say; unset: what there is."""
+    """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or there is none and none was promised."""
     here, cut, name = args.world, slices(), kinds.accelerator()
     if here.local_rank < len(cut):
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
@@ -34,7 +34,7 @@ def choose(args: argparse.Namespace) -> torch.device:
         return torch.device("cpu")
     device = torch.device(name, _number(here, cut)) if KINDS[name].queues else torch.device(name)
     for need in (*args.needs, *args.input.needs, *([COMPILE] if args.compile else [])):
-        kinds.refuse(device, need)
+        kinds.require_feature(device, need)
     if kinds.is_nvidia(device):
         wrong = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
         if wrong:
@@ -55,7 +55,7 @@ def _number(here, cut):
 
 
 def _choose_algorithms(kind, deterministic):
-    """Choose algorithms that always give the same bits, or raise; else let cuDNN find the fastest in the first steps."""
+    """If `deterministic`, let torch take only algorithms that give the same bits each time; else let cuDNN seek the fastest."""
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.update(kind.deterministic)  # the libraries read them at their first use
@@ -65,7 +65,7 @@ def _choose_algorithms(kind, deterministic):
 
 
 def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
-    """Return a sentence if torch sees some accelerators, but fewer than the platform says this node has; else None."""
+    """Return a sentence if torch sees some accelerators, but for no known reason fewer than the platform says; else None."""
     here, seen = args.world, count() if args.enable_gpu is not False else 0
     if not 0 < seen < here.gpus_promised or here.owns_the_only(seen):
         return None
@@ -74,7 +74,7 @@ def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
 
 
 def require_one_each(args: argparse.Namespace) -> None:
-    """Raise UserError, in the parent of a node, if the node has accelerators, but fewer than workers."""
+    """Raise UserError in a node's parent if the node has accelerators, but fewer than workers, unless --enable_gpu is false."""
     seen = count()
     if args.enable_gpu is not False and 0 < seen < args.world.local_world_size:
         raise UserError(

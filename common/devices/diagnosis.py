@@ -98,7 +98,7 @@ def _of_npus():
 
 
 def versions_apart() -> Optional[str]:
-    """Return misfit() of the installed versions where NPUs are used; else None. Torch may see NPUs in spite of a misfit."""
+    """Return why the installed torch, torch_npu and CANN do not go together; None if they do, or where no NPUs are used."""
     if not kinds.is_ascend():
         return None
     return misfit(torch.__version__.split("+")[0], _version("torch_npu"), drivers.cann())

@@ -70,7 +70,7 @@ def of(device: torch.device) -> Kind:
 
 
 def accelerator() -> str:
-    """Return the kind of accelerator that this torch is built for, present or not; "cuda" if there is none in KINDS."""
+    """Return the kind of accelerator, a key of KINDS, that torch is built for, present or not; "cuda" if it cannot tell."""
     if TORCH < (2, 6):  # before torch.accelerator
         return "npu" if hasattr(torch, "npu") else "cuda"
     found = torch.accelerator.current_accelerator()
@@ -112,12 +112,11 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether this is a CUDA device, for features that no other kind has."""
     return device.type == "cuda"
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums over many batches: float64 if the device has it."""
+    """Return the dtype for sums over many batches: float64, or float32 if the device lacks that."""
     return of(device).widest
 
 
@@ -126,7 +125,7 @@ def has_queues(device: torch.device) -> bool:
 
 
 def backend() -> str:
-    """Return the backend of torch.distributed for this machine's accelerators; gloo if there are none."""
+    """Return torch.distributed's backend for this machine's accelerators; gloo if there are none, or they have no backend."""
     return KINDS[accelerator()].backend or "gloo" if available() else "gloo"
 
 
@@ -137,7 +136,7 @@ def collectives_of(device: torch.device) -> str:
     raise UserError(f"torch has no collectives for {device.type}: take train.py, or give --device cpu")
 
 
-def refuse(device: torch.device, need: str) -> None:
+def require_feature(device: torch.device, need: str) -> None:
     """Raise UserError if a device of this kind lacks a feature that a job needs, e.g. DALI."""
     kind = of(device)
     if need in kind.cannot:

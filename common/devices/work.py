@@ -24,7 +24,7 @@ def layout(device: torch.device) -> torch.memory_format:
 
 
 def fused(device: torch.device) -> dict[str, Any]:
-    """Return the option `fused` of an optimizer (all weights in one kernel); empty before torch 2.3, on a CPU before 2.4."""
+    """Return {'fused': whether torch has fused optimizers for the device}; empty before torch 2.3, on a CPU before 2.4."""
     since = (2, 3) if kinds.is_accelerator(device) else (2, 4)
     return {"fused": kinds.of(device).fused} if since <= kinds.TORCH else {}
 
@@ -35,7 +35,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 def grad_scaler() -> Any:
-    """Return torch's GradScaler class; before torch 2.3, that of the kind of device, made to take a device as an argument."""
+    """Return torch.amp.GradScaler; before torch 2.3, the accelerator's GradScaler, made to take a device as first argument."""
     if kinds.TORCH >= (2, 3):
         return torch.amp.GradScaler
     own: Any = kinds.module().amp.GradScaler
@@ -69,7 +69,7 @@ def compile_network(args: argparse.Namespace, model: torch.nn.Module, accumulate
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """Return --amp_dtype; unset: bfloat16 where the hardware computes in it, else float16 (V100, T4, P100, Ascend 910A)."""
+    """Return --amp_dtype; unset: float16 on MPS and devices without bfloat16 (V100, T4, P100, Ascend 910A), else bfloat16."""
     if args.amp_dtype == "float16" and not kinds.is_accelerator(device) and kinds.TORCH < (2, 4):
         raise UserError(f"float16 on a CPU needs torch 2.4 or later, this is {torch.__version__}: give --amp_dtype bfloat16")
     if args.amp_dtype:
@@ -95,7 +95,7 @@ def full_precision() -> Iterator[None]:
 
 
 def profiled() -> list:
-    """Return the activities for torch's profiler to record: the CPU, and the accelerator if there is one."""
+    """Return what torch's profiler is to record: the CPU, and the accelerator if there is one that the profiler knows."""
     from torch.profiler import ProfilerActivity
 
     activity = kinds.KINDS[kinds.accelerator()].activity
@@ -115,10 +115,7 @@ def cores_of_a_rank(args: argparse.Namespace) -> int:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """Move a tensor to the device. With `pin` the host does not wait, as a device with streams copies from pinned memory.
-
-    If the device does not know channels last, images are made contiguous before.
-    """
+    """Move a tensor to the device; with `pin`, from pinned memory if the device has streams, so that the host does not wait."""
     if tensor.dim() == 4 and layout(device) is torch.contiguous_format:
         tensor = tensor.contiguous()
     if pin and kinds.has_queues(device) and tensor.device.type == "cpu":
@@ -130,7 +127,6 @@ def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> t
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if kinds.has_queues(device):
         kinds.module().synchronize(device)
     elif kinds.is_accelerator(device):
@@ -143,7 +139,7 @@ def current() -> torch.device:
 
 
 def use(device: torch.device) -> None:
-    """Make this device current in the calling thread; a new thread would otherwise use the first one."""
+    """Make a numbered accelerator current in the calling thread, which would otherwise use the first; do nothing for others."""
     if kinds.has_queues(device) and device.index is not None:
         kinds.module().set_device(device)
 
@@ -154,7 +150,7 @@ def side_stream(device: torch.device) -> Any:
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager:
-    """Return a context in which the device's work goes to this stream; one that does nothing for None."""
+    """Return a context in which the device's work goes to this stream; for None, a context that does nothing."""
     return kinds.module().stream(stream) if stream else contextlib.nullcontext()
 
 
@@ -162,8 +158,7 @@ def current_stream(device: torch.device) -> Any:
     return kinds.module().current_stream(device)
 
 
-def mark(stream: Any) -> Any:
-    """Record an event that measures time in this stream, and return it."""
+def record_event(stream: Any) -> Any:
     event = kinds.module().Event(enable_timing=True)
     event.record(stream)
     return event

@@ -19,7 +19,7 @@ from common.wire import network, secret
 from common.world import World
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
-GPU_IDLE_MIB = 1024  # with more in use, a GPU is busy; a rank that has just started uses half of it
+GPU_BUSY_MIB = 1024  # with more in use, a GPU is busy; a rank that has just started uses half of it
 NCCL_SHM = 32 * MIB  # bytes of /dev/shm that NCCL may take for each rank
 PREFETCHED = 2  # batches that torch's loader keeps ready for each of its worker processes
 LEFT_OUT = 0.1  # fraction of the samples that may be left out because they do not fill a batch
@@ -38,7 +38,7 @@ def check_place(here: World) -> Finding:
 
 
 def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> Finding:
-    """`in_use`: the result of cards()."""
+    """Check that torch sees a device for each rank, unless the CPU is to compute. `in_use`: [(number, MiB, percent busy)]."""
     seen, noun = devices.count(), devices.noun()
     if enable_gpu is False:
         return good("gpus", f"--enable_gpu false: the CPU computes, with {count(cores.count(), 'core')}")
@@ -54,14 +54,14 @@ def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> 
     if here.local_world_size > seen and not here.owns_the_only(seen):
         return bad("gpus", f"{here.local_world_size} ranks on a node with {count(seen, noun)}", "lower --nproc_per_node")
     busy = [f"{noun} {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
-            if used > GPU_IDLE_MIB]  # fmt: skip
+            if used > GPU_BUSY_MIB]  # fmt: skip
     if busy:
         return doubtful("gpus", "; ".join(busy), f"end the other program ({tool} shows it), or ask for another node")
     return good("gpus", f"torch sees {count(seen, noun)}" + (", no other program uses them" if in_use else ""))
 
 
 def cards() -> list[tuple]:
-    """Return [(number, MiB in use, percent busy)] of the devices that this process may use; empty if nvidia-smi fails."""
+    """Return [(number, MiB in use, percent busy)] of this process's devices; empty if nvidia-smi fails. NPUs count as idle."""
     if devices.is_ascend():  # no figure says how busy an NPU is
         return [(number, used // MIB, 0) for number, used in devices.memory_in_use()]
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
@@ -73,7 +73,7 @@ def cards() -> list[tuple]:
 
 
 def parse_cards(text: str, visible: Optional[str]) -> list[tuple]:
-    """Read the output of nvidia-smi for cards(). `visible`: numbers or beginnings of UUIDs with commas; None for all."""
+    """Return [(number, MiB in use, percent busy)] from nvidia-smi's output. `visible`: CUDA_VISIBLE_DEVICES; None for all."""
     gpus = []
     for line in text.splitlines():
         number, uuid, *use = (word.strip() for word in line.split(","))
@@ -106,7 +106,6 @@ def check_secret(given: bool, port: int) -> Finding:
 
 
 def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
-    """Check the network interface that the ranks will use."""
     for backend in devices.BACKENDS:
         if wrong := network.not_here(environ, backend):
             found, _, do = wrong.partition("; ")
@@ -134,7 +133,7 @@ def check_interface(here: World, environ: Mapping[str, str]) -> Finding:
 
 
 def check_clock(ahead: float, other: str) -> Finding:
-    """`ahead`: seconds by which the node's clock is ahead of the clock of `other`; negative if it is behind."""
+    """Check a node's clock, which is `ahead` seconds ahead of the clock of `other`, or behind it if negative."""
     found = f"{abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} {other}"
     do = "set this node's clock (chrony, ntp), or ask for another node"
     if abs(ahead) > CLOCK_BAD:
@@ -144,7 +143,7 @@ def check_clock(ahead: float, other: str) -> Finding:
     return good("clock", f"agrees with {other}")
 
 
-def shared_memory(args: argparse.Namespace) -> int:
+def nccl_shm_bytes(args: argparse.Namespace) -> int:
     """Return the bytes of /dev/shm that NCCL may need on this node; batches can do without it (datasets/loader.py)."""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
@@ -164,7 +163,7 @@ def check_shm(need: int, folder: str = "/dev/shm") -> Finding:
 
 
 def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> Finding:
-    """Check how many samples fill no batch. An epoch without a step is not checked: the sampler refuses it."""
+    """Check that few samples of an epoch are left out because they do not fill a batch."""
     steps, left = divmod(samples, global_batch)
     found = f"{count(steps, 'step')} of {global_batch} samples ({count(ranks, 'rank')}) in each of {count(epochs, 'epoch')}"
     if left > LEFT_OUT * samples:
@@ -174,7 +173,7 @@ def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> F
 
 
 def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: float, samples: int, overlap: bool) -> Finding:
-    """Compare the seconds to load a batch of `samples` with those of a step. `overlap`: whether it is loaded during a step."""
+    """Compare the seconds to load `samples` with those of a step. `overlap`: it loads during a step; `remedies`: the advice."""
     found = f"{samples / load_seconds:,.0f} images/s, the model takes {samples / step_seconds:,.0f} (each rank)"
     waiting = max(0, load_seconds - step_seconds) / load_seconds if overlap else load_seconds / (load_seconds + step_seconds)
     if waiting < STARVED:
@@ -184,7 +183,7 @@ def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: flo
 
 
 def check_network(rate: float, gradients: Optional[int], step_seconds: Optional[float], ranks: int) -> Finding:
-    """`rate`: bytes per second that a rank sends in an all-reduce; `gradients`: their bytes, None if there is no model yet."""
+    """Compare the seconds that `gradients` bytes take at `rate` bytes per second with those of a step; None: not yet known."""
     found = f"{rate / MIB:,.1f} MiB/s in an all-reduce of all ranks"
     if gradients is None or step_seconds is None:
         return good("network", found)
@@ -197,7 +196,7 @@ def check_network(rate: float, gradients: Optional[int], step_seconds: Optional[
 
 
 def check_time(seconds: float, limit: Optional[tuple[float, str]]) -> Finding:
-    """`seconds`: of training that are left; `limit`: (seconds left, what sets it), or None if none is known."""
+    """Check that `seconds` of training fit within `limit`: (seconds left, what sets it), or None if no limit is known."""
     found = f"about {duration(seconds)} of training"
     if limit and seconds > limit[0]:
         do = "start the job again when it has ended, it goes on; or ask for more time or more GPUs"
@@ -207,7 +206,7 @@ def check_time(seconds: float, limit: Optional[tuple[float, str]]) -> Finding:
 
 
 def time_limit(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[tuple[float, str]]:
-    """Return the earliest end that an option or SLURM sets: (seconds left, what sets it); None if none does."""
+    """Return the earlier end of those that --max_hours and SLURM set: (seconds left, what sets it); None if neither does."""
     limits = []
     if args.max_hours is not None:
         limits.append((args.max_hours * 3600, f"--max_hours {args.max_hours:g}"))

@@ -2,8 +2,7 @@
 
     python -m launch doctor jobs/train_ddp.py -- --data_url ...      or --doctor true after the job's own arguments
 
-It is called at the moments of the job (common/moments.py). Each node checks itself (checks.py). The nodes then meet as for the
-training, with a shorter time limit. The ranks begin the job, load its data, take a few trial steps, and end.
+Each node checks itself (checks.py). The nodes then meet, and the ranks load the data, take a few trial steps, and end.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import torch
 
 from common import devices, heartbeat, naming
 from common.doctor import checks, measure, stores
-from common.doctor.meeting import hold, not_met
+from common.doctor.meeting import meet_and_compare_clocks, not_met
 from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.run import checkpoint
@@ -42,12 +41,11 @@ class Examination:
         self.findings: list[Located] = []
         self.here: Any = None  # the World, once it is known
         self._rate = self._supervisor = None
-        self._guard = threading.Timer(measure.HANG_SECONDS, self._hangs)
+        self._guard = threading.Timer(measure.HANG_SECONDS, self._end_hanging_job)
         self._guard.daemon = True
         self._seconds = args.doctor_seconds
         if args.evaluate:
             raise UserError("--doctor true and --evaluate were given, but the doctor examines a training: give one of them")
-        args.trial = True  # nothing of a run is read or written
 
     def add(self, finding: Finding, node: Optional[int] = None) -> None:
         self.findings.append((node, finding))
@@ -57,7 +55,7 @@ class Examination:
     def world(self, args: argparse.Namespace) -> None:
         """Check the machine, in one process of each node, as soon as the place of this process is known."""
         self.here = here = args.world
-        shm = checks.check_shm(checks.shared_memory(args))
+        shm = checks.check_shm(checks.nccl_shm_bytes(args))
         if not heartbeat.has_parent() and not (here.level == "process" and here.local_rank):
             for finding in (*_of_node(args, here), shm):
                 self.add(finding, here.node_rank)
@@ -75,7 +73,7 @@ class Examination:
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
 
     def supervised(self, supervisor: Any, code: int) -> None:
-        """Add the findings of the other nodes and of the ranks, show the table on node 0, and end the process."""
+        """Add the findings of other nodes and ranks, show the table on node 0, and end; after a stop signal, end at once."""
         if supervisor.stop_signal:
             sys.exit(code)
         self._collect(supervisor)
@@ -107,7 +105,7 @@ class Examination:
     # --- The ranks, where the platform started each of them ---
 
     def meeting(self, args: argparse.Namespace) -> float:
-        """Find missing ranks, for which the process group would wait, and compare clocks; return a collective's time limit."""
+        """Return a collective's time limit. If the platform started each rank, compare clocks, and end if ranks are missing."""
         here = self.here
         if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
             self._meet(here)
@@ -115,7 +113,7 @@ class Examination:
 
     def _meet(self, here):
         try:
-            missing, others = hold(here, self._seconds, self.findings)
+            missing, others = meet_and_compare_clocks(here, self._seconds, self.findings)
         except UserError as error:
             if here.local_rank:
                 raise
@@ -142,7 +140,7 @@ class Examination:
             self._rate = measure.all_reduce_rate(device)
 
     def data(self, args: argparse.Namespace) -> None:
-        """End the examination here if the data would have to be fetched first."""
+        """Add that the loader is not measured, and end the process, if the data would have to be fetched first."""
         if not (args.input.address and args.input.fetched):
             return
         if self._rate:
@@ -191,7 +189,7 @@ class Examination:
         self.add(refusal("job", error))
         self.end()
 
-    def _hangs(self):
+    def _end_hanging_job(self):
         text = f"the loader, or a step, is not done after {measure.HANG_SECONDS} s"
         faulthandler.dump_traceback()
         if heartbeat.has_parent():
@@ -202,7 +200,7 @@ class Examination:
         os._exit(1)
 
     def end(self) -> None:
-        """Show the table, or write the findings of rank 0 for the parent process of its node, and end the process."""
+        """End the process, after rank 0 has shown the table or, if it has a parent process, written its findings for it."""
         code = 0
         if heartbeat.has_parent():
             if self.here.rank == 0:
@@ -242,5 +240,5 @@ def _of_node(args, here):
 
 
 def decode(findings: list[list]) -> list[Located]:
-    """Return the findings of another process without long texts and control characters, which could change a terminal."""
+    """Return the findings that another process sent as lists: texts of at most 1000 characters, control characters escaped."""
     return [(node, Finding(*(one_line(word)[:1000] for word in words))) for node, words in findings]

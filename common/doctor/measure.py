@@ -81,7 +81,7 @@ def steps_left(args: argparse.Namespace, sampler: Any) -> int:
 
 
 def room_to_save(run: Any) -> int:
-    """Return the bytes that the disk still needs for --keep checkpoints and weights, the best and the next one."""
+    """Return the bytes to keep free for saving: --keep + 2 checkpoints and weights, less the checkpoints that are there."""
     state, folder = run.state(), run.args.checkpoint_dir
     need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.evaluated_weights(state)))
     files = [os.path.join(folder, f"{number:012d}.pt") for number in checkpoint.numbers(folder)]

@@ -11,8 +11,8 @@ from common.ranks import store
 from common.world import World
 
 
-def hold(here: World, seconds: float, findings: list) -> tuple[list[int], list[tuple]]:
-    """Return (missing ranks, on rank 0 a list of (node, findings, seconds ahead)). Only a node's first rank names the node."""
+def meet_and_compare_clocks(here: World, seconds: float, findings: list) -> tuple[list[int], list[tuple]]:
+    """Return (missing ranks, [(node, findings, seconds ahead)] on rank 0, else []). Only a node's first rank gives its node."""
     keys = distributed.PrefixStore("doctor", store.of_all_ranks(here, seconds))
     keys.set(f"says/{here.rank}", json.dumps({"node": None if here.local_rank else here.node_rank, "findings": findings}))
     missing, others = store.meet(here, keys, seconds), []

@@ -40,7 +40,7 @@ def check_disk(what: str, folder: str, need: int, users: str) -> Finding:
 
 
 def check_output(folders: list[str]) -> Finding:
-    """Check that files can be written there and replaced by a rename, as every checkpoint needs it."""
+    """Check that files can be written in the folders and replaced by a rename, as every checkpoint needs it."""
     for folder in folders:
         made = _missing(folder)
         try:
@@ -56,7 +56,7 @@ def check_output(folders: list[str]) -> Finding:
 
 
 def _try_rename(folder):
-    """Replace a file in a new subfolder, as nodes may share the folder; again if another node has just removed the folder."""
+    """Raise OSError if a rename in `folder` does not replace a file; try again if another node has just removed the folder."""
     for number in range(TRIES):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -89,7 +89,7 @@ def _existing(folder):
 
 
 def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str] = None) -> Iterator[Finding]:
-    """Check that the bucket can be listed and read, or written if `writes`; then the clock, and the disk of `inputs` if set."""
+    """Check that a bucket can be listed and read, or written if `writes`. If so, check the clock, and the disk of `inputs`."""
     patience = Patience(ANSWER_SECONDS)
     try:
         place = bucket.Bucket(url, say=lambda text: None)

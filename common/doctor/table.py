@@ -26,7 +26,7 @@ bad = functools.partial(Finding, BAD)
 
 
 def refusal(what: str, error: object) -> Finding:
-    """Return the Finding for the error with which a job ends; the last part of its text says what to do."""
+    """Return a bad Finding for an error; the last part of the text of a UserError or TrainingFailed is what to do."""
     if isinstance(error, SampleError):
         return bad(what, one_line(error.line), "see where it comes from in the log")
     if not isinstance(error, (UserError, TrainingFailed)):
@@ -52,8 +52,8 @@ def duration(seconds: float) -> str:
 
 
 def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
-    """Return the table, the worst finding first. Equal findings of several nodes share a line. So do all good findings
-    of a kind, with the text of the first node."""
+    """Return the table, the worst finding first, without good findings that a later one replaces. Equal findings of several
+    nodes share a line. So do all good findings of a kind, with the text of the first node."""
     latest = {(node, finding.what): finding for node, finding in findings}  # e.g. the later of two checks of a disk
     lasting = [line for line in findings if line[1].severity != GOOD or latest[line[0], line[1].what] is line[1]]
     rows = {}

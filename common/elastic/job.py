@@ -1,8 +1,4 @@
-"""The listener that makes a job elastic, called at the moments of the job (common/moments.py).
-
-It replaces the parent process of a node (supervisor.py), the group of the workers (members.py) and the peers of a run
-(peers.py).
-"""
+"""The listener that makes a job elastic: it replaces a node's parent process, the workers' group and the peers of a run."""
 
 import argparse
 from typing import Optional

@@ -63,7 +63,7 @@ class Leader:
             parent.causes.append(f"{parent.name_of(node)} {how}")
 
     def lead(self, now: float) -> None:
-        """Do what is due: greet nodes that join, answer stop signals, begin a generation. The parent calls it in its loop."""
+        """Greet nodes that join, answer stop signals, and begin a generation (group of ranks) if one is due. Called often."""
         parent = self._parent
         if parent.hub:
             for node in set(parent.hub.connections) - self._greeted:
@@ -78,7 +78,7 @@ class Leader:
     # --- The next generation ---
 
     def _decide(self, now):
-        """If the members have changed or lost each other, begin a generation, stop the run, or wait for more nodes."""
+        """Form a new group of ranks at the start and when ranks join, are lost or break off; with too few, wait or stop."""
         parent, last = self._parent, self._parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
         there = quorum.next_members(last["number"], ranks, self._reports.values())
@@ -86,7 +86,7 @@ class Leader:
             if len(there.ranks) == parent.here.world_size:
                 self._announce(there.ranks, "")
             return
-        if not self._gathered(now):
+        if not self._gather(now):
             return
         self._stuck_since = (self._stuck_since or now) if there.stuck else 0.0
         stuck = self._stuck_since and now - self._stuck_since > CASCADE_SECONDS
@@ -96,7 +96,7 @@ class Leader:
         self._tries = 0 if why else self._tries + 1
         why = "; ".join(why or ["the connection between two ranks has broken"])
         before, now_there = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
-        if not quorum.is_certain(before, now_there, self._silent):
+        if not quorum.may_continue(before, now_there, self._silent):
             of = f"{len(now_there)} of {count(len(before), 'node')}"
             self._announce(there.ranks, f"{why}; {of} cannot know whether the others go on", stop=True)
         elif self._tries > TRIES:
@@ -106,13 +106,13 @@ class Leader:
         else:
             self._announce(there.ranks, why, writes=min(set(there.ranks) - there.new, default=None))
 
-    def _gathered(self, now):
-        """Whether a new leader has heard from all nodes; it marks those as lost that have ended or come too late."""
+    def _gather(self, now):
+        """Whether a new leader has waited enough for reports of the nodes; nodes that ended or are late are marked as lost."""
         parent = self._parent
         for node, address, port in parent.generation["nodes"] if self._gather_until else ():
             if node in self._lost or node == parent.node or node in self._reports:
                 continue
-            if channel.has_ended(address, port):
+            if channel.port_is_closed(address, port):
                 self._lost.add(node)
                 parent.causes.append(f"{parent.name_of(node)} is lost")
             elif now < self._gather_until:
@@ -142,7 +142,8 @@ class Leader:
             self._kept.append(self._lighthouse)
         self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
         still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost
-        self._short_since, self._stuck_since, self._silent, self._lost = 0.0, 0.0, set(), set()
+        self._short_since, self._stuck_since = 0.0, 0.0
+        self._silent, self._lost = set(), set()
         hub = parent.hub
         number = 1 + max([last["number"], *(report["generation"] for report in self._reports.values())])
         generation = {
@@ -162,7 +163,7 @@ class Leader:
     # --- Nodes that leave, and node 0 ---
 
     def _answer_stops(self, now):
-        """If nodes were told to stop, stop the job if too few would remain; else let these nodes leave after STOP_SECONDS."""
+        """Stop the job if too few nodes would remain without those told to stop; else let these leave after STOP_SECONDS."""
         parent = self._parent
         if not self._stops or parent.stop_signal:
             return
@@ -179,7 +180,7 @@ class Leader:
                 parent.may_leave = True
 
     def _seek_node_0(self, now):
-        """Without node 0, try every SEEK_SECONDS to tell it who leads: once it is back, it waits at the platform's address."""
+        """While node 0 is lost, try every SEEK_SECONDS to tell it who leads: started again, it waits for the other nodes."""
         if self._parent.node and 0 not in self._parent.hub.connections and now - self._sought > SEEK_SECONDS:
             self._sought = now
             threading.Thread(target=self._tell_node_0, daemon=True).start()

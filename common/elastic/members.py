@@ -1,9 +1,8 @@
 """The worker's side of an elastic job (--min_nodes): its process group and collectives, on torchft.
 
-The parents (supervisor.py) decide which ranks are members, and number each change. In each such generation torchft lets the
-members meet, forms their process group, and sends the state of the most advanced member to members that are behind or new. In
-addition, a waiting worker watches the number of the generation. Otherwise a collective with a frozen machine, or a group that a
-dead member never joins, would wait for minutes.
+In each generation (leader.py) torchft lets the members meet, forms their process group, and sends the state of the most
+advanced member to those that are behind or new. A waiting worker also watches the number of the generation. Otherwise it would
+wait for minutes for a frozen machine, or for a group that a dead member never joins.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from torch.distributed import distributed_c10d
 from common import devices, heartbeat, moments, tensors
 from common.elastic import quorum
 from common.errors import UserError, one_line
-from common.ranks.collectives import AtOnce, Changed, Stopped
+from common.ranks.collectives import AtOnce, RanksChanged, Stopped
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
@@ -40,7 +39,7 @@ FOREVER = datetime.timedelta(hours=24)  # in effect, no timeout: a rank stops wa
 
 
 class Members:
-    """The present process group of this rank. Waiting for a collective raises Changed if a member was lost or has joined."""
+    """The present process group of this rank. A collective raises RanksChanged if a member was lost or has joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size = rank, size  # of the present generation, once there is one
@@ -84,7 +83,7 @@ class Members:
             take(received[0])
 
     def _next_offer(self):
-        """Wait until the parents offer a new generation, and return it; raise Stopped if the run is to end."""
+        """Wait until the parents offer a new generation (group of ranks), and return it; raise Stopped if the run is to end."""
         self._pulse.put("wanted", self._number + 1)
         while not self.changed():
             if self.told_to_stop():
@@ -97,7 +96,7 @@ class Members:
         return offer
 
     def _try(self, offer, place, state, received, formed, faults):
-        """Append the new group to `formed`, or an error to `faults`. Called in a thread: it may wait for members for ever."""
+        """Form a group: append (manager, group) to `formed`, or an error to `faults`. Run in a thread, as it may never end."""
         address = os.environ[ADDRESS]
         try:
             devices.use(self._device)
@@ -121,13 +120,13 @@ class Members:
         except Exception as error:  # the next generation will be another try
             faults.append(one_line(error))
 
-    def step_counts(self) -> None:
-        """Note that a step of the present group counts; the news is then out of date."""
+    def note_step(self) -> None:
+        """Note that all ranks of the group have finished a step, and clear `news`, which tells the changes before it."""
         self.news, self._told = "", self._number
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
-        """Within this context, be the only rank, to compute alone what the other members have finished."""
+        """Within this context, have rank 0 and size 1, to compute alone what the other members have finished already."""
         present = self.rank, self.size
         self.rank, self.size = 0, 1
         try:
@@ -140,7 +139,7 @@ class Members:
         return self._pulse.get("stop")
 
     def changed(self) -> bool:
-        """Whether there is a generation that this rank has not tried yet."""
+        """Whether the parents offer a new generation (group of ranks) that this rank has not tried to join yet."""
         return self._pulse.get("offered") > self._number
 
     # --- Collectives of the present members ---
@@ -158,7 +157,6 @@ class Members:
         return Work(self, lambda group: group.allreduce([tensor], how))
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Add up the tensors of all members, in place."""
         self.all_reduce(tensor).wait()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -170,7 +168,7 @@ class Members:
 
 
 class Work:
-    """A collective under way. If it could not begin, because a member was lost, wait() raises Changed."""
+    """A collective under way. If it could not begin, because a member was lost, wait() raises RanksChanged."""
 
     def __init__(self, members: Members, begin: Callable[[Any], Any]):
         self._members = members
@@ -182,7 +180,7 @@ class Work:
         nap = SHORTEST_NAP
         while self._work is not None and not self._work.is_completed():
             if self._members.changed():
-                raise Changed
+                raise RanksChanged
             time.sleep(nap)
             nap = min(LONGEST_NAP, nap * 1.1)
         try:
@@ -190,11 +188,11 @@ class Work:
         except RuntimeError:  # the connection to a member has broken
             done = False
         if not done:
-            raise Changed
+            raise RanksChanged
 
 
 def torchft() -> Any:
-    """Import torchft and silence its logs: what fails in it is tried again, and the parents log why."""
+    """Return torchft with its logs off, as its failures are tried again; raise UserError if it is missing or torch too old."""
     if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
         raise UserError(f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: leave it out")
     os.environ.setdefault("RUST_LOG", "error")
@@ -250,7 +248,7 @@ def _transport(address):
     on all interfaces, announces the host's name, and unpickles what it receives."""
     from torchft.checkpointing import HTTPTransport, http_transport
 
-    class Server(http.server.ThreadingHTTPServer):
+    class TransportServer(http.server.ThreadingHTTPServer):
         address_family, request_queue_size = _family(address), 1024
 
         def server_bind(self):
@@ -258,7 +256,7 @@ def _transport(address):
             socketserver.TCPServer.server_bind(self)
             self.server_name, self.server_port = address, self.server_address[1]
 
-    http_transport._IPv6HTTPServer = lambda _everywhere, handler: Server((address, 0), handler)
+    http_transport._IPv6HTTPServer = lambda _everywhere, handler: TransportServer((address, 0), handler)
 
     class OfThisNode(HTTPTransport):
         def address(self):

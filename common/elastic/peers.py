@@ -16,7 +16,7 @@ import torch
 from common.elastic.members import Members
 from common.errors import TrainingFailed, UserError
 from common.ranks import collectives
-from common.run import checkpoint, facts, restore
+from common.run import checkpoint, manifest, restore
 from common.run.peers import Fixed
 
 
@@ -47,16 +47,16 @@ class Elastic(Fixed):
         self._form()
 
     def _form(self):
-        """Become a member of the next group; if the run is to stop, save and exit instead."""
+        """Join the next group of ranks. If the run is to stop, exit instead; the rank that writes the files saves first."""
         run, here = self._run, self._run.position
-        run.show("join")
+        run.enter("join")
         place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # a finished evaluation counts as well
         try:
             self._members.form(place, self._to_hand_over, self._take)
         except collectives.Stopped as stop:
             self._counted = None  # the others may go on, and their ledger then has this step
             self._write_if_chosen()
-            run.plan = run.plan if run.plan.began else dataclasses.replace(run.plan, began=here)
+            run.plan = run.plan if run.plan.resumed_at else dataclasses.replace(run.plan, resumed_at=here)
             if number := self._members.told_to_stop():
                 run.stop_on(number)
             run.stop(str(stop), TrainingFailed.exit_code)
@@ -64,7 +64,7 @@ class Elastic(Fixed):
         run.shares.deal_again()
         self.agreement.begin()
         self._write_if_chosen()
-        run.may_stop(run.evaluates)
+        run.allow_stop(run.evaluates)
 
     def form_again(self) -> None:
         self._form()
@@ -82,13 +82,12 @@ class Elastic(Fixed):
                 deal_tests()
                 self._together = False
                 return result
-            except collectives.Changed:
+            except collectives.RanksChanged:
                 self._form()
 
     def _to_hand_over(self):
-        """Return all that a rank needs to go on from here."""
         state = checkpoint.snapshot(self._run.state())
-        return {"state": state, "about": facts.manifest(self._run), "counted": self._counted}
+        return {"state": state, "about": manifest.of_run(self._run), "counted": self._counted}
 
     def _take(self, given):
         run, about = self._run, given["about"]
@@ -100,7 +99,7 @@ class Elastic(Fixed):
         self._counted = given["counted"]
 
     def _exchange(self):
-        """Exchange what is due and, for the ledger, the samples of all ranks. Called in each step, before it counts."""
+        """Agree on a due stop or save; for --ledger, gather all ranks' sample ids. Called before each step takes effect."""
         run, gather = self._run, self._members.gather
         self.agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
         ids = run.loader.ids
@@ -119,10 +118,10 @@ class Elastic(Fixed):
     def counted(self) -> None:
         if news := self._members.news:
             self._run.tell("nodes", news=news, ranks=self.size, pause=self._run.clock.since_step())
-        self._members.step_counts()
+        self._members.note_step()
 
     def _write_if_chosen(self):
-        """If this rank is chosen to write the files: take over if it did not before, and note the last step in the ledger."""
+        """If chosen to write the files (not in a trial), take over unless done before, and note the last step in the ledger."""
         run = self._run
         if not self._members.writes or run.trial:
             return
@@ -131,9 +130,9 @@ class Elastic(Fixed):
             run.tell("takes_over")
             run.saving.take_over()
             run.evidence.keep(self.rank, attempt=True, ledger=True)
-            if run.plan.began:
-                run.tell("began", about=facts.of_this_start(run, "the state of the other nodes"))
+            if run.plan.resumed_at:
+                run.tell("began", about=manifest.of_this_start(run, "the state of the other nodes"))
         if self._counted:  # the rank that noted it may be lost; a new start in the ledger lets it count once
             epoch, consumed, ids = self._counted
             run.evidence.begin(epoch, consumed)
-            run.evidence.taken(epoch, consumed, ids)
+            run.evidence.note_step_counts(epoch, consumed, ids)

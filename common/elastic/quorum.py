@@ -18,7 +18,7 @@ class NextMembers:
 
 
 def next_members(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> NextMembers:
-    """Return the next members. A new node takes part once all of its workers wait. `reports`: messages.HERE of each node."""
+    """Return the next group: ranks of `last` (group number `generation`) that live, and a new node's once all of them wait."""
     ranks: list[int] = []
     stuck, done = False, set()
     for report in reports:
@@ -33,14 +33,14 @@ def next_members(generation: int, last: list[int], reports: Iterable[dict[str, A
     return NextMembers(sorted(ranks), set(last) - set(ranks) - done, set(ranks) - set(last), stuck)
 
 
-def is_certain(before: set[int], now: set[int], silent: set[int]) -> bool:
-    """Whether the nodes `now` may go on. If others are silent, these must be more than half of the nodes that may still run."""
+def may_continue(before: set[int], now: set[int], silent: set[int]) -> bool:
+    """Whether the nodes `now` may go on. If some of `before` are silent, `now` must be over half of all that may still run."""
     still_count = before & (now | silent)
     return not silent & before or 2 * len(before & now) > len(still_count)
 
 
 def lighthouse(address: str, ranks: int) -> Any:
-    """Start the server at which torchft lets the members of one generation meet, as soon as all are there."""
+    """Start and return torchft's server at which the `ranks` members of a new group meet; it waits for all of them."""
     from torchft.coordination import LighthouseServer
 
     never = 24 * 3600 * 1000
@@ -58,5 +58,5 @@ def in_url(address: str) -> str:
 
 
 def address_of(server: Any, address: str) -> str:
-    """Return the URL of the server at this address, as its own names the host; empty without a server."""
+    """Return the URL of torchft's server with this address, as its own URL has the host's name; empty without a server."""
     return f"http://{in_url(address)}:{server.address().rpartition(':')[2]}" if server else ""

@@ -19,7 +19,7 @@ from common import devices
 from common.elastic import members
 from common.elastic.leader import Leader
 from common.elastic.messages import FORMS
-from common.errors import STOP_SIGNALS, UserError, one_line, show
+from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
 from common.files import write_atomically
 from common.watching import supervisor
 from common.watching.watch import OWN
@@ -70,21 +70,23 @@ class ElasticSupervisor(supervisor.Supervisor):
             except channel.Elsewhere as elsewhere:
                 address, port = elsewhere.args
         self.connection, go = self._join(address, port)
-        self.comes_later, self.led_by, self.address = "led_by" in go, go.get("led_by", 0), self._own_address()
+        self.comes_later = "led_by" in go
+        self.led_by = go.get("led_by", 0)
+        self.address = self._own_address()
         if self.comes_later:
             self.say(f"the run is under way, led by node {self.led_by} at {self.connection.peer}: this node joins it")
         return go
 
     def _join(self, address, port):
-        """Join the run through node 0 or, if it goes on without node 0, through a node whose address an earlier start noted."""
+        """Join the run through node 0 or, if that does not lead it, through a node that an earlier process here has noted."""
         how = self.hello, self.join_seconds, self.say, self.key
-        connection = channel.greets(address, port)
+        connection = channel.connect_to_leader(address, port)
         until = time.monotonic() + SEEK_SECONDS
         places = self._noted_places() if not connection else []
         for host, its_port in places:
             if time.monotonic() > until:  # each lost machine takes a second to try
                 break
-            if there := channel.greets(host, its_port):
+            if there := channel.connect_to_leader(host, its_port):
                 try:
                     return channel.join(host, its_port, *how, there)
                 except UserError as error:
@@ -100,7 +102,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             return []
 
     def _note(self):
-        """Write the addresses of the nodes to a file: with it, a node that comes back finds the run even if node 0 is lost."""
+        """Try to write the nodes' addresses to a file, so that a node that comes back finds the run even without node 0."""
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._noted), exist_ok=True)
             write_atomically(self._noted, json.dumps(self.generation["nodes"]).encode())
@@ -150,25 +152,25 @@ class ElasticSupervisor(supervisor.Supervisor):
                 return code
 
     def _ending(self, now):
-        """Return the exit code if this node is to end now, else None. Log why it ends; pass a stop signal on to the workers."""
+        """Return the exit code if this node ends now, and log a failure; else None. Pass a stop signal on to the workers."""
         if self.verdict:
             return self._carry_out()
         if self.excluded:
-            show(self.excluded)
+            report_failure(self.excluded)
             return 1
         if self.told and self.may_leave:
             self.say(f"{signal.Signals(self.told).name}: this node leaves, and the others go on")
             return STOP_SIGNALS[signal.Signals(self.told)]
         if self.ends is not None:
             if all(worker.code is not None for worker in self.workers) or now - self.ends > supervisor.GRACE_SECONDS:
-                show(f"{self.generation['why']}; stopping")
+                report_failure(f"{self.generation['why']}; stopping")
                 return 1
         elif self.stop_signal:
             for worker in self.workers:
                 worker.pulse.put("stop", self.stop_signal)
-            return self._stopping()
+            return self._continue_stop()
         elif not self.workers:
-            show("; ".join(self.lost_workers))
+            report_failure("; ".join(self.lost_workers))
             return 1
         elif self._all_finished():
             if not self.own_finished():
@@ -220,7 +222,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             (self.connection.tell if self.connection else self.hub.send)(cause=report["text"])
 
     def _tell(self, beat):
-        """Tell the leader, with every beat, what the workers do and whether this node was told to stop; a change, at once."""
+        """Tell the leader, at each `beat` or change, what the workers do, and at each beat whether this node is to stop."""
         mine = {
             "workers": [[worker.rank, worker.pulse.get("wanted")] for worker in self.workers if worker.code is None],
             "done": [worker.rank for worker in self.workers if worker.code == 0],
@@ -256,7 +258,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             super().hear(node, message)
 
     def take(self, generation: dict) -> None:
-        """Accept a generation if it is new, and offer it to the workers of this node. If it says stop, they save and end."""
+        """Accept a generation (group of ranks) if it is new; offer it to its ranks here, or to all ranks if it says stop."""
         if generation["number"] <= self.generation["number"]:
             return
         self.generation, self.causes = generation, []
@@ -289,7 +291,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             self.leader.lost(node, silent, how)
 
     def _leader_is_lost(self, silent, how):
-        """Lead the job, if this is the first node that remains; else connect to that node. Without any node, fail."""
+        """Unless the run ends, lead it if this is the first node left; else join the first. If no node answers, fail."""
         lost = self.led_by
         self.connection.close()
         self.connection = None
@@ -303,7 +305,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         for node, address, port in sorted(self.generation["nodes"]):
             if node == self.node:
                 self.hub = hub.Hub(self.listener, self.hello, self.say, self.key, stays_open=True)
-                self.hub.is_complete()
+                self.hub.mark_complete()
                 self.statuses, self.finished = {}, set()
                 self.leader, self.led_by = Leader(self, after=lost, silent=silent), node
                 return

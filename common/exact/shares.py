@@ -25,7 +25,7 @@ from common import arguments, devices
 from common.errors import UserError
 from common.exact import sums
 from common.ranks import collectives, norms
-from common.ranks.collectives import Changed
+from common.ranks.collectives import RanksChanged
 from common.seeds import seed_step
 
 SHARES = "parts of the global batch: as many as there will ever be ranks, or more; unset: the ranks of the first start"
@@ -33,7 +33,7 @@ PART_BYTES = 8 << 20  # of gradients that are exchanged together
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """Add --shares, and set the defaults of other options that the same bits on any number of ranks need."""
+    """Add --shares, and default to --deterministic true and --sync_bn false, for the same bits on any number of ranks."""
     arguments.group(parser, "training").add_argument("--shares", type=arguments.COUNT, help=SHARES)
     parser.set_defaults(deterministic=True, sync_bn=False)
 
@@ -56,7 +56,8 @@ class Shares:
             raise UserError(
                 "--sync_bn true has one statistic for all samples of a step, and each share has its own: leave it out"
             )
-        self._args, self._model, self._sampler = args, model, train_sampler
+        self._args = args
+        self._model, self._sampler = model, train_sampler
         self._global_batch = global_batch
         self._test_sampler = test_sampler
         self._group = collectives.current()
@@ -72,13 +73,13 @@ class Shares:
         self.before_it_counts: Optional[Callable[[], None]] = None  # called before a step counts
         self._deal(args.shares or self._group.size)
         for weight in self._weights:
-            weight.register_post_accumulate_grad_hook(self._has_gradient)
+            weight.register_post_accumulate_grad_hook(self._on_gradient)
 
     def deal_again(self) -> None:
         self._deal(self.number)
 
     def _deal(self, shares):
-        """Deal the shares to the ranks, and group the tensors to exchange: gradients in backward()'s order, then the rest."""
+        """Deal the shares to the ranks, and group the tensors to exchange: the gradients, last weight first, then the rest."""
         rank, ranks = self._group.rank, self._group.size
         if ranks > shares:
             raise UserError(
@@ -86,7 +87,9 @@ class Shares:
                 "or begin another run with more --shares"
             )
         self.deal_tests()
-        self.number, self._own, self.interrupted = shares, sums.shares_of(rank, ranks, shares), False
+        self.number = shares
+        self._own = sums.shares_of(rank, ranks, shares)
+        self.interrupted = False
         self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
         self._loss = torch.zeros((), device=self._device)
         groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
@@ -98,7 +101,6 @@ class Shares:
 
     @property
     def first_line(self) -> str:
-        """Line of the log that describes the shares."""
         many, size = self.number, self._sampler.global_batch // self.number
         if self._kind is sums.AnyOrder:
             return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
@@ -109,11 +111,11 @@ class Shares:
         )
 
     def learning_rate(self, run: Any) -> float:
-        """Return --lr, which is for the batch_size samples of a share, scaled to the samples of a step."""
+        """Return --lr, which is for --batch_size samples, scaled linearly to the samples of a step."""
         return self._args.lr * run.global_batch / self._args.batch_size
 
     def of(self, batch: Sequence[torch.Tensor], samples_seen: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield this rank's batch one share at a time, each with the same buffers, no gradients and its own random numbers."""
+        """Yield this rank's batch share by share. Before each, reset the buffers, set .grad to None and seed the generators."""
         without_average = getattr(self._model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
         self._before = [buffer.clone() for buffer in self._buffers]
         self._added, self._sent = set(), 0
@@ -127,8 +129,8 @@ class Shares:
             with without_average():
                 yield tensors
 
-    def _has_gradient(self, weight):
-        """Hook of backward(): in the last share, send groups of gradients that are complete while the rest is computed."""
+    def _on_gradient(self, weight):
+        """Hook after each gradient: in this rank's last share, begin to send each group whose gradients are complete."""
         if self._share != self._own[-1] or self.number == 1:
             return
         part = self._part_of[weight]
@@ -141,7 +143,7 @@ class Shares:
             raise RuntimeError(f"a share has more backward passes than shares.passes, which is {self.passes}")
 
     def _send(self):
-        """Send the groups that are complete, in one order on all ranks, whatever order the gradients come in."""
+        """Send the complete groups up to the first that is incomplete, so that all ranks send in the same order."""
         while self._sent < len(self._parts) and self._parts[self._sent] in self._added:
             self._parts[self._sent].send()
             self._sent += 1
@@ -164,7 +166,7 @@ class Shares:
             return None
         try:
             means = self._exchange()
-        except Changed:  # the step has no result, and has changed nothing
+        except RanksChanged:  # the step has no result, and has changed nothing
             self.interrupted = True
             if before:
                 torch._foreach_copy_(self._buffers, self._before)
@@ -177,7 +179,7 @@ class Shares:
 
     def _exchange(self):
         if self._group.changed():
-            raise Changed
+            raise RanksChanged
         self._added = set(self._parts)
         self._send()
         for part in self._parts:

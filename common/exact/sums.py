@@ -20,7 +20,7 @@ def shares_of(rank: int, ranks: int, shares: int) -> range:
 
 
 def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], Any]) -> None:
-    """Append a root to the right of `roots`, and add siblings that have come together."""
+    """Append `root`, the top of a subtree, to `roots`, and merge siblings by `add`. `shares`: leaves of the whole tree."""
     level, index, value = root
     while True:
         width = -(-shares // 2**level)
@@ -33,7 +33,7 @@ def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], A
 
 
 def places(own: range, shares: int) -> list[tuple[int, int]]:
-    """Return (level, index) of the roots that a rank with these shares is left with."""
+    """Return [(level, index)] of the subtrees that a rank is left with after adding up its `own` shares, out of `shares`."""
     roots: list[Root] = []
     for share in own:
         grow(roots, (0, share, None), shares, lambda left, right: None)
@@ -44,9 +44,10 @@ class Part:
     """A group of tensors that are averaged together: one flat vector for each share, exchanged after the last share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
-        """`group`: collectives.All, or elastic's Members."""
+        """`shares`: their number, of all ranks; `group`: the ranks, a collectives.All or an elastic job's Members."""
         self._group, ranks = group, group.size
-        self.tensors, self._shares, self._ranks = list(tensors), shares, ranks
+        self.tensors = list(tensors)
+        self._shares, self._ranks = shares, ranks
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
         self._chunk = -(-sum(tensor.numel() for tensor in tensors) // ranks)
         self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
@@ -57,7 +58,7 @@ class Part:
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
-        """Add the tensors' values in this share; None counts as zeros. The shares must come in their order."""
+        """Add the values of `tensors` in this share; None counts as zeros. A rank adds its shares in ascending order."""
         flat = self._free_buffers.pop() if self._free_buffers else self._new(self._ranks * self._chunk)
         views = self._views(flat)
         missing = [view for view, value in zip(views, values) if value is None]
@@ -88,7 +89,7 @@ class Part:
         return left.add_(right)
 
     def send(self) -> None:
-        """Begin to give every rank its chunk of this rank's roots. Every rank calls this in the same order of parts."""
+        """With several ranks, begin to give each its chunk of this rank's sums. All ranks must send in the same order."""
         if self._ranks == 1:
             return
         own = [value.view(self._ranks, 1, self._chunk) for _, _, value in self._roots]
@@ -98,7 +99,7 @@ class Part:
         self._work = self._group.all_to_all(self._taken, self._given, sizes, [len(own) * self._chunk] * self._ranks)
 
     def finish(self) -> None:
-        """Finish the tree for this rank's chunk, and begin to gather the chunks of all ranks."""
+        """Compute the means of this rank's chunk, and begin to gather all chunks. With one rank, its chunk is the whole."""
         if self._ranks == 1:
             ((_, _, self._total),) = self._roots
             self._total.div_(self._shares)
@@ -114,7 +115,7 @@ class Part:
         self._work = self._group.all_gather(self._total, chunk.div_(self._shares))
 
     def means(self) -> list[torch.Tensor]:
-        """Wait for the exchange; return the mean of each of `tensors`, in memory that the next step overwrites."""
+        """Wait for the exchange; return the mean of each of `tensors`, in memory that the next step may overwrite."""
         if self._ranks > 1:
             self._work.wait()
         self._given = self._taken = self._work = None

@@ -13,7 +13,8 @@ class Average(nn.Module):
 
     def __init__(self, network: nn.Module, decay: float):
         super().__init__()
-        self.module, self._decay, self._begun = copy.deepcopy(network), decay, False
+        self.module = copy.deepcopy(network)
+        self._decay, self._begun = decay, False
         self.register_buffer("n_averaged", torch.tensor(0))
         self.register_load_state_dict_post_hook(lambda average, _: average._look())
 
@@ -22,7 +23,7 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Add a network to the average; the first one is copied, and of later ones the counters."""
+        """Add a network to the average: floating-point tensors are averaged; counters, and all of the first, are copied."""
         pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
         for averaged in (True, False):  # floating-point tensors, then counters
             chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]

@@ -25,7 +25,7 @@ def require(arch: str, image_size: int) -> None:
 
 
 def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = False) -> torch.nn.Module:
-    """Return a new network, in eval mode. `shallow`: each ResNet block at first adds nothing to its input (zero norm)."""
+    """Return a new network in eval mode. `shallow`: set zero_init_residual, so ResNet blocks at first add 0 to their input."""
     arch = arch.replace("-", "_")
     residual = {"zero_init_residual": True} if shallow and arch.startswith(("resne", "wide_resnet")) else {}
     sized = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}

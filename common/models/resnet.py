@@ -1,7 +1,4 @@
-"""ResNet-18 for 32x32 images: 11,173,962 parameters, named as in the ModelArts sample, so that its weights load here.
-
-A 3x3 stem without pooling, four stages of two blocks, average pooling, one linear layer. It knows nothing of devices or ranks.
-"""
+"""ResNet-18 for 32x32 images: 11,173,962 parameters, named as in the ModelArts sample, so that its weights load here."""
 
 from torch import nn
 

@@ -1,7 +1,6 @@
 """A barrier for work of unknown length, such as fetching data: no rank continues before all ranks have finished.
 
-It uses no collective. A waiting rank reads the keys of the job's store, so it can name the rank that it waits for. If one rank
-fails or dies, all ranks fail within seconds.
+It uses no collective: a waiting rank reads the keys of the job's store, so it can name the rank that it waits for.
 """
 
 import json
@@ -19,7 +18,7 @@ BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long
 
 
 def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
-    """Return this rank's result of `work()`, once it has ended on every rank; if one rank fails, all raise an error."""
+    """Return this rank's `work()` once it has ended on every rank; if one fails, all raise an error. `what`: for its text."""
     rank, world_size = rank_and_size()
     if world_size == 1:
         return work()
@@ -39,7 +38,9 @@ class Board:
     """A few keys in the job's store: which ranks are ready, which are alive, and why one has failed."""
 
     def __init__(self, store: Any, what: str, rank: int):
-        self._store, self._what, self._rank = store, what, rank
+        self._store = store
+        self._what = what
+        self._rank = rank
         self._over = threading.Event()
         self._beater = threading.Thread(target=self._beat, name=f"beat while waiting for {what}", daemon=True)
         self._beater.start()

@@ -1,7 +1,4 @@
-"""Collectives of all ranks: those of All, for gradients and other tensors, and functions for a few values or bytes on the CPU.
-
-The functions use a Gloo group: the default group if its backend is Gloo, else a second group.
-"""
+"""Collectives of all ranks: those of All, for tensors such as gradients, and functions for a few values or bytes on the CPU."""
 
 import datetime
 import hashlib
@@ -24,7 +21,7 @@ from common.stops import STOPS, Interrupted
 POLL_SECONDS = 0.001
 
 
-class Changed(Exception):
+class RanksChanged(Exception):
     """The process group is no longer valid: a member was lost or has joined (common/elastic)."""
 
 
@@ -54,17 +51,17 @@ GROUP = Group()
 
 
 def longest() -> datetime.timedelta:
-    """Return the timeout of a collective. It is long, as parents and watchers notice a dead rank within seconds."""
+    """Return the timeout of collectives, 30 minutes or more: parent processes or watchers notice a dead rank within seconds."""
     return datetime.timedelta(seconds=max(1800.0, 2 * patience.limit()))
 
 
-def grouped() -> bool:
+def has_process_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
 def rank_and_size() -> tuple[int, int]:
     """Return (this process's rank, the number of ranks); (0, 1) in a job without a process group."""
-    return (distributed.get_rank(), distributed.get_world_size()) if grouped() else (0, 1)
+    return (distributed.get_rank(), distributed.get_world_size()) if has_process_group() else (0, 1)
 
 
 class All:
@@ -89,7 +86,6 @@ class All:
         return distributed.all_reduce(tensor, async_op=True)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Add up the tensors of all ranks, in place."""
         _wait_for(self.all_reduce(tensor))
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -100,7 +96,7 @@ class All:
 
 
 def _wait_for(work):
-    """Wait for a collective, by polling as long as this process may end alone, so that a stop signal can end the wait."""
+    """Wait for a collective. If a stop signal may end this process alone, poll, so that the signal can end the wait."""
     try:
         while STOPS.may_end and not work.is_completed():
             time.sleep(POLL_SECONDS)
@@ -155,8 +151,8 @@ def _digest(content):
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1 or 1
 
 
-def compare(facts: dict) -> None:
-    """Raise UserError on every rank, naming two that differ, unless all have the same facts. If so, it is one all_reduce."""
+def require_equal(facts: dict) -> None:
+    """Raise UserError on every rank, naming two that differ, unless all have the same facts. Equal ones take one all_reduce."""
     if distributed.get_world_size() == 1:
         return
     mine = {name: str(value) for name, value in facts.items()}
@@ -178,7 +174,7 @@ def compare(facts: dict) -> None:
     )
 
 
-def one_device_each(identity: str) -> None:
+def require_one_device_each(identity: str) -> None:
     """Raise UserError on every rank if two compute on one GPU. `identity`: names the GPU on its host; "" for a CPU."""
     mine = torch.tensor([_digest(json.dumps([socket.gethostname(), identity])) if identity else 0])
     everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]

@@ -26,7 +26,7 @@ from torch import distributed
 from common import arguments, devices, heartbeat, moments, naming
 from common.errors import UserError
 from common.ranks import store
-from common.ranks.collectives import GROUP, compare, longest, one_device_each
+from common.ranks.collectives import GROUP, longest, require_equal, require_one_device_each
 from common.watching import watcher
 from common.wire import network
 
@@ -84,7 +84,7 @@ def start_workers(args: argparse.Namespace) -> None:
 
 
 def join(args: argparse.Namespace, device: torch.device) -> None:
-    """Form the process group; UserError unless all ranks run the same code with the same arguments, each on its own GPU."""
+    """Form the process group (if elastic, of this rank). UserError if ranks differ in code or common options or share a GPU."""
     here = args.world
     if here.level == "node" and here.world_size > 1:
         raise UserError(
@@ -118,13 +118,13 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         )  # torchrun's agent keeps the keys of earlier starts
         distributed.init_process_group(backend, store=prefixed, rank=here.rank, world_size=here.world_size, timeout=timeout)
     atexit.register(_leave)
-    compare(_alike(args))
-    one_device_each(devices.identity(device))
+    require_equal(_alike(args))
+    require_one_device_each(devices.identity(device))
     moments.announce("joined", device)
 
 
 def _let_watchers_meet(here, keys):
-    """Connect the ranks' watchers: rank 0 puts its watcher's port and a secret of this start into the ranks' store."""
+    """Connect the ranks' watchers, if there are any: rank 0 puts its watcher's port and a new secret into the ranks' store."""
     if GROUP.watcher is None:
         return
     hello = {"app": "anyrank", "job": here.job_id, "host": socket.gethostname(), "node": here.rank, "nodes": here.world_size,
@@ -140,13 +140,12 @@ def _let_watchers_meet(here, keys):
 
 
 def finished() -> None:
-    """Report that the job is over, at the end of one without a Run; otherwise its end would be taken for a failure."""
+    """Report that the job is over. A job without a Run calls this at its end, which would else be taken for a failure."""
     heartbeat.of_this_process().set("done", 0)
 
 
 def _alike(args):
-    """Return what must be the same on every node and rank."""
-    same = {name: value for name, value in arguments.plain(vars(args)).items() if name not in OWN_OPTIONS}
+    same = {name: value for name, value in arguments.plain_values(vars(args)).items() if name not in OWN_OPTIONS}
     settings = " ".join(f"{name}={value}" for name, value in sorted(same.items()))
     return {"code": code_digest(os.path.abspath(sys.argv[0])), "arguments": settings, "torch": str(torch.__version__)}
 
@@ -165,7 +164,7 @@ def code_digest(job: str, root: Path = ROOT) -> str:
 
 
 def _die_with_the_parent():
-    """Make this worker end with its parent, or it would go on writing to the next start's folder and keep the GPU and port."""
+    """On Linux, let this worker die with its parent, or it would write to the next start's folder and keep the GPU and port."""
     if sys.platform == "linux":
         _at_the_end_of_the_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ[heartbeat.PARENT]):  # the parent had ended before that call
@@ -174,7 +173,6 @@ def _die_with_the_parent():
 
 
 def _at_the_end_of_the_parent(number):
-    """Let the kernel send this process the signal `number` when its parent ends."""
     ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 

@@ -1,7 +1,6 @@
 """Batch norms over the samples of all ranks, with torch's kernels on NVIDIA GPUs and with plain operations elsewhere.
 
-torch.nn.SyncBatchNorm looks for ranks without samples, which makes the host wait for the GPU three times per layer. Here all
-ranks have the same number of samples, so the host never waits.
+Unlike torch.nn.SyncBatchNorm, these need the same number of samples on every rank, so the host never waits for the GPU.
 """
 
 import argparse
@@ -30,7 +29,7 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def over_all_ranks(args: argparse.Namespace) -> bool:
-    """Whether batch norms are over all ranks: with several ranks, as --sync_bn says or, unset, if each has few samples."""
+    """Whether batch norms are over all ranks: as --sync_bn says or, unset, with fewer than FEW samples each. False for one."""
     return distributed.get_world_size() > 1 and (args.batch_size < FEW if args.sync_bn is None else args.sync_bn)
 
 

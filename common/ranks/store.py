@@ -38,7 +38,7 @@ def count(store: Any, key: str) -> int:
 
 
 def meet(here: World, store: Any, seconds: float) -> list[int]:
-    """Wait until every rank has come; return, alike on all, those that did not come within `seconds`, as rank 0 counts."""
+    """Wait until all ranks have come. Return the same list on each: the ranks that did not come within `seconds`."""
     if store.add(f"{CAME}/{here.rank}", 1) > 1:
         raise UserError(f"two processes say that they are rank {here.rank}; give each process its own RANK")
     if here.rank:
@@ -78,7 +78,7 @@ def _opened(here, seconds):
 
 
 def _listener(here: World) -> Optional[socket.socket]:
-    """Return a socket that listens only at the master's address; None if that is impossible: torch then listens at all."""
+    """Return a socket that listens at the master's address only; None if impossible: torch then listens at all addresses."""
     try:
         found = socket.getaddrinfo(here.master_addr, here.master_port, type=socket.SOCK_STREAM)
         family, *_, address = found[0]

@@ -21,13 +21,13 @@ def thinned(rows: Sequence, most: int = POINTS) -> list:
     return [*rows[:-1:step], *rows[-1:]]
 
 
-def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
-    """Return curves as SVG; `marks`: [(kind, x)] of vertical lines. Empty if matplotlib is missing."""
+def line_chart(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
+    """Return curves and, at `marks` [(kind, x)], vertical lines as SVG; empty without matplotlib. Its ids begin with `name`."""
     if not optional.there(optional.FIGURES):
         return ""
     from matplotlib.ticker import EngFormatter
 
-    figure, axes = _empty()
+    figure, axes = _new_figure()
     if max((x for xs, _, _ in series for x in xs), default=0) >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     for xs, ys, how in series:
@@ -42,10 +42,10 @@ def lines(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]
 
 
 def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
-    """Return stacked bars as SVG; `parts`: for each colour, its height in every bar. Empty if matplotlib is missing."""
+    """Return stacked bars as SVG whose ids begin with `name`; `parts`: each colour's heights. Empty without matplotlib."""
     if not optional.there(optional.FIGURES):
         return ""
-    figure, axes = _empty()
+    figure, axes = _new_figure()
     below = [0.0] * len(labels)
     for colour, heights in zip(COLOURS, parts):
         axes.bar(range(len(labels)), heights, bottom=below, color=colour, width=0.8)
@@ -56,7 +56,7 @@ def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> 
     return _svg(figure, name)
 
 
-def _empty() -> Any:
+def _new_figure() -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 2.7))

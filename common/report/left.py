@@ -22,7 +22,7 @@ NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pau
 
 
 @dataclasses.dataclass
-class Left:
+class RunFiles:
     folder: str
     name: str  # the folder's name, which the page shows as that of the run
     epochs: list[dict]  # metrics.jsonl: numbers alone
@@ -31,30 +31,32 @@ class Left:
     scores: dict  # report.json: the newest evaluation
 
     @classmethod
-    def read(cls, folder: str, name: Optional[str] = None) -> "Left":
+    def read(cls, folder: str, name: Optional[str] = None) -> "RunFiles":
         if not any(os.path.exists(os.path.join(folder, file)) for file in FILES):
             raise UserError(f"{one_line(name or folder)} holds no run: give the output folder of a job that has trained")
         epochs, speed, journal, _, scores = (_lines(os.path.join(folder, file)) for file in FILES)
         epochs = [{key: row[key] for key in row if _is_number(row[key])} for row in epochs]
-        speed = _few(({key: row[key] for key in row if _is_number(row[key])} for row in speed), os.path.join(folder, FILES[1]))
+        speed = _joined_rows(
+            ({key: row[key] for key in row if _is_number(row[key])} for row in speed), os.path.join(folder, FILES[1])
+        )
         journal = [{key: row[key] for key in row if key not in NUMBERS or _is_number(row[key])} for row in journal]
         scores = next(scores, None)
         shown = one_line(name or os.path.basename(os.path.abspath(folder)))
-        return cls(folder, shown, epochs, speed, journal, _checked(scores) if scores else {})
+        return cls(folder, shown, epochs, speed, journal, _scores_for_page(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
-        """Return the events of a kind; "nodes" without repeats, as each rank that takes over the journal adds its own."""
+        """Return the events of a kind. Repeats of "nodes" are left out, as several ranks may have recorded the same change."""
         rows = [row for row in self.journal if row.get("event") == kind]
         return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values()) if kind == "nodes" else rows
 
     @property
     def start(self) -> dict:
-        """The newest start; empty if none was recorded."""
+        """The event of the newest start; empty if none was recorded."""
         return (self.events("start") or [{}])[-1]
 
     @property
     def end(self) -> dict:
-        """The end of the newest start; empty if none was recorded."""
+        """The event with which the newest start ended; empty if none was recorded."""
         end = (self.events("end") or [{}])[-1]
         return end if end.get("time", 0) >= self.start.get("time", 0) else {}
 
@@ -87,7 +89,7 @@ class Left:
         return sum(max(0, end - begin) for begin, end in zip(begins, ends))
 
     def data(self) -> dict[str, list]:
-        """Return counts of pictures: {"classes": [(name, training, validation)], "left_out": [(reason, count, example)]}."""
+        """Return counts of pictures, {"classes": [(name, train, val)], "left_out": [(reason, count, name)]}; or {}."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
             said = self.start["data"]
             classes = [(one_line(name), int(train), int(val)) for name, train, val in said["classes"]]
@@ -97,8 +99,8 @@ class Left:
 
 
 def add_end(folder: str, since: float, why: str) -> bool:
-    """Write to the journal that the start since `since` failed, unless it wrote an end itself; return whether this was done."""
-    left = Left.read(folder)
+    """Add to the journal that the run failed, if just one start began since `since` and has no end; return whether it did."""
+    left = RunFiles.read(folder)
     began = [row for row in left.events("start") if row.get("time", 0) >= since]
     if left.end or len(began) != 1:  # it wrote its end, never began, or a later start has followed
         return False
@@ -115,7 +117,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 
-def _checked(scores: dict) -> dict:
+def _scores_for_page(scores: dict) -> dict:
     """Return what the page needs of report.json; empty if any of it is missing or malformed."""
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
         names = [one_line(str(row["class"])) for row in scores["classes"]]
@@ -152,8 +154,8 @@ def _lines(path: str) -> Iterator[dict]:
                     yield row
 
 
-def _few(rows: Iterator[dict], path: str) -> list[dict]:
-    """Join neighbouring rows of an epoch if the file is large, to save memory: ADDED is summed, other values are the last."""
+def _joined_rows(rows: Iterator[dict], path: str) -> list[dict]:
+    """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in ADDED, else keep the last."""
     most = os.path.getsize(path) // GROUPED if os.path.exists(path) else 0
     found, size = [], 0
     for row in rows:

@@ -16,7 +16,7 @@ from typing import Any, Optional
 from common import optional
 from common.errors import UserError, count, one_line
 from common.report import figures, template
-from common.report.left import Left
+from common.report.left import RunFiles
 from common.version import VERSION
 
 MOST_COLUMNS = 30  # the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
@@ -38,19 +38,18 @@ WORDS = {
 }  # fmt: skip
 
 
-def of_one(left: Left) -> str:
-    """Return the text of report.html for one run."""
+def of_one(left: RunFiles) -> str:
     by, best = left.best()
-    return filled(
+    return rendered(
         template.ONE_RUN, left.name, left=left, outcome=outcome(left), marks=figures.MARKS, curves=list(_curves(left, best)),
         events=list(_events(left, by, best)), speed=list(_speed(left)), confusion=_confusion(left), classes=_classes(left),
-        galleries=list(_galleries(left)), restored=_restored(left), warnings=_warnings(left), options=options_of(left),
+        galleries=list(_galleries(left)), restored=_examples(left), warnings=_warnings(left), options=options_of(left),
         machine=_machine(left), data=left.data(), mistakes=_mistakes(left), epoch=left.scores.get("epoch"), **_commands(left),
     )  # fmt: skip
 
 
-def filled(text: str, title: str, **facts: Any) -> str:
-    """Return the page with `text` as the template of its main part; jinja2 escapes every fact. UserError without jinja2."""
+def rendered(text: str, title: str, **facts: Any) -> str:
+    """Return a page with `text` as the template of its main part; all `facts` but SVG are escaped. UserError without jinja2."""
     if why := optional.trouble(optional.PAGE):
         raise UserError(f"the page is made with jinja2: {why}")
     import jinja2
@@ -64,7 +63,7 @@ def filled(text: str, title: str, **facts: Any) -> str:
 # --- Words ------------------------------------------------------------------------------------------------------------------
 
 
-def outcome(left: Left) -> dict[str, Any]:
+def outcome(left: RunFiles) -> dict[str, Any]:
     """Return the facts in the first sentence of the page (`result` in template.py)."""
     (by, best), machine = left.best(), left.start.get("machine")
     file = f"epoch_{best.get('epoch')}.pth"
@@ -82,7 +81,7 @@ def outcome(left: Left) -> dict[str, Any]:
 
 
 def _range(left, by, share):
-    """Return Wilson's 95 % interval of the accuracy, (low, high, images); None for another metric, or from MANY images on."""
+    """Return Wilson's 95 % interval of the accuracy, (low, high, images); None for another metric, no images, or MANY."""
     samples = sum(row[0] for row in left.scores.get("by_class", ()))
     if by != "accuracy" or not (0 < samples < MANY and 0 <= share <= 1):
         return None
@@ -115,7 +114,7 @@ def _warnings(left):
 
 
 def _commands(left):
-    """Return the commands to go on (None once the run has finished), to train again in another folder, and to export."""
+    """Return the commands to go on, to train again elsewhere, and to export, each None if not possible; {} if none is known."""
     command, kept = left.start.get("command"), []
     if not isinstance(command, str):
         return {}
@@ -132,8 +131,7 @@ def _commands(left):
     return {"go_on": None if left.end.get("how") == "finished" else command, "again": again if kept else None, "use": use}
 
 
-def options_of(left: Left) -> list[tuple[str, str, str]]:
-    """Return [(name, value, default)] of the options that are not at their defaults."""
+def options_of(left: RunFiles) -> list[tuple[str, str, str]]:
     options = left.start.get("options")
     return [
         (name, str(pair[0]), str(pair[-1])) for name, pair in (options.items() if isinstance(options, dict) else ()) if pair
@@ -165,7 +163,7 @@ def words(name: str) -> tuple[str, str]:
     return WORDS.get(name, (name, name))
 
 
-def _curves(left: Left, best: dict) -> Iterator[dict]:
+def _curves(left: RunFiles, best: dict) -> Iterator[dict]:
     marks = [("restart", row.get("samples", 0)) for row in left.events("start")[1:]]
     marks += [("nodes", row.get("samples", 0)) for row in left.events("nodes")]
     marks += [("best", best.get("samples", 0))] if best else []
@@ -187,16 +185,16 @@ def _curves(left: Left, best: dict) -> Iterator[dict]:
             (row.get("epoch"), f"{row.get('samples', 0):,}", *(short(row.get(name)) for name in shown)) for row in left.epochs
         ]
         heads, title = [EPOCH, SAMPLES, *map(words, shown)], ("Loss", "损失") if panel[0] == "train_loss" else words(panel[0])
-        yield figure(identifier(panel[0]), title, legend, heads, rows, figures.lines(identifier(panel[0]), series, marks))
+        yield figure(identifier(panel[0]), title, legend, heads, rows, figures.line_chart(identifier(panel[0]), series, marks))
     if lines:
         samples, rates = [row.get("samples", 0) for row in lines], [row["lr"] for row in lines]
         rows = figures.thinned([(f"{x:,}", short(y)) for x, y in zip(samples, rates)], MOST_OF_A_CURVE)
-        svg = figures.lines("lr", [(samples, rates, {"color": figures.COLOURS[2]})], marks)
+        svg = figures.line_chart("lr", [(samples, rates, {"color": figures.COLOURS[2]})], marks)
         yield figure("lr", words("lr"), [], [SAMPLES, words("lr")], rows, svg)
 
 
-def _speed(left: Left) -> Iterator[dict]:
-    """Yield two figures: the seconds of each phase by epoch or group of epochs, and the images a second over time."""
+def _speed(left: RunFiles) -> Iterator[dict]:
+    """Yield two figures if there are rows: each phase's seconds by epoch or group of epochs, and images a second over time."""
     spent: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
     epochs = sorted({int(row.get("epoch", 0)) for row in left.speed})
     size = -(-len(epochs) // MOST_BARS) or 1
@@ -222,7 +220,7 @@ def _speed(left: Left) -> Iterator[dict]:
     )
     rows = [(f"{minute:.1f}", short(rate), row.get("peak_memory_mib")) for minute, rate, row in zip(minutes, rates, rated)]
     heads = [("Minutes", "分钟"), words("images_per_s"), ("Peak memory, MiB", "内存峰值，MiB")]
-    svg = figures.lines("rate", [(minutes, rates, {"color": figures.COLOURS[0]})])
+    svg = figures.line_chart("rate", [(minutes, rates, {"color": figures.COLOURS[0]})])
     title = ("Images a second, over minutes", "每秒图像数（横轴：分钟）")
     yield figure("rate", title, [], heads, figures.thinned(rows, MOST_OF_A_CURVE), svg)
 
@@ -230,7 +228,7 @@ def _speed(left: Left) -> Iterator[dict]:
 # --- What it got wrong ------------------------------------------------------------------------------------------------------
 
 
-def _confusion(left: Left) -> Optional[dict]:
+def _confusion(left: RunFiles) -> Optional[dict]:
     """Return "names" and "rows" of the matrix or, if it is too large, the most frequent "pairs". None without scores."""
     if not left.scores:
         return None
@@ -251,19 +249,19 @@ def _confusion(left: Left) -> Optional[dict]:
     }
 
 
-def _classes(left: Left) -> list[tuple]:
+def _classes(left: RunFiles) -> list[tuple]:
     """Return a row for each class that has images, the lowest recall first."""
     rows = [row for row in zip(left.scores.get("names", ()), left.scores.get("by_class", ())) if row[1][0]]
     rows.sort(key=lambda row: row[1][1])
     return [(name, samples, *(f"{fraction:.4f}" for fraction in fractions)) for name, (samples, *fractions) in rows]
 
 
-def _mistakes(left: Left) -> list[tuple]:
+def _mistakes(left: RunFiles) -> list[tuple]:
     rows = left.scores.get("mistakes", {}).get("all", [])
     return [(one["name"], one["class"], one["predicted"], f"{one['sure']:.0%}") for one in rows]
 
 
-def _galleries(left: Left) -> Iterator[tuple]:
+def _galleries(left: RunFiles) -> Iterator[tuple]:
     sheet = _picture(left, "mistakes")
     seen = set()
     for row, kind in enumerate(("worst", "surest")):
@@ -275,7 +273,7 @@ def _galleries(left: Left) -> Iterator[tuple]:
         yield kind, [{**shot, "image": _encoded(sheet.crop(box)) if sheet else None} for shot, box in zip(shots, boxes)]
 
 
-def _restored(left: Left) -> Optional[dict]:
+def _examples(left: RunFiles) -> Optional[dict]:
     """Return the newest sheet of examples, cut into rows of three pictures; None if there is none that can be used."""
     for event in reversed(left.events("picture")):
         name, high, columns = os.path.basename(str(event.get("name"))), int(event.get("rows", 0)), event.get("columns")
@@ -288,7 +286,7 @@ def _restored(left: Left) -> Optional[dict]:
     return None
 
 
-def _picture(left: Left, name: str) -> Any:
+def _picture(left: RunFiles, name: str) -> Any:
     from PIL import Image
 
     try:

@@ -1,7 +1,6 @@
 """The ranks agree on what is due: a stop requested by the platform, the end of --max_hours, or a checkpoint.
 
-Each rank has its own clock and its own signals, so the ranks take the maximum of their values. They do so about twice a second
-and not in every step. The interval follows the step time of the slowest rank, which they exchange as well.
+Each rank has its own clock and its own signals, so the ranks take the maximum of their values, about twice a second.
 """
 
 import time
@@ -22,7 +21,7 @@ class Agreement:
         self.begin()
 
     def begin(self) -> None:
-        """Start counting steps: when the run has been restored, or the ranks have changed, on all ranks alike."""
+        """Let the next exchange() involve all ranks. All call this after a restore and after each change of the ranks."""
         self._exchanged = time.monotonic()
         self._steps_left = self._steps_between = 1
         self._due: Sequence[float] = (0, 0, 0)
@@ -31,7 +30,7 @@ class Agreement:
         self._saved = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Find out what is due, once in every step. `maximum`: reduces numbers over all ranks; None for a single rank."""
+        """Set due(), in each step. Several ranks use `maximum`, a reduction, about twice a second; due() is 0 in between."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
         own = [int(STOPS.noted), int(hours), int(now - self._saved >= self._save_seconds)]
@@ -48,5 +47,5 @@ class Agreement:
         self._steps_left = self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(step_seconds, 1e-6))))
 
     def due(self) -> Sequence[float]:
-        """Return (signal to stop on or 0, whether the hours are over, whether a checkpoint is due) after this step."""
+        """Return the result of exchange(): (signal to stop on or 0, whether --max_hours is over, whether to save)."""
         return self._due

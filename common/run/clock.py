@@ -12,8 +12,8 @@ from typing import Optional
 from common import heartbeat
 
 LINE_SECONDS = 5
-TRAINING = ("waiting_for_data", "transfer", "compute")
-PHASES = (*TRAINING, "evaluation", "saving", "paused", "waiting_for_storage")
+TRAINING_PHASES = ("waiting_for_data", "transfer", "compute")
+PHASES = (*TRAINING_PHASES, "evaluation", "saving", "paused", "waiting_for_storage")
 # {phase of the heartbeat: phase of the clock}. The time of other phases of the heartbeat, as of the start, is not counted.
 OF_THE_HEARTBEAT = {
     "data": "waiting_for_data", "step": "compute", "evaluate": "evaluation", "save": "saving", "publish": "saving",
@@ -23,7 +23,7 @@ OF_THE_HEARTBEAT = {
 
 class Clock:
     def __init__(self, line_every: Optional[int] = None, test_samples: int = 0):
-        """`line_every`: steps between two lines of the log; None: a line is due every LINE_SECONDS."""
+        """`line_every`: steps between lines of the log (unset: LINE_SECONDS); `test_samples`: samples of an evaluation."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._phase, self._since = "", time.monotonic()
         self._stepped = self._since
@@ -31,26 +31,25 @@ class Clock:
         self._waited = self._pulse.waited()
         self._beside = False  # whether transfers overlap the computing
         self._line_every = line_every
-        self._test_samples = test_samples
-        self._evaluations = 0
+        self._test_samples, self._evaluations = test_samples, 0
         self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) after each step of this start
         self.begin_lap()
 
     def enter(self, phase: str, steps: int) -> None:
-        """Begin a phase, and tell the heartbeat. `steps`: number of steps that the run has taken."""
-        self._pulse.set("compile" if phase in heartbeat.TRAINING and not self._marks else phase, steps)
+        """Begin a phase, and report it in the heartbeat, which a parent process reads. `steps`: steps of the run so far."""
+        self._pulse.set("compile" if phase in heartbeat.STEP_PHASES and not self._marks else phase, steps)
         self.read()
         self._phase = OF_THE_HEARTBEAT.get(phase, "")
 
     def transferred(self, seconds: float, beside: bool) -> None:
-        """Add seconds of transfer. `beside`: they overlapped a step; if not, they had been counted as waiting for data."""
+        """Add seconds of transfer to the device. `beside`: they overlapped a step; else subtract them from waiting_for_data."""
         self._seconds["transfer"] += seconds
         self._beside = beside
         if not beside:
             self._seconds["waiting_for_data"] -= seconds
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase, and as "training" the sum of the first three, without overlapping transfers."""
+        """Return the seconds of each phase; "training" is the sum of the first three, without overlapping transfers."""
         now, waited = time.monotonic(), self._pulse.waited()
         if self._phase:
             # A loader process that waits for storage while the rank computes delays nothing.
@@ -64,14 +63,13 @@ class Clock:
     # --- Between two lines of the log ---
 
     def begin_lap(self) -> None:
-        """Begin a lap with a new epoch, whose first step gets a line of the log."""
+        """Begin to measure the speed for the next line of the log. Called when an epoch begins: its first step gets a line."""
         self._lap_began = self.read()
-        self._lap_images = 0
-        self._lap_steps = 0
+        self._lap_images, self._lap_steps = 0, 0
         self._is_first = True
 
     def stepped(self, samples: int, trained: int) -> bool:
-        """Count a step; returns whether a line is due. `samples`: of this step; `trained`: of this start until now."""
+        """Count a step of `samples` samples; return whether a log line is due. `trained`: samples of this start so far."""
         self._lap_images += samples
         self._lap_steps += 1
         training = self.read()["training"]
@@ -84,11 +82,10 @@ class Clock:
         return self._is_first or training - self._lap_began["training"] >= LINE_SECONDS
 
     def since_step(self) -> float:
-        """Return the seconds since the last step, or since the clock was made."""
         return time.monotonic() - self._stepped
 
     def lap(self) -> dict[str, float]:
-        """Begin a new lap; returns the images per second and the fraction of each phase of the training in the last one."""
+        """Return the images per second and the fraction of each training phase since the last lap began; begin a new one."""
         before, images = self._lap_began, self._lap_images
         self.begin_lap()
         self._is_first = False
@@ -97,7 +94,6 @@ class Clock:
     # --- The rest ---
 
     def evaluated(self) -> None:
-        """Count an epoch that has ended with its evaluation."""
         self._evaluations += 1
 
     def seconds_left(self, samples: int, evaluations: int) -> Optional[float]:
@@ -119,4 +115,5 @@ class Clock:
 def speed(before: Mapping[str, float], now: Mapping[str, float], images: int) -> dict[str, float]:
     """Return the images per second between two readings of a clock, and the fraction of each phase of the training."""
     training = max(now["training"] - before["training"], 1e-9)
-    return {"images_per_s": images / training, **{name: min(1.0, (now[name] - before[name]) / training) for name in TRAINING}}
+    fractions = {name: min(1.0, (now[name] - before[name]) / training) for name in TRAINING_PHASES}
+    return {"images_per_s": images / training, **fractions}

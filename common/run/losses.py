@@ -16,8 +16,7 @@ class Losses:
     def __init__(self, device: torch.device, rank: int, world_size: int):
         self._rank, self._world_size = rank, world_size
         self._sum = torch.zeros((), dtype=devices.widest(device), device=device)
-        self._count = 0
-        self._shared = True
+        self._count, self._shared = 0, True
         self._unchecked = []
 
     def add(self, loss: torch.Tensor, step: int, ids: torch.Tensor) -> None:
@@ -27,7 +26,7 @@ class Losses:
         self._unchecked.append((step, loss, ids))
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
-        """Raise an error if a loss since the last call is not a finite number. Called seldom, because it waits for the GPU."""
+        """Raise TrainingFailed if a loss since the last call is not finite. It is called seldom, as it waits for the GPU."""
         if bad := self.first_bad():
             step, loss, ids = bad
             where = f"at step {step}, sample ids {ids.tolist()}"
@@ -43,14 +42,14 @@ class Losses:
         return None if all(good) else unchecked[good.index(False)]
 
     def all_reduce(self) -> None:
-        """Add up the sums of all ranks on rank 0, which saves them; on the other ranks the sum becomes 0."""
+        """Add up all ranks' sums on rank 0, unless no loss was added since the last call; the other ranks' sums become 0."""
         if self._world_size > 1 and not self._shared:
             (total,) = reduce([self._sum.item()], "SUM")
             self._sum.fill_(total if self._rank == 0 else 0.0)
         self._shared = True
 
     def close_epoch(self) -> float:
-        """Return the mean loss of the epoch, which is right on rank 0 after all_reduce(), and begin the next epoch."""
+        """Return the mean loss of the epoch, and begin the next epoch. Call all_reduce() first; only rank 0's mean is right."""
         mean = (self._sum / self._count).item()
         self._sum.zero_()
         self._count = 0

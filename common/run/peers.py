@@ -13,16 +13,13 @@ from common.run.saving import restore
 
 
 class Fixed:
-    """The ranks of the process group, or this process alone, which stay together from the first step to the last.
-
-    common/elastic/peers.py has the same interface for ranks that may change.
-    """
+    """The ranks of the process group, or this process alone, which never change; common/elastic/peers.py has ranks that do."""
 
     each_has_a_ledger = True
     told_to_stop: Optional[Callable[[], int]] = None  # whether a stop signal is meant for the run; None: each one is
 
     def __init__(self, args: argparse.Namespace):
-        if not collectives.grouped():
+        if not collectives.has_process_group():
             world.require_one_device(args)
         self.rank, self.size = collectives.rank_and_size()
         self.shows = self.rank == 0  # it shows the log, and writes files except in a trial
@@ -30,24 +27,24 @@ class Fixed:
         self.agreement = Agreement(args.max_hours, args.save_seconds)
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
-        """Return the checkpoint to resume from. Nodes may have separate disks, so rank 0 looks for it and sends it to all."""
+        """Return rank 0's `look()`, a checkpoint or None, on all ranks. UserError if the ranks differ in `identity`."""
         if self.size > 1:
-            collectives.compare(identity)
+            collectives.require_equal(identity)
         return restore.from_rank_0(look)
 
     def meet(self, run: Any) -> None:
-        """Begin to agree, once the run is restored."""
+        """Begin to exchange with the other ranks what is due. Called when the run has been restored."""
         self.agreement.begin()
 
     def form_again(self) -> None:
-        """Form the group again after a step without a result, in which ranks have changed. Fixed ranks never change."""
+        """Do nothing, as these ranks never change. In an elastic job, form the group again after ranks have changed."""
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids of a step's samples that this rank's ledger records. `ids`: those of this rank's batch."""
+        """Return the sample ids of a step that this rank's ledger records: here `ids`, the ids of this rank's own batch."""
         return ids
 
     def counted(self) -> None:
-        """Called after each step that has been counted."""
+        """Do nothing. Called after each step that counts; an elastic job reports changes of its nodes then."""
 
     def due(self) -> Sequence[float]:
         """Return (signal to stop on or 0, whether --max_hours is over, whether to save) after a step, alike on every rank."""
@@ -55,5 +52,4 @@ class Fixed:
         return self.agreement.due()
 
     def together(self, work: Callable, *arguments: Any) -> Any:
-        """Return `work(*arguments)`, in which every rank takes part."""
         return work(*arguments)

@@ -12,7 +12,7 @@ class Plan:
     args: argparse.Namespace
     sampler: Any  # of the training data; it knows the size of a step and of an epoch
     patience: Optional[int] = None  # epochs without a better one, after which the run ends
-    began: Any = None  # the Position at which this start has resumed; None until Run.resume()
+    resumed_at: Any = None  # the Position at which this start has resumed; None until Run.resume()
 
     def limit(self, at: Position) -> Optional[str]:
         """Return the option that ends the run at this position, or None if the run goes on."""
@@ -30,10 +30,10 @@ class Plan:
         return self.args.max_steps is not None and at.total_steps >= self.args.max_steps
 
     def _epochs_used_up(self, at):
-        return self.args.run_epochs is not None and at.epoch - self.began.epoch >= self.args.run_epochs
+        return self.args.run_epochs is not None and at.epoch - self.resumed_at.epoch >= self.args.run_epochs
 
     def cut_short(self, at: Position) -> bool:
-        """Whether --max_steps or --run_epochs is used up before --epochs; with more of them the run goes on."""
+        """Whether --max_steps or --run_epochs is used up before all --epochs are done."""
         return at.epoch < self.args.epochs and (self.steps_used_up(at) or self._epochs_used_up(at))
 
     def finished(self, at: Position) -> bool:
@@ -43,7 +43,6 @@ class Plan:
         return at.consumed >= self.sampler.samples_per_epoch
 
     def progress(self, at: Position) -> float:
-        """Return the fraction of the run's samples seen at the middle of the coming step."""
         in_epoch = (at.consumed + self.sampler.global_batch / 2) / self.sampler.samples_per_epoch
         return min(1.0, (at.epoch + in_epoch) / self.args.epochs)
 

@@ -10,7 +10,7 @@ from common.run.position import Position
 
 class Results:
     def __init__(self, best_by: str, best_is: Optional[str] = None):
-        """`best_by`: the metric that decides; `best_is`: "highest" (unset) or "lowest"."""
+        """`best_by`: the metric that decides. `best_is`: "highest" (also if unset) or "lowest"; required for a loss."""
         if best_is is None and re.search("(loss|error|mae|mse)$", best_by):
             raise UserError(
                 f'Run(best_by="{best_by}") does not say which value is better: give best_is="lowest" or best_is="highest"'
@@ -29,7 +29,7 @@ class Results:
         return at.after_epoch({"epoch": epoch, "samples_seen": at.samples_seen, self.best_by: score})
 
     def news(self, at: Position) -> str:
-        """Return what the epoch that ended at `at` has made better or worse, as text for the end of its line of the log."""
+        """Return the best epoch and the changes since the epoch before, to end a log line; empty without a best epoch."""
         if at.best is None:
             return ""
         row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self.best_by

@@ -34,7 +34,7 @@ from common.run.peers import Fixed
 from common.run.plan import Plan
 from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import checkpoint, facts, output, parts, restore
+from common.run.saving import checkpoint, manifest, output, parts, restore
 from common.run.saving.evidence import Evidence
 from common.run.saving.saver import Saving
 from common.run.scaler import Scaler
@@ -63,7 +63,7 @@ class Run:
         **saved: Any,
     ):
         """`classes`: their names, stored in checkpoints. `test_samples`: samples of an evaluation, to estimate its time.
-        `best_by`: the metric of end_epoch() by which the best checkpoint is kept; `best_is`: "highest" (unset) or "lowest".
+        `best_by`: the metric by which the best checkpoint is kept; `best_is`: "highest" (unset), or "lowest", as for a loss.
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `saved`: other objects with a state_dict, saved under these names."""
         self.args = args
@@ -77,7 +77,7 @@ class Run:
         self.model = checkpoint.unwrapped(model)
         self.device = next(self.model.parameters()).device
         self.peers: Fixed = moments.announce("peers", args) or Fixed(args)
-        self.trial = bool(args.trial or prof)
+        self.trial = bool(args.doctor or prof)
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
@@ -104,20 +104,20 @@ class Run:
     # --- Observers ---
 
     def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
-        """Write uint8 (3, H, W) to examples/NAME.png and to TensorBoard. `what`: stored with it in journal.jsonl."""
+        """If this rank writes, write uint8 (3, H, W) as examples/NAME.png and to TensorBoard, and `what` to the journal."""
         self.tell("picture", name=name, pixels=pixels, what=what)
 
     def tell(self, moment: str, **more: Any) -> None:
         self._observers.tell(moment, Facts(self.position, self.plan, self.results, self.clock.read()), **more)
 
-    def show(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         self.clock.enter(phase, self.position.total_steps)
 
     # --- Where the run stands ---
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that all ranks together use in one step; a resumed run keeps the number it began with."""
+        """Samples of all ranks in one step. A resumed run keeps the number if --batch_size and --total_batch are unchanged."""
         self._require_resumed("run.global_batch")
         return self.sampler.global_batch
 
@@ -131,15 +131,15 @@ class Run:
     def goes_on(self) -> bool:
         """Whether this start resumed from a checkpoint; also true in a trial, which skips what only a new run does."""
         self._require_resumed("run.goes_on")
-        return self.saving.goes_on or self.plan.began.total_steps > 0 or self.trial
+        return self.saving.goes_on or self.plan.resumed_at.total_steps > 0 or self.trial
 
     def _require_resumed(self, asked):
-        if self.plan.began is None:
+        if self.plan.resumed_at is None:
             raise RuntimeError(f"{asked} was used before run.resume(): call that first, after the last run.register()")
 
     @property
     def shares(self) -> Any:
-        """The exact.Shares of an exact job, in which the loss of a step is that of all ranks already; else None."""
+        """The exact.Shares of an exact job, whose mean() returns the loss of all ranks for step(); None in other jobs."""
         return self.parts.get("shares")
 
     @property
@@ -160,8 +160,8 @@ class Run:
     # --- From here to the end: the course of a run ---
 
     def resume(self) -> None:
-        """Restore the checkpoint to resume from, if there is one. From here on, a stop signal saves the run and ends it."""
-        restore.prepare(self.parts)
+        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither."""
+        restore.create_momentum_buffers(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
         self.made, self.groups = parts.made(self), parts.groups(self)
@@ -169,7 +169,7 @@ class Run:
         if found:
             restore.into(self, *found)
         if self.side_files.writes and self.args.checkpoints:
-            output.require_room(self.args, checkpoint.largest(state := self.state()))
+            output.require_room(self.args, checkpoint.estimated_size(state := self.state()))
             checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts}))
         self.peers.meet(self)
         if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
@@ -180,18 +180,18 @@ class Run:
         for optimizer in parts.optimizers(self).values():
             optimizer.register_step_post_hook(self._updated)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
-        self.plan = dataclasses.replace(self.plan, began=self.position)
+        self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
         writes = self.side_files.writes
         self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or (self.peers.each_has_a_ledger and not self.trial))
         self.evidence.begin(self.position.epoch, self.position.consumed)
-        self.show("start")
+        self.enter("start")
         self.tell("resumed")
         if not self.trial:
             for line in restore.first_lines(self, found, self.evidence.attempt):
                 self.say(line)
-            about = facts.of_this_start(self, found[2] if found else None) if writes else {}
+            about = manifest.of_this_start(self, found[2] if found else None) if writes else {}
             self.tell("began", about=about)
-            self.may_stop()
+            self.allow_stop()
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
     def epochs(self) -> Iterator[int]:
@@ -231,12 +231,12 @@ class Run:
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
         while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
-            self.show("data")
+            self.enter("data")
             batch = next(batches)
             STOPS.may_end, due = False, self.position.total_steps + 1
-            self.show("step")
+            self.enter("step")
             self.clock.transferred(loader.transfer_seconds(), loader.beside)
-            self.evidence.trying(self.position.epoch, self.position.consumed)
+            self.evidence.note_step_begins(self.position.epoch, self.position.consumed)
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
                 if self.shares.interrupted:
@@ -254,10 +254,10 @@ class Run:
         self.losses.all_reduce()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or self.plan.epoch_is_over(self.position)):
             self.save()  # the epoch is incomplete, and the next start continues it from here
-        self._mark = parts.mark(parts.states(self))
+        self._fingerprint = parts.fingerprint(parts.states(self))
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
-        self.may_stop(evaluates=True)
-        self.show("evaluate")
+        self.allow_stop(evaluates=True)
+        self.enter("evaluate")
 
     # The order of a step is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
     #   1. the ledger of this rank has the samples of the step
@@ -269,21 +269,22 @@ class Run:
     #      after the last step of an epoch the save comes after end_epoch(), which has the results of the evaluation
     #   6. the run stops if told to, after it has been saved
     def step(self, loss: torch.Tensor) -> None:
-        """Count the step just taken, and report it. A save or a stop that is due follows when the loop asks for a batch."""
+        """Count and report the step just taken; the last step of --prof exits. A due save or stop comes with the next batch."""
         loss, ids = loss.detach(), self.loader.ids
-        self.evidence.taken(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
+        self.evidence.note_step_counts(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
         self._without_update += 1
         self.peers.counted()
-        line_is_due = self.clock.stepped(self.sampler.global_batch, self.position.samples_seen - self.plan.began.samples_seen)
+        trained = self.position.samples_seen - self.plan.resumed_at.samples_seen
+        line_is_due = self.clock.stepped(self.sampler.global_batch, trained)
         speed = self._profile.step(self.sampler.global_batch) if self._profile else None
-        if line_is_due and not self.args.trial:
+        if line_is_due and not self.args.doctor:
             self._show_line(loss)
         if speed:
             self.say(speed)
             self.tell("ended")
-            self.show("done")
+            self.enter("done")
             sys.exit(0)
         self.tell("stepped")
 
@@ -291,13 +292,13 @@ class Run:
         self.losses.check(self.args.lr, self.saving.last_good)
         left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
-        self.show("start" if self.position.total_steps == self.plan.began.total_steps + 1 else "save")
-        rate, overflowed = facts.rate(self.parts), skipped(self.parts)
+        self.enter("start" if self.position.total_steps == self.plan.resumed_at.total_steps + 1 else "save")
+        rate, overflowed = manifest.learning_rate(self.parts), skipped(self.parts)
         self.tell("line", loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
-        self.show("step")
+        self.enter("step")
 
     def _keep_up(self):
-        """Save or stop if that is due, once no gradients wait for an update of the weights."""
+        """Save or stop if that is due; while gradients accumulate, first wait for the update, for MOST_WAITED steps at most."""
         stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
         self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
@@ -306,18 +307,15 @@ class Run:
         (stop_signal, hours_over, save), self._due = self._due, [0.0, 0.0, 0.0]
         if save and not self.plan.epoch_is_over(self.position):
             self.save()
-        self.may_stop()
+        self.allow_stop()
         if stop_signal:
             self.stop_on(stop_signal)
         if hours_over:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
-        """Record the epoch's metrics; its checkpoint is made when the loop asks for the next epoch. After an epoch cut short by
-        --max_steps, there is a checkpoint but no row of metrics.
-
-        `scores`: the results of the evaluation, for the report.
-        """
+        """Record the metrics of an epoch, unless --max_steps cut it short, and its `scores` for the report. The checkpoint
+        is made when the loop asks for the next epoch."""
         if not self.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self.evaluates = STOPS.may_end = False  # until what belongs to this epoch is complete
@@ -337,23 +335,20 @@ class Run:
 
     def _save_epoch(self):
         whole, self._ended = self._ended, None
-        self.may_stop()
+        self.allow_stop()
         self.save(weights_of_epoch=self.position.epoch if whole else None)
         if self.side_files.shows:
-            self.show("save")
+            self.enter("save")
         self.tell("saved", whole=whole)
 
     def together(self, work: Callable, *arguments: Any) -> Any:
-        """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if nodes were lost meanwhile."""
+        """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if ranks change meanwhile."""
         return self.peers.together(work, *arguments)
 
     # --- Saving and restoring ---
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
-        """Copy the state and write it in the background, unless it is saved already or a trial.
-
-        Every rank calls this at the same step; rank 0 writes.
-        """
+        """Save in the background, unless done already, in a trial or with --checkpoints false. Every rank has to call this."""
         self.losses.check(self.args.lr, self.saving.last_good)
         self.losses.all_reduce()
         self.peers.agreement.saved()
@@ -364,12 +359,11 @@ class Run:
             return
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
-        self.show("save")
-        self.saving.save(self.state, facts.manifest(self), weights_of_epoch)
+        self.enter("save")
+        self.saving.save(self.state, manifest.of_run(self), weights_of_epoch)
         self.saving.require_published()
 
     def state(self) -> dict:
-        """Return the contents of a checkpoint."""
         of_the_run = parts.of_the_run(self, self._gradients_wait())
         return {**parts.states(self), "run": {**self.losses.state_dict(), "history": self.results.history, **of_the_run}}
 
@@ -377,13 +371,13 @@ class Run:
         self._without_update = -1  # run.step() makes it 0
 
     def _gradients_wait(self):
-        """Whether gradients have been computed since the last update of the weights."""
+        """Whether gradients of earlier steps wait for an optimizer's step; False if the run has no optimizer."""
         known = self.groups and self._without_update > 0  # without an optimizer, no update would be noticed
         return bool(known) and any(weight.grad is not None for weight in self.model.parameters())
 
     # --- Ending ---
 
-    def may_stop(self, evaluates: bool = False) -> None:
+    def allow_stop(self, evaluates: bool = False) -> None:
         """Let a stop signal end this process at once where that is safe: always with one rank; with several ranks on rank 0 in
         an evaluation. Between steps, several ranks first agree to stop (peers.due())."""
         self.evaluates = evaluates
@@ -395,23 +389,23 @@ class Run:
 
     def stop(self, why: str, code: int) -> None:
         # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
-        if not self.evaluates or self._mark == parts.mark(parts.states(self)):
+        if not self.evaluates or self._fingerprint == parts.fingerprint(parts.states(self)):
             self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
 
     def _close(self, how, why, in_a_hurry=False):
         self.tell("ending", how=how, why=why)
-        self.show("save")
+        self.enter("save")
         self.saving.wait()
         self.tell("ended")
         self.side_files.retry()
-        self.show("publish")
+        self.enter("publish")
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
-        self.evidence.done()
+        self.evidence.remove_attempt()
         if self.side_files.writes:
             self.saving.require_ours()
-        self.show("done")
+        self.enter("done")
         saved = self.saving.saved_at == self.position
         self.tell("left", how=how, why=why, saved=saved, last_good=self.saving.last_good())
         files.release()
@@ -426,5 +420,5 @@ def sizes_of_weights(network: torch.nn.Module) -> list[float]:
 
 
 def skipped(parts: dict) -> int:
-    """Return the number of steps that were skipped because their gradients overflowed."""
+    """Return the number of steps that were skipped because their gradients overflowed; 0 if the run saves no Scaler."""
     return parts["scaler"].skipped() if isinstance(parts.get("scaler"), Scaler) else 0

@@ -39,16 +39,15 @@ class Mistake:
 
 
 class Scores:
-    """Sums are exact: counts are integers, losses are added in float64. Nothing waits for the device before all_reduce()."""
+    """Counts are integers; losses are added in float64 if the device has it. Nothing waits for it before all_reduce()."""
 
     def __init__(
         self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None,
         file_of: Optional[Callable[[int], str]] = None,
     ):  # fmt: skip
-        """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`: the name of a sample's file, by its id."""
+        """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`: returns the name of a sample's file by id."""
         self.classes = classes
-        self._pixels = pixels
-        self._file_of = file_of
+        self._pixels, self._file_of = pixels, file_of
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
         self._batches = []  # (losses, ids, labels, predicted, confidences)
@@ -57,7 +56,7 @@ class Scores:
         self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in (*KINDS, "all")}  # the last without pictures
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, images: Any = None) -> None:
-        """Add a batch. `ids`: the loader's ids of its samples; `images`: the network's input, for pictures of mistakes."""
+        """Add a batch. `ids`: the loader's ids of its samples; `images`: the network's input, needed if Scores has `pixels`."""
         logits = logits.float()
         predicted = logits.argmax(dim=1)
         among_five = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).sum()
@@ -71,7 +70,7 @@ class Scores:
             highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
     def all_reduce(self) -> "Scores":
-        """Combine the scores of all ranks; call it also in a process without other ranks. A stop signal is obeyed meanwhile."""
+        """Combine the scores of all ranks, find the worst samples and mistakes, and return self. Needed with one rank, too."""
         STOPS.wait_for(self._add_up)
         return self
 
@@ -97,7 +96,7 @@ class Scores:
         self._batches, self._highest = [], []  # the memory of the device
 
     def _of_all_ranks(self, group, own, column, most):
-        """Gather the rows with the highest values from all ranks, and the place of each: its rank times `most` and its row."""
+        """Return the `most` rows of all ranks with the highest `column`, and each one's rank * `most` + row on that rank."""
         if group.size > 1:
             padded = torch.full((most, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
             padded[: len(own)] = own.to(padded)
@@ -108,7 +107,7 @@ class Scores:
         return own[order], order.tolist()
 
     def _pictures(self, group, highest, own, places):
-        """Return the pictures of the mistakes at `places`, each of which one rank has. `own`: rows of this rank's mistakes."""
+        """Return the pictures of mistakes. `places`: rank * SHOWN + index in that rank's mistakes; `own`: this rank's."""
         kept, first = highest.pictures(), group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for number, place in enumerate(places):
@@ -122,7 +121,7 @@ class Scores:
 
     @functools.cached_property
     def confusion(self) -> torch.Tensor:
-        """counts[true class, predicted class], on the CPU."""
+        """Confusion matrix counts[true class, predicted class] on the CPU. It is computed once, so call all_reduce() first."""
         return self._counts.view(len(self.classes), len(self.classes)).cpu()
 
     @property
@@ -144,7 +143,7 @@ class Scores:
 
     @property
     def chance(self) -> float:
-        """Accuracy that is possible without looking at the images: the fraction of the largest class, and two deviations."""
+        """Accuracy of always guessing the most frequent class, plus two standard deviations."""
         largest = self.confusion.sum(dim=1).max().item() / self.samples
         return largest + 2 * math.sqrt(largest * (1 - largest) / self.samples)
 
@@ -164,18 +163,18 @@ class Scores:
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
 
     def confused(self, most: int) -> list[tuple[str, str, int]]:
-        """Return [(true class, predicted class, how often)], the most frequent first."""
+        """Return the `most` most frequent confusions: [(true class, predicted class, how often)], in descending order."""
         wrong = [cell for cell in self._cells() if cell[0] != cell[1]]
         wrong = sorted(wrong, key=lambda cell: -cell[2])[:most]
         return [(self.classes[true], self.classes[given], count) for true, given, count in wrong]
 
     def _cells(self):
-        """Return [[true class, predicted class, count]] where there is a count."""
+        """Return [[number of the true class, number of the predicted class, count]] of the counts that are not 0."""
         places = self.confusion.nonzero()
         return torch.cat([places, self.confusion[tuple(places.T)][:, None]], dim=1).tolist()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the contents of report.json. The confusion matrix is [[true class, predicted class, count]], without zeros."""
+        """Return the contents of report.json without the epoch. "confusion" is [[true class, predicted class, count > 0]]."""
         predicted = self.confusion.sum(dim=0).tolist()
         rows = [
             {
@@ -201,7 +200,7 @@ class Scores:
         }  # fmt: skip
 
     def picture(self) -> Optional[torch.Tensor]:
-        """Draw the worst and the surest mistakes, one row of SHOWN squares for each kind; None where there is none to draw."""
+        """Draw the mistakes with the highest losses above those with the highest confidences; None if there are none."""
         if not self._pixels or not self.mistakes["all"]:
             return None
         sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
@@ -212,7 +211,7 @@ class Scores:
 
 
 def _finite(value):
-    """Return None in place of a number that JSON cannot hold."""
+    """Return the value, or None if it is infinite or not a number, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 
@@ -238,5 +237,5 @@ class _Highest:
         self._seen += len(values)
 
     def pictures(self) -> dict[int, torch.Tensor]:
-        """Return {place in the order of add(): picture}"""
+        """Return {number of the sample in the order of add(): its picture} of the samples that were kept."""
         return dict(zip(self._kept[1].tolist(), self._pixels(self._kept[2]))) if self._kept else {}

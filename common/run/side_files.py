@@ -1,7 +1,4 @@
-"""The log lines and the optional files of a run, on the ranks that show or write them.
-
-If a file cannot be written, there is a warning, the file is tried again, and the run goes on.
-"""
+"""The log lines and the optional files of a run. If a file cannot be written, there is a warning, and the run goes on."""
 
 import errno
 import os
@@ -9,7 +6,7 @@ import threading
 from typing import Callable, Union
 
 from common import progress
-from common.files import TakenOver, append, drop_half_a_line, own_copy, taken_over, write_atomically
+from common.files import TakenOver, append, drop_half_a_line, is_taken_over, own_copy, write_atomically
 
 
 class SideFiles:
@@ -17,16 +14,14 @@ class SideFiles:
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
         """`shows`: this rank shows the log; `writes`: it writes files. Both may change in an elastic job."""
-        self.shows = shows
-        self.writes = writes
+        self.shows, self.writes = shows, writes
         self._folder = folder
         self._grow: dict[str, int] = {}  # {file that is appended to: inode of this start's copy}
         self._begin(progress.say)
 
     def _begin(self, say: Callable[[str], None]):
         self._say = say
-        self._process = os.getpid()
-        self._warned = set()
+        self._process, self._warned = os.getpid(), set()
         self._lock = threading.RLock()
         self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
 
@@ -35,7 +30,6 @@ class SideFiles:
             self._say(text)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of the run's folder."""
         self._owe(name, content, appended=False)
 
     def append(self, name: str, content: bytes) -> None:
@@ -59,7 +53,7 @@ class SideFiles:
             self.say(text)
 
     def _write_all(self):
-        if taken_over():  # by a later start; the next save reports it
+        if is_taken_over():  # by a later start; the next save reports it
             self._owed.clear()
         for path, (content, appended) in list(self._owed.items()):
             try:
@@ -81,7 +75,7 @@ class SideFiles:
                 yield f"{path} is written again"
 
     def _append(self, path, content):
-        """Append to this start's own copy of a file; once a later start has replaced the file, append nothing."""
+        """Append to a file, after replacing it by a copy that is this start's own; append nothing to a later start's copy."""
         if path not in self._grow:
             if os.path.lexists(path) and not os.path.isfile(path):
                 raise OSError(errno.EINVAL, "it is not a regular file")
@@ -89,5 +83,5 @@ class SideFiles:
                 drop_half_a_line(own)
                 self._grow[path] = os.fstat(own.fileno()).st_ino
         with open(path, "ab", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino == self._grow[path] or not taken_over():
+            if os.fstat(file.fileno()).st_ino == self._grow[path] or not is_taken_over():
                 append(file, content)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Callable, Optional
 
-from common.run.clock import TRAINING, Clock, speed
+from common.run.clock import TRAINING_PHASES, Clock, speed
 
 WARM_UP = 10  # steps that are slower than those to come
 
@@ -16,14 +16,14 @@ class Stopwatch:
         self._last, self._laps = time.monotonic(), {}
 
     def lap(self, name: str) -> None:
-        """Add the time since the last lap to the part `name`."""
+        """Add the time since the last call, or since the Stopwatch was made, to the part `name`."""
         now = time.monotonic()
         self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
 
     def summary(self, seconds: Mapping[str, float]) -> str:
-        """Return a line with the seconds of all parts. `seconds`: run.seconds."""
-        parts = ", ".join(f"{name.replace('_', ' ')} {seconds[name]:.1f} s" for name in TRAINING)
+        """Return a line with the seconds of all parts, and of the training phases in `seconds`, which is run.seconds."""
+        parts = ", ".join(f"{name.replace('_', ' ')} {seconds[name]:.1f} s" for name in TRAINING_PHASES)
         return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"
 
 
@@ -31,13 +31,12 @@ class Profile:
     """Measures the speed of N steps for --prof N, after some that warm up."""
 
     def __init__(self, steps: int, clock: Clock, finish_work: Callable[[], None]):
-        self._left = WARM_UP + steps
-        self._steps = steps
+        self._left, self._steps = WARM_UP + steps, steps
         self._clock = clock
         self._finish_work = finish_work
 
     def step(self, samples: int) -> Optional[str]:
-        """Count a step; returns a line with their speed after the last one, else None."""
+        """Count a step of `samples` samples. Return a line with the speed after the last step to measure, else None."""
         self._left -= 1
         if self._left in (0, self._steps):
             self._finish_work()

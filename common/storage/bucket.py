@@ -57,7 +57,7 @@ class Settings:
     session: Any  # a boto3.Session
 
 
-class Changed(Exception):
+class ObjectChanged(Exception):
     """The object has changed since it was listed, or is shorter than the requested range."""
 
 
@@ -83,7 +83,8 @@ class Bucket:
         match = ADDRESS.fullmatch(url)
         if not match or "\0" in url:
             raise UserError(f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX")
-        self.scheme, self.name, self.prefix = match[1], match[2], (match[3] or "").removesuffix("/")
+        self.scheme, self.name = match[1], match[2]
+        self.prefix = (match[3] or "").removesuffix("/")
         self.say = say
         try:
             self.client, self.settings = _client(self.scheme)
@@ -94,11 +95,11 @@ class Bucket:
         self.endpoint = mask(self.client.meta.endpoint_url)  # for messages
 
     def renew(self) -> None:
-        """Look for the credential again: a role or a program may have put a new one where boto3 finds it."""
+        """Make a new client, with the credential that boto3 finds now: a role or a program may have replaced the old one."""
         self.client, self.settings = _client(self.scheme)
 
     def below(self) -> str:
-        """Return the beginning of the keys of all objects below the address: PREFIX/, or nothing for a whole bucket."""
+        """Return the prefix of the keys of all objects below the address: PREFIX/, or an empty text for a whole bucket."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def relative(self, key: str) -> str:
@@ -108,7 +109,6 @@ class Bucket:
         return f"{self.scheme}://{self.name}/{key}"
 
     def items(self, prefix: str, patience: Optional[Patience] = None) -> Iterator[Item]:
-        """Yield every object whose key begins with `prefix`, in the order of the keys."""
         marker = ""
         while True:
             # Version 1 of the request, because every S3-compatible store has it.
@@ -128,7 +128,7 @@ class Bucket:
         work: Optional[Callable[[Any], Any]] = None,
         **parameters: Any,
     ) -> Any:
-        """Return boto3's answer to `operation`, or what `work` makes of it. Temporary errors are retried.
+        """Return boto3's answer to `operation`, or what `work` makes of it. Temporary errors are retried for `patience`.
 
         `work` reads the answer's body, so that an answer that breaks off is retried, too. A refusal raises UserError at once.
         """
@@ -145,7 +145,7 @@ class Bucket:
                 asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
                 if refusal := _refusal(error, asked):
                     raise refusal from None
-                if patience.is_over(place, began):
+                if patience.failed(place, began):
                     longer = ", with a larger --patience to wait longer" if patience.has_option else ""
                     raise TrainingFailed(
                         f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {describe(error)}; "
@@ -153,12 +153,12 @@ class Bucket:
                     ) from None
                 patience.pause(place, self.say, f"{asked}: {describe(error)}")
             else:
-                patience.good(place, self.say)
+                patience.succeeded(place, self.say)
                 return result
 
 
 def encryption(url: str) -> Optional[str]:
-    """Return how a bucket encrypts new objects by default; None if it does not, or the store does not tell. No retries."""
+    """Return the algorithm that encrypts a bucket's new objects by default; None if there is none, or after any error."""
     try:
         bucket = Bucket(url)
         rules = bucket.client.get_bucket_encryption(Bucket=bucket.name)["ServerSideEncryptionConfiguration"]["Rules"]
@@ -168,7 +168,7 @@ def encryption(url: str) -> Optional[str]:
 
 
 def read_seconds() -> float:
-    """Return the seconds without a byte after which a request is given up, and then repeated."""
+    """Return the seconds without a byte after which boto3 ends an attempt; obstore has so many for a whole request."""
     return min(10.0, time_limit.limit() / 10)
 
 
@@ -223,7 +223,7 @@ def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> 
 
 
 def _is_plain_host(endpoint: str) -> bool:
-    """Whether the host is an IP address or a name without a domain, before which no bucket's name can be put."""
+    """Whether the endpoint's host is an IP address or a name without a dot, so that no bucket's name can be put before it."""
     host = urllib.parse.urlsplit(endpoint).hostname or ""
     try:
         ipaddress.ip_address(host)
@@ -236,7 +236,7 @@ def _is_plain_host(endpoint: str) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Describe the error in one line, without the request, which contains a signature."""
+    """Return a line for an error: the status and code of the store's answer, else words for a known kind, else its text."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
@@ -256,12 +256,12 @@ def _refusal(error: Exception, asked: str) -> Optional[Exception]:
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
 
-    if isinstance(error, (UserError, TrainingFailed, Changed)):
+    if isinstance(error, (UserError, TrainingFailed, ObjectChanged)):
         return error
     if isinstance(error, exceptions.ClientError):
         code, status = error.response["Error"].get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status in (412, 416):
-            return Changed()
+            return ObjectChanged()
         if code in TRANSIENT or status in (408, 429) or status >= 500:
             return None
         remedy = REMEDIES.get(code) or REMEDIES.get({403: "AccessDenied", 404: "NoSuchKey"}.get(status, ""))

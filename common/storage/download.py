@@ -16,7 +16,7 @@ from common.files import create
 from common.patience import Patience, Say
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore
-from common.storage.bucket import THREADS, Bucket, Changed, Item
+from common.storage.bucket import THREADS, Bucket, Item, ObjectChanged
 from common.storage.index import Index, Parts
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
@@ -26,7 +26,7 @@ DAMAGED = 8  # attempts after which an object that arrives with wrong bytes, or 
 
 
 def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) -> None:
-    """Fetch every object below `url`, or the one object of this name, and delete fetched files whose objects are gone."""
+    """Fetch missing and changed objects below `url`, or the one of this name; delete fetched files whose objects are gone."""
     bucket = Bucket(url, say)
     os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as known:
@@ -37,7 +37,7 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
         if not missing:
             say(f"{folder} has all {len(items)} objects of {one_line(url)}")
             return
-        listing.need_space(folder, missing)
+        listing.require_space(folder, missing)
         with _progress(url, missing, tell) as progress:
             transfer = Transfer(bucket, folder, known, progress)
             transfer.run(missing)
@@ -54,7 +54,7 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) 
 
 
 def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False) -> None:
-    """Fetch {name: item} as files of `folder`. `remembered`: use the folder's index, and skip files that are up to date."""
+    """Fetch {name: item} as files of `folder`. `remembered`: keep a record of them there, and skip files that are current."""
     with contextlib.ExitStack() as stack:
         known = stack.enter_context(contextlib.closing(Index(folder))) if remembered else None
         missing = {name: item for name, item in items.items() if known is None or not known.has(name, item)}
@@ -77,7 +77,9 @@ class Transfer:
     """Fetches objects with many concurrent requests; the first failure that lasts stops all of them."""
 
     def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
-        self._bucket, self._folder, self._index, self._progress = bucket, folder, known, progress
+        self._bucket, self._folder = bucket, folder
+        self._index = known
+        self._progress = progress
         index.notes(folder)
         self._patience = Patience()
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
@@ -88,7 +90,7 @@ class Transfer:
         self.kept = 0  # objects whose files were already there, with the right bytes
 
     def run(self, items: dict[str, Item]) -> None:
-        """Fetch large objects in parts, a few objects at a time, and meanwhile small objects, a batch of them in each task."""
+        """Fetch {name: item}: large objects in parts, a few objects at a time, and small objects meanwhile, in batches."""
         small = [pair for pair in items.items() if pair[1].size <= PART]
         size = max(1, min(BATCH, len(small) // (4 * THREADS)))
         batches = [small[begin : begin + size] for begin in range(0, len(small), size)]
@@ -114,13 +116,13 @@ class Transfer:
             self._small(name, item)
 
     def _small(self, name: str, item: Item) -> None:
-        path = self._place(name)
-        if self._is_there(name, item):
+        path = self._prepare_place(name)
+        if self._adopt_if_there(name, item):
             return
         for _ in range(DAMAGED):
             try:
                 content, digest = self._read_small(item)
-            except Changed:
+            except ObjectChanged:
                 item = self._as_it_is_now(item)
                 if item.size > PART:
                     self._grown.append((name, item))
@@ -140,7 +142,7 @@ class Transfer:
         digest = None if "-" in (item.digest or "-") else item.digest
         content = self._fast_reader.whole(item) if self._fast_reader and digest else None
         if content is not None:
-            self._patience.good()
+            self._patience.succeeded()
             return content, digest
 
         def read(answer):
@@ -151,13 +153,13 @@ class Transfer:
     # --- Large objects: parts that are fetched in parallel and hashed in order ---
 
     def _large(self, name: str, item: Item) -> None:
-        path = self._place(name)
-        if self._is_there(name, item):
+        path = self._prepare_place(name)
+        if self._adopt_if_there(name, item):
             return
         for _ in range(DAMAGED):
             try:
                 verified = self._attempt(path, item)
-            except Changed:
+            except ObjectChanged:
                 item = self._as_it_is_now(item)
                 continue
             if verified is not False:
@@ -175,7 +177,7 @@ class Transfer:
         try:
             for number in range(parts.count + AHEAD):
                 if number < parts.count:
-                    ahead.append(self._requests.submit(self._part, parts, item, number, hasher.of_what_follows()))
+                    ahead.append(self._requests.submit(self._part, parts, item, number, hasher.crc_of_next_piece()))
                 if number >= AHEAD:
                     if checksum := ahead.popleft().result():
                         hasher.add(checksum)
@@ -185,14 +187,14 @@ class Transfer:
         finally:
             wait([task for task in ahead if not task.cancel()])  # tasks that could not be cancelled still write
             parts.close()
-        right = hasher.right()
+        right = hasher.matches()
         if right is False:
             parts.forget()
             self._progress.add(size=-item.size)
         return right
 
     def _part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
-        """Fetch a part unless it is there. Return `checksum` of its bytes, or None if they must be read again to be hashed."""
+        """Fetch a part unless it is there; return `checksum` updated with it, or None if it must be read again to be hashed."""
         begin, length = number * PART, parts.length(number)
         if number in parts.there:
             self._progress.add(size=length, old=True)
@@ -204,11 +206,11 @@ class Transfer:
             parts.write(place, piece)
 
         if self._fast_parts and self._fast_parts.part(item, begin, length, keep):
-            self._patience.good()
+            self._patience.succeeded()
         else:
             self._fast_parts = checksum = None  # obstore has one time limit for a whole part, which a slow line exceeds
             self._slow_part(parts, item, begin, length)
-        parts.have(number)
+        parts.record(number)
         self._progress.add(size=length)
         return checksum
 
@@ -225,7 +227,7 @@ class Transfer:
         self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
 
     def _hasher(self, item: Item) -> etag.Hasher:
-        """Return a hasher that compares bytes with the store's checksum, or else with the ETag if that is a digest."""
+        """Return a hasher to compare bytes with the store's checksum, else with an ETag that is a digest, else with nothing."""
         answer = self._bucket.ask("head_object", item.key, self._patience, ChecksumMode="ENABLED")
         by_etag = None if etag.is_encrypted(answer) else item.digest
         digest, make = etag.checksum(answer) or (by_etag, hashlib.md5)
@@ -241,8 +243,8 @@ class Transfer:
             parameters["IfMatch"] = f'"{item.etag}"'
         return self._bucket.ask("get_object", item.key, self._patience, work=read, **parameters)
 
-    def _place(self, name: str) -> str:
-        """Make the folder of the object's file; return the path of the unfinished object, without its ending."""
+    def _prepare_place(self, name: str) -> str:
+        """Make the folder of an object's file (no link may lead outside); return PATH of its unfinished file, PATH.part."""
         folder = os.path.dirname(os.path.join(self._folder, name))
         if folder not in self._folders:
             os.makedirs(folder, exist_ok=True)
@@ -253,8 +255,8 @@ class Transfer:
             self._folders.add(folder)
         return index.unfinished(self._folder, name)
 
-    def _is_there(self, name: str, item: Item) -> bool:
-        """Return whether a file that the index does not know is the object, e.g. a copy; if so, add it to the index."""
+    def _adopt_if_there(self, name: str, item: Item) -> bool:
+        """If the file is there and its bytes match the object's digest, add it to the index; return whether it was added."""
         path = os.path.join(self._folder, name)
         if not self._index or not item.digest or not index.has_size(path, item.size):
             return False
@@ -262,7 +264,7 @@ class Transfer:
         with open(path, "rb") as file:
             while content := file.read(CHUNK):
                 hasher.update(content)
-        if hasher.right() is not True:
+        if hasher.matches() is not True:
             return False
         self._index.add(name, item)
         self._progress.add(1, item.size, old=True)
@@ -276,7 +278,7 @@ class Transfer:
         self.by_size += not verified
 
     def _as_it_is_now(self, item: Item) -> Item:
-        """Return the object that now has this key, as the one being read has been replaced."""
+        """Ask the store for the object that has this key now, after `item` was replaced."""
         answer = self._bucket.ask("head_object", item.key, self._patience)
         return Item(item.key, answer["ContentLength"], answer["ETag"].strip('"'))
 

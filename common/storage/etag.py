@@ -20,14 +20,17 @@ def is_encrypted(answer: Mapping[str, Any]) -> bool:
 
 
 class Crc:
-    """A CRC with the methods of hashlib's hashes. `combine(first, second, length of second)`: the CRC of both."""
+    """A CRC with update() and digest() as in hashlib. `combine(first, second, length of second)`: the CRC of both."""
 
     def __init__(
         self, compute: Callable[[Any, int], int], length: int, combine: Optional[Callable[[int, int, int], int]] = None
     ) -> None:
-        self._compute, self._length, self._combine, self._value, self._seen = compute, length, combine, 0, 0
+        self._compute = compute
+        self._length = length
+        self._combine = combine
+        self._value, self._seen = 0, 0
 
-    def of_what_follows(self) -> "Optional[Crc]":
+    def crc_of_next_piece(self) -> "Optional[Crc]":
         """Return a new Crc for the next piece, to be given to add(); None if these CRCs cannot be combined."""
         return Crc(self._compute, self._length) if self._combine else None
 
@@ -44,7 +47,7 @@ class Crc:
 
 @functools.cache
 def _checksums() -> dict[str, Callable[[], Any]]:
-    """Return {name of a checksum in boto3's answer: maker of its hash}, fastest first. awscrt's are much faster than MD5."""
+    """Return {name in boto3's answer: function that makes the hash}, fastest first. Two of them need the package awscrt."""
     makers: dict[str, Callable[[], Any]] = {}
     try:
         from awscrt import checksums
@@ -59,7 +62,7 @@ def _checksums() -> dict[str, Callable[[], Any]]:
 
 
 def checksum(answer: Mapping[str, Any]) -> Optional[tuple[str, Callable[[], Any]]]:
-    """Return (digest in hex, with -N at its end if it is that of N parts; the maker of its hash), or None."""
+    """Return the checksum in `answer`, in hex, with -N if it is of N parts, and a function that makes its hash; or None."""
     of_parts = "-" in answer.get("ETag", "")
     for name, make in _checksums().items():
         found = re.fullmatch(r"([A-Za-z0-9+/]+={0,2})(-\d{1,5})?", answer.get(name) or "")
@@ -73,7 +76,7 @@ class Hasher:
     """Checks bytes against a digest: of all bytes, or of the digests of the parts in which they were stored."""
 
     def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
-        """`digest`: in hex, with -N at its end for an object of N parts of `part_size`; None: nothing is compared."""
+        """`digest`: in hex, with -N for N parts of `part_size` (guessed if it does not fit N); None: nothing is compared."""
         self._expected, self._parts = digest, int(digest.partition("-")[2] or 0) if digest else 0
         if self._parts and -(-size // part_size) != self._parts:  # the store has not stated the size of the parts
             fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
@@ -81,12 +84,13 @@ class Hasher:
         self._part_size, self._filled = part_size, 0
         if self._parts and not part_size:
             self._expected = None
-        self._make, self._whole, self._part = make, make(), make()
+        self._make = make
+        self._whole, self._part = make(), make()
 
-    def of_what_follows(self) -> Optional[Crc]:
-        """Return a Crc to update with the next part and to give to add(); None if this hasher must be updated instead."""
+    def crc_of_next_piece(self) -> Optional[Crc]:
+        """Return a Crc to update with the next piece and to give to add(); None if the piece must be given to update()."""
         follows = not self._parts and self._expected is not None and isinstance(self._whole, Crc)
-        return self._whole.of_what_follows() if follows else None
+        return self._whole.crc_of_next_piece() if follows else None
 
     def add(self, following: Crc) -> None:
         self._whole.add(following)
@@ -110,8 +114,8 @@ class Hasher:
         self._whole.update(self._part.digest())
         self._part, self._filled = self._make(), 0
 
-    def right(self) -> Optional[bool]:
-        """Return whether the bytes have the digest; None if there is no digest to compare with."""
+    def matches(self) -> Optional[bool]:
+        """Return whether the bytes have the digest; None if there is no digest, or the size of its parts is unknown."""
         if self._expected is None:
             return None
         if self._filled:

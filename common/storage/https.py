@@ -26,9 +26,9 @@ ELSEWHERE = "put it into OBS or another bucket, which a job without Internet rea
 
 
 def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:
-    """Fetch `url` as the file `path`. A broken download goes on where it stopped, also in a later start.
+    """Fetch `url` as the file `path`. If the server can send a part, a broken download goes on where it stopped.
 
-    Without `sha256`, the length that the server states is verified, and the checksum in a .gz or .tgz file.
+    The checksum in a .gz or .tgz file is verified; also `sha256` or, without it, the length that the server states.
     """
     refuse_unsafe(url)
     notes = index.notes(os.path.dirname(path))
@@ -63,12 +63,12 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
             reason = error
         why = one_line(mask(reason, *secret))
         if _size(part) > had:
-            patience.good(shown)
-            patience.change(limit(), in_the_way=True)
-        if patience.is_over(shown, began):
+            patience.succeeded(shown)
+            patience.set_limit(limit(), in_the_way=True)
+        if patience.failed(shown, began):
             raise UserError(f"{shown} cannot be fetched: {why}; fetch it to {path}, or {ELSEWHERE}") from None
         patience.pause(shown, print, f"{shown}: {why}")
-    patience.good(shown)
+    patience.succeeded(shown)
     digest = files.sha256(part) if sha256 else None
     if digest != sha256:
         os.unlink(part)
@@ -83,7 +83,7 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
 
 
 def is_replaced(url: str, path: str) -> bool:
-    """Return whether the server's file is newer than `path`, or has another length; False if the server does not say."""
+    """Return whether the server's file is newer than `path`, or has another length; False if that cannot be found out."""
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
@@ -129,7 +129,7 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
-    """Return the length in bytes that an answer states, or None; raise UserError for a web page in place of a file."""
+    """Return the length that an answer states, or None. UserError for an invalid length, or a web page in place of a file."""
     if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
         raise UserError(
             f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {ELSEWHERE}"

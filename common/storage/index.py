@@ -15,7 +15,7 @@ from typing import Any, Optional
 from common.errors import UserError
 from common.files import create
 from common.storage.bucket import Item
-from common.world.folders import FETCHING, is_name
+from common.world.folders import FETCHING, is_fetchable_name
 
 INDEX = "index.jsonl"
 
@@ -46,7 +46,7 @@ def has_size(path: str, size: int) -> bool:
 
 
 def unfinished(folder: str, name: str) -> str:
-    """Return the path, without its ending, at which an object grows until it is whole."""
+    """Return PATH for an object that is being fetched: it grows in PATH.part, and PATH.part.json records its parts."""
     return os.path.join(folder, FETCHING, digest(name))
 
 
@@ -81,7 +81,7 @@ class Index:
             self._file.write(line + "\n")
 
     def remove(self, name: str) -> None:
-        """Delete the file of an object that the bucket no longer has, and record that."""
+        """Delete the file of an object that the bucket no longer has, if possible, and record in the index that it is gone."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, name))
         self._file.write(json.dumps({"name": name, "size": None, "etag": None, "mtime": None}) + "\n")
@@ -92,18 +92,18 @@ class Index:
 
 
 def fetched(folder: str) -> set[str]:
-    """Return the names of the files that were fetched into `folder`, as its index records them."""
+    """Return the names of the files that the index of `folder` records as fetched; empty if there is no index."""
     return set(_read(os.path.join(folder, FETCHING, INDEX)))
 
 
 def _read(path: str) -> dict[str, tuple]:
-    """Return {name: (size, ETag, mtime in ns)}; names that no object can have are left out."""
+    """Return {name: (size, ETag, mtime in ns)} of an index; empty if it is missing. Invalid lines and names are left out."""
     known = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut off or damaged
                 entry = json.loads(line)
-                if is_name(entry["name"]):
+                if is_fetchable_name(entry["name"]):
                     known[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
                     if entry["size"] is None:  # removed later
                         del known[entry["name"]]
@@ -115,7 +115,8 @@ class Parts:
 
     def __init__(self, path: str, item: Item, part_bytes: int) -> None:
         self._part_bytes = part_bytes
-        self._path, self._notes, self._size = f"{path}.part", f"{path}.part.json", item.size
+        self._path, self._notes = f"{path}.part", f"{path}.part.json"
+        self._size = item.size
         self.count = -(-item.size // part_bytes)
         identity = {"etag": item.etag, "size": item.size, "part": part_bytes}
         self.there = self._those_there(identity)
@@ -155,7 +156,7 @@ class Parts:
             written = os.pwrite(self._file, rest, place)
             rest, place = rest[written:], place + written
 
-    def have(self, number: int) -> None:
+    def record(self, number: int) -> None:
         os.write(self._journal, b"%d\n" % number)
 
     def close(self) -> None:

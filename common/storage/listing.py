@@ -8,7 +8,7 @@ from common.files import MIB
 from common.progress import Tell
 from common.storage import index
 from common.storage.bucket import Bucket, Item
-from common.world.folders import is_name
+from common.world.folders import is_fetchable_name
 
 SPARE = 64 << 20  # bytes that stay free on the disk
 
@@ -29,13 +29,13 @@ def everything(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
 
 
 def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
-    """Return {path below the folder: item}; refuse a name that leads out of the folder, or is both a file and a folder."""
+    """Return {path in the local folder: item}, but no empty folders. UserError if a path is unsafe, or a file and a folder."""
     named = {}
     for item in items:
         if item.key.endswith("/") and item.size == 0:
             continue  # the mark of a console for an empty folder
         name = os.path.basename(item.key) if item.key == bucket.prefix else bucket.relative(item.key)
-        if not is_name(name):
+        if not is_fetchable_name(name):
             raise UserError(f"{one_line(bucket.url(item.key))[:300]} cannot be the name of a file: rename the object")
         named[name] = item
     for name in named:
@@ -47,7 +47,7 @@ def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
     return named
 
 
-def need_space(folder: str, items: dict[str, Item]) -> None:
+def require_space(folder: str, items: dict[str, Item]) -> None:
     """Raise UserError, before anything is fetched, if the disk has no room for the missing bytes or files."""
     there = sum(_bytes_there(folder, name, item) for name, item in items.items())
     need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
@@ -60,7 +60,7 @@ def need_space(folder: str, items: dict[str, Item]) -> None:
 
 
 def _bytes_there(folder: str, name: str, item: Item) -> int:
-    """Return the bytes of an object that are on the disk: in a file of its size, or in parts that an earlier start fetched."""
+    """Return how many bytes of an object are on the disk: in a file of its size, else in an unfinished one, else 0."""
     if index.has_size(path := os.path.join(folder, name), item.size):
         return item.size
     path = index.unfinished(folder, name) + ".part"

@@ -1,7 +1,6 @@
 """Do work such as fetching data once per node: one process does it, and the other processes of the node wait.
 
-The lease is a lock on a file. The kernel releases it when its owner dies, so it is never stale. No process group is needed,
-and no collective waits while data are copied. That the work is done is not recorded: a later call does it again.
+The lease is a lock on a file, which the kernel releases when its owner dies. A later call does the work again.
 """
 
 import contextlib
@@ -40,13 +39,13 @@ class Lease:
             self.write(state="working", text=text)
 
     def write(self, **words: object) -> None:
-        content = json.dumps({**words, "at": time.monotonic(), "boot": _boot()}).encode().ljust(512)
+        content = json.dumps({**words, "at": time.monotonic(), "boot": _boot_id()}).encode().ljust(512)
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
 
 
 def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
-    """Call `work(lease)` in one process of this node; processes that call this meanwhile wait, and fail with its error."""
+    """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error, or work if it dies."""
     began = time.monotonic()
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     file = _lockable(path)
@@ -107,11 +106,11 @@ def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
     note = _read(file)
-    return note if note.get("boot") == _boot() and note.get("at", 0) > began else {}
+    return note if note.get("boot") == _boot_id() and note.get("at", 0) > began else {}
 
 
-def _boot() -> str:
-    """Return an id that changes when the machine boots, which also sets time.monotonic() back to 0."""
+def _boot_id() -> str:
+    """Return an id of this boot of the machine, from which time.monotonic() counts; empty if the system gives none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

@@ -13,11 +13,11 @@ from common import files
 from common.errors import UserError, of_a_file, one_line
 from common.patience import Say
 from common.storage import bucket, download, https, index, once, upload
-from common.world.folders import INPUT_DIR, is_address, is_name, local_folder
+from common.world.folders import INPUT_DIR, is_address, is_fetchable_name, local_folder
 
 
 def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR) -> str:
-    """Fetch an address, once per node, to `folder` or one in `inputs`; return that folder, or `url` itself if it is a path."""
+    """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this, or `url` if it is a path."""
     if not is_address(url):
         return url
     if not bucket.is_address(url):
@@ -29,7 +29,7 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
             once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say))
         else:
             name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
-            if not is_name(name):
+            if not is_fetchable_name(name):
                 raise UserError(f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address")
             path, lease = os.path.join(folder, name), os.path.join(index.notes(folder), name)
 
@@ -45,7 +45,7 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
 
 
 def publish(path: str, url: str, say: Say = print) -> None:
-    """Copy a file or folder to a path or a bucket, each file whole under its name; in a bucket, manifests after checkpoints."""
+    """Copy a file or folder to a path, or to a bucket, which gets no hidden files. Each file gets its name when it is whole."""
     if bucket.is_address(url):
         upload.Publisher(path, url, say).finish()
     elif is_address(url):

@@ -43,7 +43,7 @@ class Failures:
         self._refused_since = 0.0
 
     def add(self, error: Exception) -> bool:
-        """Record the error of a look; return whether its reason differs from that of the look before."""
+        """Record the error of an attempt to publish; return whether its reason differs from that of the attempt before."""
         before, now = self._why, time.monotonic()
         self._why = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
         self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
@@ -59,7 +59,9 @@ class Publisher:
     """
 
     def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING, starts: Any = None) -> None:
-        self._folder, self._say, self._ours = folder, say, ours
+        self._folder = folder
+        self._say = say
+        self._ours = ours
         self._bucket = Bucket(url, say)
         self._there: dict[str, tuple[int, int]] = {}  # {name: (size, mtime) of the file that the bucket has}
         self._wake, self._over = threading.Event(), threading.Event()
@@ -77,13 +79,13 @@ class Publisher:
         self._bucket.ask("delete_object", self._key(".writable"), self._patience)
         self._abort_unfinished()
         if self._starts:
-            self._make_good()
-        self._patience.change(limit(), in_the_way=False)
+            self._restore_shared_files()
+        self._patience.set_limit(limit(), in_the_way=False)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     def saved(self, surplus: Surplus) -> None:
-        """Publish soon, as a checkpoint was written or found. `surplus(names)`: those of the objects that are not kept."""
+        """Publish soon, as a checkpoint was written or found. `surplus(names)` returns the objects that may be deleted."""
         self._surplus = surplus
         self._wake.set()
 
@@ -92,7 +94,7 @@ class Publisher:
 
         `in_a_hurry`: wait for the store at most `at_most` seconds, or else STOP_SECONDS. May be called again.
         """
-        self._patience.change(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
+        self._patience.set_limit(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
         self._over.set()
         self._wake.set()
         failed: list[Exception] = []
@@ -109,7 +111,7 @@ class Publisher:
         try:
             if background:
                 background.join()
-            self._patience.good()
+            self._patience.succeeded()
             self._sync()
         except Exception as error:
             failed.append(error)
@@ -121,7 +123,7 @@ class Publisher:
             if self._over.is_set():
                 return
             try:
-                self._patience.good()
+                self._patience.succeeded()
                 self._sync(background=True)
                 self.failures.end()
             except TakenOver:  # the next save raises it
@@ -137,19 +139,19 @@ class Publisher:
     # --- One look at the folder ---
 
     def _sync(self, background: bool = False) -> None:
-        if not self._is_late():
+        if not self._has_later_start():
             self._look(background)
-        if self._is_late():  # checked again after everything was sent
-            self._make_good()
+        if self._has_later_start():  # checked again after everything was sent
+            self._restore_shared_files()
             self.taken_over = True
             raise TakenOver(self._bucket.url(self._bucket.prefix))
 
-    def _is_late(self) -> bool:
+    def _has_later_start(self) -> bool:
         self._later = self._later or (bool(self._starts) and self._starts.later(self._patience))
         return self._later
 
-    def _make_good(self) -> None:
-        """Restore the latest start's version of the files that all starts write under the same names."""
+    def _restore_shared_files(self) -> None:
+        """Put back each file that all starts write under one name, from the latest start that has a copy; ignore UserErrors."""
         for name, copy in self._starts.copies(self._patience).items():
             with contextlib.suppress(UserError):  # the latest start has just replaced or deleted the copy
                 self._copy(copy, name)
@@ -166,9 +168,9 @@ class Publisher:
             if name in manifests and not self._has_file_of(name):
                 continue
             try:
-                self._announce(name)
+                self._send_temporary_manifest(name)
                 self._upload(name, content)
-                self._announced(name)
+                self._delete_temporary_manifest(name)
             except FileNotFoundError:  # deleted meanwhile, as it is no longer kept
                 continue
             except OSError as error:  # of the file: requests to the store raise other errors
@@ -185,7 +187,7 @@ class Publisher:
             )
 
     def _changed(self, unread: list[OSError]) -> dict[str, tuple[int, int]]:
-        """Return {name: (size, mtime)} of files that are new or changed since their upload. Errors are added to `unread`."""
+        """Return {name: (size, mtime)} of new and changed files, except hidden and temporary ones. Add errors to `unread`."""
         changed = {}
         for path in self._paths(unread):
             name = os.path.relpath(path, self._folder).replace(os.sep, "/") if path != self._folder else ""
@@ -212,8 +214,8 @@ class Publisher:
             folders[:] = [name for name in folders if not name.startswith(".")]
             yield from (os.path.join(folder, name) for name in names)
 
-    def _announce(self, name: str) -> None:
-        """Send a checkpoint's manifest under a temporary name before its file, as the bucket may have that checkpoint already.
+    def _send_temporary_manifest(self, name: str) -> None:
+        """If `name` is a checkpoint's file, first send its manifest under a temporary name: the bucket may have an older file.
 
         A reader of the new file uses the temporary one until the manifest itself is replaced.
         """
@@ -224,13 +226,12 @@ class Publisher:
             if content:
                 self._put(manifest + TEMPORARY, content)
 
-    def _announced(self, name: str) -> None:
-        """After a checkpoint's manifest was sent, delete the temporary one."""
+    def _delete_temporary_manifest(self, name: str) -> None:
         if (match := CHECKPOINT.fullmatch(name)) and match[2] == "json":
             self._bucket.ask("delete_object", self._key(name + TEMPORARY), self._patience)
 
     def _has_file_of(self, manifest: str) -> bool:
-        """Whether the bucket has the file of this manifest's checkpoint as it is in the folder."""
+        """Whether the checkpoint of this manifest was sent, and its file in the folder has not changed since."""
         name = re.sub(r"json$", "pt", manifest)
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(os.path.join(self._folder, name))
@@ -251,7 +252,7 @@ class Publisher:
         self._send(copy or name, name, content)
         if copy:
             self._copy(copy, name)
-            for outdated in self._starts.outdated(name):
+            for outdated in self._starts.pop_outdated(name):
                 self._bucket.ask("delete_object", self._key(outdated), self._patience)
 
     def _copy(self, there, name):
@@ -297,7 +298,7 @@ class Publisher:
             raise
 
     def _abort_unfinished(self):
-        """Abort the unfinished uploads of a killed start: their parts cost money, and no listing of objects shows them."""
+        """Abort uploads that a killed start left, if their names match `ours`; ignore errors, as not every store lists them."""
         with contextlib.suppress(Exception):  # not every store can list them
             client, name = self._bucket.client, self._bucket.name
             answer = client.list_multipart_uploads(Bucket=name, Prefix=self._bucket.below())
@@ -312,7 +313,7 @@ class Publisher:
             here = self._starts.here(name) if self._starts else name
             if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
                 continue
-            copies = [self._starts.copy_of(name), *self._starts.outdated(name)] if self._starts else []
+            copies = [self._starts.copy_of(name), *self._starts.pop_outdated(name)] if self._starts else []
             for key in filter(None, (name, *copies)):
                 self._bucket.ask("delete_object", self._bucket.below() + key, self._patience)
             self._there.pop(here, None)
@@ -326,7 +327,7 @@ def is_up_to_date(item: Optional[Item], path: str) -> bool:
     with open(path, "rb") as file:
         while content := file.read(MIB):
             hasher.update(content)
-    return hasher.right() is True
+    return hasher.matches() is True
 
 
 def _order(name: str) -> tuple:

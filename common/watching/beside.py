@@ -1,7 +1,6 @@
 """A watcher: a small process that tells how a rank ended, if the rank has no parent process of this project.
 
-It is forked from the rank before the rank computes anything, and does not use the device. This module connects the two
-processes; watcher.py watches one of several ranks, single_rank.py the only rank.
+It is forked before the rank computes anything. watcher.py watches one of several ranks, single_rank.py the only rank.
 """
 
 import contextlib
@@ -37,14 +36,15 @@ class Rank:
     """The watched process, as its watcher sees it, with the methods of Popen that a Worker needs."""
 
     def __init__(self, pid: int, files: str, orders: socket.socket):
-        self.pid, self._files, self._orders = pid, files, orders
+        self.pid = pid
+        self._files, self._orders = files, orders
         self._stops_well = False  # whether the process had a handler for SIGTERM at the last poll()
         self.doubt = ""  # for the log: another signal that may have ended the process, besides the one that poll() returns
 
     def poll(self) -> Optional[int]:
         """Return None while the process runs; then its exit code or, as Popen does, minus the signal that has ended it.
 
-        Only a parent learns the signal. It is inferred: from a crash's stack, or SIGTERM if that had no handler, or SIGKILL.
+        Only a parent is told the signal. Here it is guessed: that of a crash, SIGTERM if that had no handler, or SIGKILL.
         """
         if os.getppid() == self.pid:
             with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ class Rank:
             os.kill(self.pid, number)
 
     def order(self, seconds: float) -> Optional[dict[str, Any]]:
-        """Return the next request of the rank, or None if none comes within `seconds`."""
+        """Return the next request of the rank; None if none comes within `seconds`, or the rank has ended."""
         if select.select([self._orders], [], [], seconds)[0] and (line := self._orders.recv(65536)):
             return json.loads(line)
         return None
@@ -86,7 +86,9 @@ class Beside:
 
     def __init__(self, orders: socket.socket, lost: Callable[[], None]):
         """`lost`: called in a thread when the watcher has ended."""
-        self._orders, self._answers, self._lost = orders, threading.Semaphore(0), lost
+        self._orders = orders
+        self._answers = threading.Semaphore(0)
+        self._lost = lost
         self._port = 0
         threading.Thread(target=self._listen, name="watcher", daemon=True).start()
 
@@ -103,7 +105,7 @@ class Beside:
         self._lost()
 
     def listen(self, key: str, **order: Any) -> int:
-        """Ask the watcher of rank 0 to wait for the other watchers; return its port, or 0 if it does not answer."""
+        """Ask the watcher of rank 0 to accept other watchers with this `key`; return its port, or 0 if it does not answer."""
         self._send(listen=key, **order)
         self._answers.acquire(timeout=ANSWER_SECONDS)
         return self._port
@@ -117,7 +119,7 @@ class Beside:
 
 
 def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) -> tuple[str, Beside]:
-    """Fork a watcher, which calls `watch`; return (the prefix of this process's status files, the socket to the watcher)."""
+    """Fork a watcher, which calls `watch`; return (prefix of this rank's files, connection). `lost` is called when it ends."""
     folder = scratch_folder()
     worker = Worker(rank, os.path.join(folder, "worker"))
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -20,7 +20,7 @@ class Held:
         self._looked = 0.0
 
     def look(self, pid: int) -> Optional[float]:
-        """Return the time.monotonic() since which a thread has been blocked, or None if none has been for least_seconds()."""
+        """Return since which time.monotonic() a thread is blocked; None if not longer than least_seconds(). To be polled."""
         now = time.monotonic()
         if now - self._looked > 2 * least_seconds():  # not called in between: count from now on
             self._since = {}
@@ -37,7 +37,7 @@ def least_seconds() -> float:
 
 
 def waits_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield (thread, number of its waits so far) for each blocked thread; the number tells a long wait from many short ones."""
+    """Yield (thread, number of its waits so far) for each blocked thread of `pid` or a child; a new wait has a new number."""
     for process in [pid, *children(pid)]:
         for thread in threads(process):
             with contextlib.suppress(OSError, IndexError):  # the thread has ended

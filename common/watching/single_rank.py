@@ -9,7 +9,7 @@ import time
 from typing import Callable
 
 from common import heartbeat
-from common.errors import one_line, show
+from common.errors import one_line, report_failure
 from common.watching import beside
 from common.watching.worker import Worker, stalled, summary, where
 
@@ -17,11 +17,11 @@ LOOK_SECONDS = 0.2
 
 
 def start(rank: int, killed: Callable[[float, str], object]) -> None:
-    """Fork a watcher, which calls `killed(since, why)` when this process was killed, has crashed, or hung and was ended."""
+    """Try to fork a watcher. It calls `killed(start time, why)` if this process is killed, crashes, or hung and was ended."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     try:
         files, _ = beside.start(rank, lambda worker: _watch(worker, interactive, killed), _unwatched)
-        heartbeat.watched_as_single_rank(files)
+        heartbeat.set_files_of_single_rank(files)
         heartbeat.write_stacks()
     except OSError as error:  # no room for temporary files
         print(f"warning: this process is not watched: {one_line(error)}", file=sys.stderr, flush=True)
@@ -43,7 +43,7 @@ def _watch(worker: Worker, interactive: bool, killed: Callable[[float, str], obj
             warned = True
         elif text:
             print(worker.stack(), end="", file=sys.stderr, flush=True)
-            show(text)
+            report_failure(text)
             worker.process.end(1)
             killed(since, text)
             return
@@ -52,13 +52,13 @@ def _watch(worker: Worker, interactive: bool, killed: Callable[[float, str], obj
 
 
 def _fault(worker):
-    """Return what is wrong with the rank, or None: a rank that exits says why itself, and only its training is timed."""
+    """Return what is wrong with the rank, or None. A rank that exits says why itself, and only training phases are timed."""
     if worker.code is not None and worker.code >= 0:
         return None
     report = worker.fault(f"host {socket.gethostname()}")
     if report:
         return report["text"]
     status = worker.status()
-    if status["phase"] not in heartbeat.TRAINING or not stalled([summary([status])]):
+    if status["phase"] not in heartbeat.STEP_PHASES or not stalled([summary([status])]):
         return None
     return f"no progress {where(status)}"

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from common import cores, heartbeat, malloc, naming, world
-from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, show
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, report_failure
 from common.files import scratch_folder
 from common.watching.watch import Watch
 from common.watching.worker import Worker
@@ -31,7 +31,8 @@ class Supervisor(Watch):
     def __init__(self, here: World, max_restarts: int, join_seconds: float, alike: dict):
         self.host = socket.gethostname()
         super().__init__(here.num_nodes, f"node {here.node_rank}, host {self.host}")
-        self.here, self.max_restarts, self.join_seconds = here, max_restarts, join_seconds
+        self.here = here
+        self.max_restarts, self.join_seconds = max_restarts, join_seconds
         self.key = secret.of_this_job()
         self.hello = {
             "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
@@ -53,7 +54,7 @@ class Supervisor(Watch):
     # --- From start to end ---
 
     def run(self) -> int:
-        """Start the workers, and start them again after a fault while restarts are left. Return the exit code."""
+        """Start the workers; restart them after a fault if that may help and restarts are left. Return the job's exit code."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         import torch.distributed.elastic.multiprocessing  # noqa: F401 (slow, so before the nodes expect beats)
@@ -97,8 +98,9 @@ class Supervisor(Watch):
         return go
 
     def _meet_again(self, go):
-        """After a fault, wait until every node has ended its workers; return the message that starts the next attempt."""
-        self.verdict, self.suspects, self.finished, self.statuses = None, [], set(), {}
+        """Wait until all nodes have ended their workers; return the next attempt's start message, or raise TrainingFailed."""
+        self.verdict, self.suspects = None, []
+        self.finished, self.statuses = set(), {}
         self.attempt = attempt = go["attempt"] + 1
         self.say(f"restart {attempt} of {self.max_restarts} from the last checkpoint")
         if self.here.num_nodes == 1:
@@ -160,7 +162,6 @@ class Supervisor(Watch):
             worker.process = started.subprocess_handlers[index].proc
 
     def _for_workers(self):
-        """Return further environment variables for the workers."""
         return {}
 
     def _own_address(self):
@@ -185,7 +186,7 @@ class Supervisor(Watch):
                 told = now
                 self.beat()
             if self.stop_signal and not self.verdict:
-                code = self._stopping()
+                code = self._continue_stop()
                 if code is not None:
                     return code
             elif self._all_finished():
@@ -201,15 +202,15 @@ class Supervisor(Watch):
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
                 print(worker.stack(), end="", file=sys.stderr, flush=True)
-        text = self.stopping(self.here.world_size)
+        text = self.verdict_line(self.here.world_size)
         if restart:
             print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
         else:
-            show(text)
+            report_failure(text)
         self._kill_workers()
         held = [worker.rank for worker in self.workers if worker.process and worker.process.poll() is None]
         if restart and held:
-            show(f"rank {held[0]} cannot be ended, so the job is not started again in place")
+            report_failure(f"rank {held[0]} cannot be ended, so the job is not started again in place")
         return None if restart and not held else verdict["code"]
 
     # --- Ending ---
@@ -223,8 +224,8 @@ class Supervisor(Watch):
         if self.stop_signal is None:
             self.stop_signal = int(number)
 
-    def _stopping(self):
-        """Pass the stop signal on. Return the exit code once the workers have ended or saved, or time is over; else None."""
+    def _continue_stop(self):
+        """Pass a stop signal on. Return the exit code if all workers, or the saving one, ended or time is over; else None."""
         now = time.monotonic()
         if self.stop_began is None:
             self.stop_began = now
@@ -243,7 +244,7 @@ class Supervisor(Watch):
         for worker in self.workers:
             fault = worker.reported_fault()
             if fault and not fault["victim"] and (not late or worker.rank == self._writer()):
-                show(f"rank {worker.rank} could not stop as it should: {fault['text']}")
+                report_failure(f"rank {worker.rank} could not stop as it should: {fault['text']}")
                 return fault["code"]
         saved = any(worker.rank == self._writer() and worker.code == code for worker in self.workers)
         if not late or saved:  # late workers may wait for data, or for the rank that has saved
@@ -255,7 +256,6 @@ class Supervisor(Watch):
         return None
 
     def _writer(self):
-        """Return the rank that writes the checkpoints."""
         return 0
 
     def _kill_workers(self):
@@ -277,7 +277,7 @@ class Supervisor(Watch):
 
 
 def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:
-    """Start a Python process for each key of `arguments` through torch, whose own files go into a new folder in `folder`."""
+    """Start a Python process for each key of the dicts with torch, whose logs go into `folder`/logs; return torch's handle."""
     from torch.distributed.elastic import multiprocessing
 
     logs = os.path.join(folder, "logs")

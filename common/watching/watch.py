@@ -36,11 +36,11 @@ class Watch:
         raise NotImplementedError
 
     def stopped(self) -> None:
-        """Called when a worker has ended after a stop signal."""
+        """Called when a worker has ended on a stop signal that this process has not received."""
         raise NotImplementedError
 
     def messages(self) -> list[tuple]:
-        """Wait up to 0.1 s; return [(node, message)] since the last call. A message of None means that the node is lost."""
+        """Wait up to 0.1 s for messages; return a list of (node, message). A message of None means that the node is lost."""
         if self.hub or self.connection:
             return (self.hub or self.connection).poll(0.1)
         time.sleep(0.05)
@@ -78,7 +78,7 @@ class Watch:
             self.verdict = report
 
     def suspect(self, worker: Worker) -> None:
-        """Report a worker once if it has failed or is stopped (state T); call stopped() if it has ended after a stop signal."""
+        """Unless the job stops, report once a worker that failed or is in state T; call stopped() if a stop signal ended it."""
         if worker.reported or self.stop_signal:
             return
         report: Any = worker.fault(self.home)
@@ -107,7 +107,7 @@ class Watch:
                 self.finished.add(OWN)
 
     def judge(self, stalls: bool) -> None:
-        """On node 0, reach a verdict and send it: at once for a cause, later for a victim, or for a stall if `stalls`."""
+        """On node 0, set and send a verdict if a worker failed (later if another may be the cause) or, if `stalls`, hangs."""
         now = time.monotonic()
         causes = [report for _, report in self.suspects if report["direct"]]
         victims = [(since, report) for since, report in self.suspects if not report["direct"]]
@@ -123,7 +123,7 @@ class Watch:
         if self.verdict and self.hub:
             self.hub.send(verdict=self.verdict)
 
-    def stopping(self, workers: int) -> str:
+    def verdict_line(self, workers: int) -> str:
         """Return the line for the log about the verdict. `workers`: the number of ranks."""
         return f"{self.verdict['text']}; stopping all {workers} ranks" if workers > 1 else self.verdict["text"]
 

@@ -11,7 +11,7 @@ import time
 from typing import Callable
 
 from common import heartbeat
-from common.errors import STOP_SIGNALS, UserError, one_line, show
+from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
 from common.watching import beside
 from common.watching.beside import Beside
 from common.watching.watch import CASCADE_SECONDS, Watch
@@ -26,7 +26,9 @@ PARTING_SECONDS = 10  # how long the watcher of rank 0 waits for the others afte
 class Watcher(Watch):
     def __init__(self, here: World, worker: Worker, killed: Callable[[float, str], object]):
         super().__init__(here.world_size, f"host {socket.gethostname()}")
-        self.here, self.rank, self.workers, self.killed = here, worker.process, [worker], killed
+        self.here = here
+        self.rank, self.workers = worker.process, [worker]
+        self.killed = killed
 
     def name_of(self, node: int) -> str:
         return f"rank {node}"
@@ -35,7 +37,7 @@ class Watcher(Watch):
         """Do nothing: the ranks have agreed on the step at which they stop, and all of them end."""
 
     def lost(self, node: int) -> None:
-        """Report a node as lost, unless its rank has finished: its watcher then ends too, as a platform may wait for both."""
+        """Report a node as lost, unless its rank has finished: then its watcher has ended as it should."""
         if node not in self.finished:
             super().lost(node)
         elif self.hub:
@@ -62,14 +64,14 @@ class Watcher(Watch):
                 self.beat()
             if self.workers[0].code is not None:
                 ended = ended or now
-                if self._may_leave(now - ended):
+                if self._leave(now - ended):
                     return
             if not self.connection:
                 self.judge(beat)
         self._carry_out()
 
-    def _may_leave(self, seconds):
-        """Whether to end, `seconds` after the rank: rank 0's watcher waits for the others, a failed rank's for a verdict."""
+    def _leave(self, seconds):
+        """Whether to end `seconds` after the rank did. Rank 0's watcher waits for the others, a failed rank's for a verdict."""
         if self.own_finished():
             if self.connection:
                 self.connection.tell(finished=True)
@@ -77,7 +79,7 @@ class Watcher(Watch):
         return seconds > CASCADE_SECONDS + channel.SILENCE_SECONDS
 
     def _obey(self):
-        """Connect to the watchers of the other ranks, if the rank has asked for it; this blocks until all have come."""
+        """If the rank asks for it, connect to the other ranks' watchers; block until all have come, or warn after a minute."""
         order = self.rank.order(0)
         if order is None:
             return
@@ -103,7 +105,7 @@ class Watcher(Watch):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
         single = not self.hub and not self.connection
         if self.here.local_rank == 0 and not (single and worker.reported_fault()):  # unless the rank has shown it
-            show(self.stopping(self.here.world_size))
+            report_failure(self.verdict_line(self.here.world_size))
         self.rank.end(self.verdict["code"])
         if rank == 0:
             self.killed(self.since, self.verdict["text"])
@@ -114,7 +116,8 @@ def start(here: World, killed: Callable[[float, str], object]) -> Beside:
     The watcher of rank 0 calls `killed(since, why)` when the job has failed."""
 
     def lost() -> None:
-        show(f"the watcher of rank {here.rank} has ended, so this rank does, too: start again, the run goes on where it saved")
+        does = "so this rank does, too: start again, the run goes on where it saved"
+        report_failure(f"the watcher of rank {here.rank} has ended, {does}")
         os._exit(1)
 
     files, process = beside.start(here.rank, lambda worker: Watcher(here, worker, killed).run(), lost)

@@ -26,7 +26,7 @@ def cause(text: str, direct: bool = True, code: int = 1, restart: bool = True) -
 
 
 class Worker:
-    """A worker process, and the progress that its pulse has shown."""
+    """A worker process, and the progress that it has reported through shared memory."""
 
     def __init__(self, rank: int, files: str):
         self.rank, self.files = rank, files
@@ -41,7 +41,6 @@ class Worker:
         self.reported = False
 
     def look(self) -> None:
-        """Read the pulse and the state of the process."""
         now, seen, waited = time.monotonic(), self.pulse.read(), self.pulse.waited()
         self._look_for_a_disk(now)
         # Time in which the rank waited for a store or a disk, or in which both processes were suspended, is not idle time.
@@ -50,23 +49,25 @@ class Worker:
         self.looked = now
         if seen != self.last:
             counts = (self.last[1] > 0 or self.last[0] == "compile") and waited == self.waited_before
-            if seen[1] > self.last[1] and counts and seen[0] in heartbeat.TRAINING:
+            if seen[1] > self.last[1] and counts and seen[0] in heartbeat.STEP_PHASES:
                 self.step_seconds.append((now - self.changed) / (seen[1] - self.last[1]))
-            self.last, self.changed, self.waited_before = seen, now, waited
+            self.last = seen
+            self.changed = now
+            self.waited_before = waited
         self.waited = waited
         self.code = self.process.poll()
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
     def _look_for_a_disk(self, now):
-        """If the kernel blocks the rank on a disk, note it in the pulse and log it: the rank itself cannot."""
+        """Note in the shared memory, and log, when the kernel begins or ceases to block the rank on a disk; the rank cannot."""
         disk, longest = self.pulse.disk, patience.limit()
         idle = self.code is None and (now - self.changed > held.least_seconds() or disk.lasts())
         since = self.held.look(self.process.pid) if idle else None
         who = f"warning: rank {self.rank} (process {self.process.pid})"
         if since is None:
-            if waited := disk.ends(held.DISK):
+            if waited := disk.report_end(held.DISK):
                 print(f"{who} has waited {waited:.0f} s for {held.DISK}", flush=True)
-        elif now < since + longest and disk.begins(held.DISK, since, since + longest):
+        elif now < since + longest and disk.report_begin(held.DISK, since, since + longest):
             print(f"{who} waits for {held.DISK} that does not answer, for {longest:g} s (--patience)", flush=True)
 
     def _is_stopped(self):
@@ -86,7 +87,7 @@ class Worker:
         }  # fmt: skip
 
     def fault(self, home: str) -> Union[dict[str, Any], str, None]:
-        """Return what is wrong with the worker: a cause(), STOP, or None. `home`: the node or host that it runs on."""
+        """Return a cause() if the worker has a fault, STOP if a stop signal ended it, else None. `home`: its node or host."""
         phase, steps = self.last
         name, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
         if self.code is None:
@@ -108,13 +109,13 @@ class Worker:
         return {**cause(text, direct=self.code != -signal.SIGABRT), "stack_of": self.rank}
 
     def reported_fault(self) -> Optional[dict[str, Any]]:
-        """Return what the worker has written with heartbeat.report_fault(), or None."""
+        """Return what the worker has reported, {"text", exit "code", "victim": whether another one failed first}, or None."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(Path(f"{self.files}.fault").read_text())
         return None
 
     def stack(self) -> str:
-        """Return the stack that a crashed worker has left, which may be empty; wait up to 2 s for that of a running one."""
+        """Return the stack trace that an ended worker left (perhaps empty), or one that a running worker writes within 2 s."""
         if self.code is not None:
             return heartbeat.crash(self.files)
         with contextlib.suppress(OSError):
@@ -130,7 +131,7 @@ class Worker:
 
 def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the statuses of a node's workers for stalled(), in a message whose size does not grow with their number."""
-    training = [status for status in statuses if status["phase"] in heartbeat.TRAINING]
+    training = [status for status in statuses if status["phase"] in heartbeat.STEP_PHASES]
     others = [status for status in statuses if status not in training]
     return {
         "late": next((status for status in others if status["idle"] > _limit(status["phase"])), None),
@@ -143,9 +144,9 @@ def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limit(phase):
-    """Return the seconds that a phase may last without progress. A smaller --patience shortens only those of training."""
+    """Return how many seconds a phase may last without progress. A --patience below the default shortens only training."""
     times = patience.limit() / patience.DEFAULT
-    return heartbeat.PHASES[phase] * (times if phase in heartbeat.TRAINING else max(1.0, times))
+    return heartbeat.PHASES[phase] * (times if phase in heartbeat.STEP_PHASES else max(1.0, times))
 
 
 def where(status: dict[str, Any]) -> str:
@@ -154,11 +155,11 @@ def where(status: dict[str, Any]) -> str:
 
 
 def _progress(status):
-    return status["steps"], heartbeat.TRAINING.index(status["phase"]), status["rank"]
+    return status["steps"], heartbeat.STEP_PHASES.index(status["phase"]), status["rank"]
 
 
 def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """Return the status of a worker over its phase's limit, or of the last one if all nodes train without progress; or None."""
+    """Return a stalled worker's status, in training that of the one furthest behind. None also while one waits for a disk."""
     if any(node["waiting"] for node in summaries):  # a rank waits for a store or a disk, and the others for that rank
         return None
     late = next((node["late"] for node in summaries if node["late"]), None)

@@ -80,12 +80,12 @@ class Connection:
             raise ConnectionLost("it does not read what it is sent")
 
     def tell(self, **message: Any) -> None:
-        """Send a message, and ignore a broken connection: it is noticed when it is read, or by its silence."""
+        """Send a message, and ignore a broken connection: the next receive(), or a long silence, will show that it is lost."""
         with contextlib.suppress(ConnectionLost):
             self.send(**message)
 
     def receive(self) -> list[dict]:
-        """Return the messages that have come; raise ConnectionLost if the connection is closed or they are invalid."""
+        """Return the messages that have come; raise ConnectionLost if the connection is closed or one is no JSON object."""
         try:
             chunk = self.socket.recv(65536)
         except BlockingIOError:
@@ -106,12 +106,12 @@ class Connection:
             raise ConnectionLost(NOT_OURS)
         return received
 
-    def has_proved(self) -> None:
+    def trust(self) -> None:
         """Note that the other end has proved that it has the secret, and accept longer messages from it."""
         self.proved, self._longest = True, LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
-        """Wait for the next messages and return them; raise ConnectionLost after `seconds` without any."""
+        """Wait for the next messages and return them; raise ConnectionLost after `seconds`, or if the connection is closed."""
         deadline = time.monotonic() + seconds
         while self.readable(deadline - time.monotonic()):
             if received := self.receive():
@@ -124,7 +124,7 @@ class Connection:
         return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def poll(self, seconds: float) -> list[tuple]:
-        """Wait up to `seconds` for messages of the leading node; return [(0, message)], or [(0, None)] if it is lost."""
+        """Wait up to `seconds`; return [(0, message), ...], empty if none came, or [(0, None)] if the other end is lost."""
         try:
             if self.readable(seconds):
                 return [(0, checked(message)) for message in self.receive()]
@@ -137,7 +137,7 @@ class Connection:
             self.socket.close()
 
 
-def has_ended(address: str, port: int) -> bool:
+def port_is_closed(address: str, port: int) -> bool:
     """Return whether the host answers, but no process listens on this port any more."""
     try:
         socket.create_connection((address, port), timeout=0.3).close()
@@ -152,7 +152,7 @@ def has_ended(address: str, port: int) -> bool:
 
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
-    """Return a socket to node 0; try until its name resolves and its port answers, and raise UserError after `seconds`."""
+    """Return a socket to node 0. Try until its port answers, or raise UserError after `seconds`; `say` logs the wait."""
     begun, node_0 = time.monotonic(), f"node 0 at {address}:{port}"
     told = begun
     while True:
@@ -169,7 +169,7 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
             time.sleep(0.2)
 
 
-def greets(address: str, port: int) -> Optional[socket.socket]:
+def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
     """Return a socket to the node if it leads a run, else None: a leader sends a first message to each new connection."""
     with contextlib.suppress(OSError):
         connection = socket.create_connection((address, port), timeout=GREETING_SECONDS)
@@ -183,7 +183,7 @@ def greets(address: str, port: int) -> Optional[socket.socket]:
 def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", opened: Any = None
 ) -> tuple[Connection, dict]:
-    """Join node 0; return the connection and the message that starts all nodes. `opened`: a socket to node 0, if any."""
+    """Join node 0, or the leader that it names; return the connection and the start message. `opened`: the socket to use."""
     for attempt in range(ATTEMPTS):
         connection = Connection(opened or connect(address, port, seconds, say))
         opened = None
@@ -219,7 +219,7 @@ def prove(connection: Connection, key: bytes) -> None:
     connection.send(nonce=mine, proof=secret.proof(key, "node", theirs, mine))
     if not secret.proves(_next(connection, "proof"), key, "hub", theirs, mine):
         raise ConnectionLost(secret.DIFFERS)
-    connection.has_proved()
+    connection.trust()
 
 
 def _next(connection: Connection, name: str) -> Any:

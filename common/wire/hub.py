@@ -41,8 +41,11 @@ class Hub:
     """The connections to all other nodes, by their numbers."""
 
     def __init__(self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"", stays_open: bool = False):
-        """`stays_open`: nodes may also join after meet(); a node that does not fit is then refused alone."""
-        self._hello, self._say, self._key, self._stays_open = hello, say, key, stays_open
+        """`hello`: what this node tells of itself; `say`: prints a log line; `stays_open`: nodes may also join after meet()."""
+        self._hello = hello
+        self._say = say
+        self._key = key
+        self._stays_open = stays_open
         self.connections: dict[int, Connection] = {}
         self.hellos: dict[int, dict] = {}  # of each node that has ever joined; "ahead": seconds that its clock is ahead
         self._strangers: dict[
@@ -82,7 +85,7 @@ class Hub:
         missing = [node for node in range(1, self._hello["nodes"]) if node not in self.connections]
         return naming.describe_nodes(missing, self._hello["workers"])
 
-    def is_complete(self) -> None:
+    def mark_complete(self) -> None:
         """Mark the nodes as complete without meet(): the run is under way."""
         self._complete = True
 
@@ -115,7 +118,6 @@ class Hub:
         return received
 
     def send(self, **message: Any) -> None:
-        """Send a message to every node."""
         for connection in list(self.connections.values()):
             connection.tell(**message)
 
@@ -157,7 +159,7 @@ class Hub:
             connection.tell(app="anyrank", nonce=number)
 
     def _make_room(self):
-        """Close the oldest stranger's connection, as descriptors are lacking; without strangers, pause accepting."""
+        """Close the oldest connection without proof, as descriptors are lacking; if there is none, pause accepting others."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)), "made room for others")
         elif not self._pause:
@@ -185,10 +187,10 @@ class Hub:
         if not secret.proves(message["proof"], self._key, "node", *numbers):
             raise ConnectionLost(secret.DIFFERS)
         connection.send(proof=secret.proof(self._key, "hub", *numbers))
-        connection.has_proved()
+        connection.trust()
 
     def _introduce(self, connection, hello):
-        """Accept a node of this job, or refuse it; _refuse_all() for a contradiction. Raise Elsewhere if it leads a run."""
+        """Accept or refuse a node. Until all have come, raise UserError if it contradicts them, Elsewhere if it leads a run."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
         mine, node, host = self._hello, hello["node"], one_line(hello["host"])[:80]
@@ -245,7 +247,7 @@ class Hub:
             self._refused.clear()
 
     def _refuse_all(self, why, newcomer=None):
-        """Refuse all nodes, and raise a UserError; refuse only the newcomer, if the others train already."""
+        """Tell all nodes that they are refused, and raise UserError; once all have joined, refuse only the newcomer."""
         if newcomer and self._complete:
             newcomer.tell(refused=why)
             self._refuse(newcomer, "did not fit to the others")
@@ -256,7 +258,7 @@ class Hub:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a listening socket. An earlier start may hold the port for a moment: try for 3 s, then raise a UserError."""
+    """Return a socket that listens on this port. Try for 3 s, as an earlier process may hold it, then raise UserError."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     deadline = time.monotonic() + 3
     while True:

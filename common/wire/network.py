@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def route_to(address: str) -> Optional[str]:
-    """Return the address of this host from which packets to `address` leave, or None without a route. Nothing is sent."""
+    """Return this host's address from which packets to `address` leave, or None without a route. No packet is sent there."""
     for family, kind, protocol, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -83,7 +83,7 @@ def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
 
 
 def _means(setting, name, variable):
-    """Whether `setting` selects `name`. NCCL: prefixes, =NAME for a whole name, ^NAME for all others. Gloo: whole names."""
+    """Whether the list `setting` selects `name`. For NCCL, a name is a prefix unless after "=", and "^" excludes the names."""
     if variable.startswith("GLOO"):
         return name in setting.split(",")
     listed = setting.lstrip("^=").split(",")
@@ -91,7 +91,7 @@ def _means(setting, name, variable):
 
 
 def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
-    """Return a warning if NCCL_IB_HCA names no InfiniBand adapter of this node: NCCL would use TCP without saying so."""
+    """Return a warning if NCCL_IB_HCA, without NCCL_IB_DISABLE=1, names no adapter of this node, so NCCL silently takes TCP."""
     setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # without the ports of the adapters
     if not setting or environ.get("NCCL_IB_DISABLE") == "1":
         return None
@@ -104,7 +104,7 @@ def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
 
 
 def taken_ports(environ: Mapping[str, str]) -> Optional[str]:
-    """Return an error text if another program listens on one of the 16 ports from HCCL_IF_BASE_PORT on, which HCCL needs."""
+    """Return an error text if one of 16 ports from HCCL_IF_BASE_PORT on is taken; None with HCCL_HOST_SOCKET_PORT_RANGE."""
     if environ.get("HCCL_HOST_SOCKET_PORT_RANGE") or not environ.get("HCCL_IF_BASE_PORT", "60000").isdigit():
         return None
     first = int(environ.get("HCCL_IF_BASE_PORT", "60000"))

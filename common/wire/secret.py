@@ -1,7 +1,6 @@
 """The secret that the nodes of a job share, and how two nodes prove to each other that they have it.
 
-Each side sends a random number, and then the HMAC of both numbers under the secret. The secret itself is never sent. Without a
-secret, the same messages are exchanged under a key that is publicly known.
+Each side sends a random number, and then the HMAC of both numbers under the secret or, without one, a publicly known key.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ DIFFERS = f"the secrets of the nodes differ: give every node the same {VARIABLE}
 
 
 def of_this_job(environ: MutableMapping[str, str] = os.environ) -> bytes:
-    """Return the secret that the environment gives, or b"". The variable is removed, so that no child process has it."""
+    """Return the secret of ANYRANK_SECRET (removed, so no child process has it) or ANYRANK_SECRET_FILE; b"" without either."""
     given, path = environ.pop(VARIABLE, "").strip(), environ.get(FILE)
     if given and path:
         raise UserError(f"{VARIABLE} and {FILE} are both set: give one of them")
@@ -47,7 +46,7 @@ def nonce() -> str:
 
 
 def proof(secret: bytes, side: str, hub: str, node: str) -> str:
-    """Return the proof of `side` ("hub" or "node") for both nonces. It names the side, so the other side cannot reuse it."""
+    """Return the HMAC by which `side`, "hub" or "node", proves to have the secret. `hub`, `node`: the nonces of the two."""
     return hmac.new(b"anyrank " + secret, f"{side} {hub} {node}".encode(), hashlib.sha256).hexdigest()
 
 

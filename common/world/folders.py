@@ -45,7 +45,7 @@ KEPT = {
     "MA_JOB_DIR": ("/home/ma-user/modelarts/outputs",),
     "SM_MODEL_DIR": ("/opt/ml/model", "/opt/ml/checkpoints", "/opt/ml/output"),
 }
-OWN_DISKS = {"MA_JOB_DIR": "/cache"}  # an extra disk that is lost with the container; files on any other mount are kept
+LOST_DISKS = {"MA_JOB_DIR": "/cache"}  # an extra disk that is lost with the container; files on any other mount are kept
 
 # SageMaker copies these two folders to and from S3, and names them in no variable.
 SAGEMAKER_CHECKPOINTS = "/opt/ml/checkpoints"
@@ -62,26 +62,26 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
         if "SM_MODEL_DIR" in environ:
             checkpoints = checkpoints or SAGEMAKER_CHECKPOINTS
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
-    output = _place("output_dir", output) or _default(args)
+    output = _checked_path("output_dir", output) or _default(args)
     url = output if is_address(output) else None
     if url:  # the run writes to a local folder, which is published to the bucket
         output = local_folder(url, "output_dir")
     return {
-        "data_url": _place("data_url", args.data_url or _first(environ, DATA)),
-        "input_dir": _place("input_dir", args.input_dir) or _roomiest(environ),
+        "data_url": _checked_path("data_url", args.data_url or _first(environ, DATA)),
+        "input_dir": _checked_path("input_dir", args.input_dir) or _roomiest(environ),
         "output_url": url,
         "output_dir": output,
-        "checkpoint_dir": _place("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
-        "tensorboard_dir": _place("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
+        "checkpoint_dir": _checked_path("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
+        "tensorboard_dir": _checked_path("TensorBoard folder", tensorboard or os.path.join(output, "tensorboard")),
     }
 
 
 def _roomiest(environ):
-    """Return the default input folder: on ModelArts' /cache disk if that is writable and larger than this one, else INPUT_DIR.
+    """Return INPUT_DIR, on ModelArts' /cache if that is writable and larger than the disk of the working folder.
 
     The disks' total size decides, not their free space, which changes during a fetch: all ranks and restarts must choose alike.
     """
-    disk = OWN_DISKS["MA_JOB_DIR"]
+    disk = LOST_DISKS["MA_JOB_DIR"]
     if "MA_JOB_DIR" in environ and os.access(disk, os.W_OK) and _size(disk) > _size("."):
         return os.path.join(disk, INPUT_DIR)
     return INPUT_DIR
@@ -127,19 +127,19 @@ def require_writable(folder: str) -> None:
 
 
 def is_of_the_platform(value: str) -> bool:
-    """Whether a value is a path of ModelArts' inputs or outputs, which it passes as options of any name."""
+    """Whether a value is a path in ModelArts' inputs or outputs, which ModelArts passes as options of any name."""
     return _is_below(value, (INPUTS, *KEPT["MA_JOB_DIR"]))
 
 
 def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
-    """Return why the results of this run would be lost with its container, or None if they would not."""
+    """Return why ModelArts or SageMaker would lose this run's results with its container; None if not, or elsewhere."""
     for variable, kept in KEPT.items():
         kept = (*kept, *filter(None, [environ.get("SM_MODEL_DIR")]))
         if variable in environ and not args.output_url and not _is_below(args.output_dir, kept):
             folder = os.path.abspath(args.output_dir)
             while not os.path.ismount(folder):
                 folder = os.path.dirname(folder)
-            if folder in ("/", OWN_DISKS.get(variable)):
+            if folder in ("/", LOST_DISKS.get(variable)):
                 return f"the platform does not keep {one_line(args.output_dir)}: it keeps what is in {', '.join(kept)}"
     return None
 
@@ -155,8 +155,8 @@ def _first(environ, names):
     return next(filter(None, values), None)
 
 
-def _place(what, path):
-    """Return `path`, a folder or an address that `what` allows (ADDRESSES). gs:// becomes the folder where Google mounts it."""
+def _checked_path(what, path):
+    """Return `path`; UserError if it is an address that `what` does not allow (ADDRESSES). gs:// becomes the mount /gcs/."""
     if path is None:
         return None
     if "\0" in path:
@@ -185,8 +185,8 @@ def is_address(text: object) -> bool:
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
-def is_name(name: object) -> bool:
-    """Whether an object's name can be a path below the folder of fetched data: no empty, dot or reserved part, not too long."""
+def is_fetchable_name(name: object) -> bool:
+    """Whether an object's name can be a path below the folder of fetched data: not long, no part empty, ., .. or .fetching."""
     words = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
     return not any(word.lower() in ("", ".", "..", FETCHING) or "\0" in word for word in words)
 

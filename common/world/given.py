@@ -14,7 +14,9 @@ class Given:
     """Everything a rule may look at: arguments, environment, number of GPUs, host name, and the launcher's command line."""
 
     def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str):
-        self.args, self.gpus, self.hostname, self.launcher = args, gpus, hostname, launcher
+        self.args = args
+        self.gpus = gpus
+        self.hostname, self.launcher = hostname, launcher
         self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
 
     def has(self, *names: str) -> bool:
@@ -36,7 +38,7 @@ class Given:
             raise UserError(f"{name} is {self.env[name][:80]!r}: JSON was expected") from None
 
 
-def agree(name: str, value: Optional[int], other_name: str, other: int) -> None:
+def require_equal(name: str, value: Optional[int], other_name: str, other: int) -> None:
     if value is not None and value != other:
         raise UserError(f"{name} is {value} but {other_name} is {other}: they contradict each other; give one of them")
 
@@ -49,7 +51,7 @@ def process(platform: str, rule: str, rank: int, size: int, local_rank: int, loc
 
 def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
          master: Optional[str] = None, port: Optional[int] = None, promised: int = 0) -> World:  # fmt: skip
-    """Return the place of a node. Without --nproc_per_node: one worker per GPU, or NPROC_PER_NODE if fewer or without GPUs."""
+    """Return a node's place. --nproc_per_node unset: one worker per GPU, unless NPROC_PER_NODE or `promised` says otherwise."""
     if nodes > 1 and not master:
         raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
     workers, local_rank = given.args.nproc_per_node, 0

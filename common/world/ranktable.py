@@ -1,7 +1,4 @@
-"""The rank table of an Ascend job: a JSON file that names its servers, their cards, and the rank of each card.
-
-ModelArts writes it, and its Ascend engine starts the boot file once for each card. Versions 1.0 and 1.2 are read.
-"""
+"""The rank table of an Ascend job: a JSON file of ModelArts that names the servers, their cards, and the rank of each card."""
 
 import dataclasses
 import json
@@ -20,7 +17,7 @@ class Server:
 
 
 def read(path: str) -> list[Server]:
-    """Return the servers in the order of their ranks."""
+    """Return the rank table's servers in the order of their ranks; UserError if it is unfinished, or not as documented."""
     where = f"{VARIABLE} {one_line(path)[:200]}"
     try:
         with open(path, "rb") as file:

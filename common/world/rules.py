@@ -12,7 +12,7 @@ from typing import Optional
 
 from common.errors import UserError, one_line
 from common.world import ranktable
-from common.world.given import Given, agree, node, process
+from common.world.given import Given, node, process, require_equal
 from common.world.place import World
 
 MODELARTS_PORT = 6666  # the port in the manual's examples; ModelArts' own images are given none
@@ -22,7 +22,7 @@ MODELARTS_PORT = 6666  # the port in the manual's examples; ModelArts' own image
 
 
 def torchrun(given: Given) -> Optional[World]:
-    """torchrun, torch.distributed.launch, Azure ML: where LOCAL_RANK is set too, RANK and WORLD_SIZE count processes."""
+    """Return the place by torchrun's RANK, WORLD_SIZE and LOCAL_RANK, which count processes; None if one of them is missing."""
     if not given.has("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
     rank, size, local_rank = given.number("RANK"), given.number("WORLD_SIZE"), given.number("LOCAL_RANK")
@@ -33,17 +33,17 @@ def torchrun(given: Given) -> Optional[World]:
         local_size = (rank - local_rank) // node_rank
     else:
         local_size = given.gpus if given.gpus and size % given.gpus == 0 else local_rank + 1
-    agree("--local_rank", given.args.local_rank, "LOCAL_RANK", local_rank)
+    require_equal("--local_rank", given.args.local_rank, "LOCAL_RANK", local_rank)
     if given.args.world_size not in (None, size):  # a console has appended --world_size and --rank, which count nodes
-        agree("--world_size", given.args.world_size, "WORLD_SIZE / LOCAL_WORLD_SIZE", size // max(1, local_size))
-        agree("--rank", given.args.rank, "the node's rank", node_rank)
+        require_equal("--world_size", given.args.world_size, "WORLD_SIZE / LOCAL_WORLD_SIZE", size // max(1, local_size))
+        require_equal("--rank", given.args.rank, "the node's rank", node_rank)
     platform = "torchrun" if given.has("TORCHELASTIC_RUN_ID") else "azureml" if given.has("AZUREML_RUN_ID") else "launcher"
-    rule = "RANK, WORLD_SIZE and LOCAL_RANK count processes" + (to_come_later(given) if platform == "torchrun" else "")
+    rule = "RANK, WORLD_SIZE and LOCAL_RANK count processes" + (late_node_advice(given) if platform == "torchrun" else "")
     return process(platform, rule, rank, size, local_rank, local_size, node_rank, given.env.get("MASTER_ADDR"))
 
 
-def to_come_later(given: Given) -> str:
-    """Return advice if torchrun is elastic: while its agents share one store, no node can join later (seen with torch 2.15)."""
+def late_node_advice(given: Given) -> str:
+    """Return advice if torchrun is elastic and its agents share a store, as no node can then join later (torch 2.15), or ""."""
     told = re.search(r"--nnodes[= ](\S+)", given.launcher)
     low, _, high = (told[1] if told else given.env.get("PET_NNODES", "")).partition(":")
     fixed = high in ("", low) or given.env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
@@ -51,7 +51,7 @@ def to_come_later(given: Given) -> str:
 
 
 def openmpi(given: Given) -> Optional[World]:
-    """mpirun: OMPI_COMM_WORLD_NODE_RANK is not the node's number, so this is computed; Open MPI itself names no master."""
+    """Return the place under mpirun, or None. OMPI_COMM_WORLD_NODE_RANK is not the node's number, so the number is computed."""
     rank, size = given.number("OMPI_COMM_WORLD_RANK"), given.number("OMPI_COMM_WORLD_SIZE")
     if size < 1:
         return None
@@ -68,7 +68,7 @@ def openmpi(given: Given) -> Optional[World]:
 
 
 def slurm(given: Given) -> Optional[World]:
-    """SLURM: srun sets SLURM_STEP_NUM_TASKS. A batch script runs as one process, though SLURM_NTASKS may be larger."""
+    """Return the place in SLURM, or None. A batch script without srun, which sets SLURM_STEP_NUM_TASKS, is one process."""
     if not given.has("SLURM_JOB_ID") or given.args.init_method or given.args.world_size:
         return None
     promised, tasks = given.number("SLURM_GPUS_ON_NODE"), given.number("SLURM_STEP_NUM_TASKS")
@@ -88,19 +88,21 @@ def slurm(given: Given) -> Optional[World]:
 
 
 def ascend(given: Given) -> Optional[World]:
-    """ModelArts' Ascend engine starts the boot file once for each card; RANK_TABLE_FILE names the cards and their ranks."""
+    """Return the place by the rank table of ModelArts' Ascend engine, which starts a process for each card; None without it."""
     if not given.has(ranktable.VARIABLE, "RANK_ID"):
         return None
     servers = ranktable.read(given.env[ranktable.VARIABLE])
     size, rank = sum(len(server.cards) for server in servers), given.number("RANK_ID")
     node_rank = next((number for number, server in enumerate(servers) if rank in server.cards), None)
     if given.has("RANK_SIZE"):
-        agree("RANK_SIZE", given.number("RANK_SIZE"), "the number of cards in the rank table", size)
+        require_equal("RANK_SIZE", given.number("RANK_SIZE"), "the number of cards in the rank table", size)
     if node_rank is None:
         raise UserError(f"RANK_ID is {rank}, which is not in the rank table: it has ranks 0 to {size - 1}; start the job again")
     mine, first = servers[node_rank].cards, servers[0].host
     if given.has("ASCEND_DEVICE_ID"):
-        agree("ASCEND_DEVICE_ID", given.number("ASCEND_DEVICE_ID"), "the card of this rank in the rank table", mine[rank])
+        require_equal(
+            "ASCEND_DEVICE_ID", given.number("ASCEND_DEVICE_ID"), "the card of this rank in the rank table", mine[rank]
+        )
     master = first or given.env.get("VC_WORKER_HOSTS", "").split(",")[0] or given.env.get("MASTER_ADDR")
     if len(servers) > 1 and not master:
         raise UserError("the rank table has no host_ip: set MASTER_ADDR to the first node's address, alike on every node")
@@ -133,7 +135,7 @@ def slurm_tasks_on(tasks_per_node: str, node_rank: int) -> Optional[int]:
 
 
 def modelarts_arguments(given: Given) -> Optional[World]:
-    """ModelArts' preset images append --init_method, --rank and --world_size, each of which may be missing."""
+    """Return the place by --init_method, --rank and --world_size, which ModelArts' images append; None if all are missing."""
     args = given.args
     if args.init_method is None and args.rank is None and args.world_size is None:
         return None
@@ -141,7 +143,7 @@ def modelarts_arguments(given: Given) -> Optional[World]:
     if args.world_size and given.args.nproc_per_node != 1:
         for name in ("MA_NUM_HOSTS", "VC_WORKER_NUM"):
             if given.has(name):
-                agree("--world_size", args.world_size, name, given.number(name))
+                require_equal("--world_size", args.world_size, name, given.number(name))
     rank = args.rank
     if rank is None:
         if nodes > 1 and not given.has("VC_TASK_INDEX"):
@@ -156,18 +158,18 @@ def modelarts_arguments(given: Given) -> Optional[World]:
 
 
 def _agree_with_the_environment(given, rank, nodes):
-    """Raise UserError if RANK or WORLD_SIZE contradicts the arguments. WORLD_SIZE may count nodes or all their processes."""
+    """Raise UserError if WORLD_SIZE, in nodes or processes, contradicts the arguments, or RANK does while it counts nodes."""
     if not given.has("RANK", "WORLD_SIZE"):
         return
     size = given.number("WORLD_SIZE")
     if size not in (nodes * (given.number("NPROC_PER_NODE") or given.gpus), nodes * (given.args.nproc_per_node or 1)):
-        agree("--world_size", nodes, "WORLD_SIZE", size)
+        require_equal("--world_size", nodes, "WORLD_SIZE", size)
     if size == nodes:
-        agree("--rank", rank, "RANK", given.number("RANK"))
+        require_equal("--rank", rank, "RANK", given.number("RANK"))
 
 
 def init_method(given: Given) -> tuple[Optional[str], int]:
-    """Return (host, port) of --init_method, else of MASTER_ADDR and MASTER_PORT: (None, 0) if these are not set."""
+    """Return (host, port) of --init_method, else of MASTER_ADDR and MASTER_PORT; None and 0 for what is not set."""
     url = given.args.init_method
     if url in (None, "env://"):
         return given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
@@ -179,7 +181,7 @@ def init_method(given: Given) -> tuple[Optional[str], int]:
 
 
 def modelarts_environment(given: Given) -> Optional[World]:
-    """ModelArts' own images: MA_NUM_HOSTS and VC_TASK_INDEX; VC_WORKER_HOSTS names the hosts. ModelArts names no port."""
+    """Return the place by MA_NUM_HOSTS and VC_TASK_INDEX, which ModelArts' own images have; None without the first."""
     nodes = given.number("MA_NUM_HOSTS")
     if not nodes:
         return None
@@ -190,7 +192,7 @@ def modelarts_environment(given: Given) -> Optional[World]:
 
 
 def kubeflow(given: Given) -> Optional[World]:
-    """Kubeflow: PET_NNODES counts pods; in version 1 RANK counts pods too, while WORLD_SIZE may count processes."""
+    """Return the place of a Kubeflow pod by PET_NNODES and PET_NODE_RANK or RANK, which count pods; None without PET_NNODES."""
     if not given.has("PET_NNODES"):
         return None
     low, _, high = given.env["PET_NNODES"].partition(":")
@@ -200,7 +202,7 @@ def kubeflow(given: Given) -> Optional[World]:
         )
     rank = given.number("PET_NODE_RANK", "RANK")
     if given.has("RANK"):
-        agree("RANK", given.number("RANK"), "PET_NODE_RANK", rank)
+        require_equal("RANK", given.number("RANK"), "PET_NODE_RANK", rank)
     workers = given.env.get("PET_NPROC_PER_NODE", "")
     if workers.isdigit():
         given.env.setdefault("NPROC_PER_NODE", workers)
@@ -209,7 +211,7 @@ def kubeflow(given: Given) -> Optional[World]:
 
 
 def volcengine(given: Given) -> Optional[World]:
-    """Volcengine: MLP_WORKER_NUM and MLP_ROLE_INDEX."""
+    """Return the place by Volcengine's MLP_WORKER_NUM and MLP_ROLE_INDEX; None without the first."""
     nodes, rank = given.number("MLP_WORKER_NUM"), given.number("MLP_ROLE_INDEX")
     if not nodes:
         return None
@@ -219,7 +221,7 @@ def volcengine(given: Given) -> Optional[World]:
 
 
 def sagemaker(given: Given) -> Optional[World]:
-    """SageMaker: a node's rank is its position in SM_HOSTS, where algo-10 is before algo-2, or else SM_CURRENT_HOST_RANK."""
+    """Return the place of a SageMaker host, or None. Its rank is its position in SM_HOSTS, else SM_CURRENT_HOST_RANK."""
     first = None
     if given.has("SM_HOSTS"):
         hosts, current = given.json("SM_HOSTS"), given.env.get("SM_CURRENT_HOST")
@@ -236,7 +238,7 @@ def sagemaker(given: Given) -> Optional[World]:
 
 
 def vertex(given: Given) -> Optional[World]:
-    """Vertex AI: CLUSTER_SPEC; pool 0 is the primary replica, pool 1 the workers."""
+    """Return the place by Vertex AI's CLUSTER_SPEC, or None. Its workerpool0 holds the first node, workerpool1 the others."""
     if not given.has("CLUSTER_SPEC"):
         return None
     spec = given.json("CLUSTER_SPEC")
@@ -246,14 +248,14 @@ def vertex(given: Given) -> Optional[World]:
         raise UserError(f"CLUSTER_SPEC says that this replica is {task['type']!r}: run the job in workerpool0 and workerpool1")
     rank = int(task.get("index", 0)) + (len(primary) if task.get("type") == "workerpool1" else 0)
     if given.has("RANK"):
-        agree("RANK", given.number("RANK"), "CLUSTER_SPEC's node", rank)
+        require_equal("RANK", given.number("RANK"), "CLUSTER_SPEC's node", rank)
     host, _, port = primary[0].rpartition(":") if primary else (None, None, 0)
     master, port = given.env.get("MASTER_ADDR") or host, given.number("MASTER_PORT") or int(port)
     return node(given, "vertex", "CLUSTER_SPEC", rank, max(1, len(primary) + len(workers)), master, port)
 
 
 def bare_rank(given: Given) -> Optional[World]:
-    """PAI-DLC, Baidu AIHC, Volcano's pytorch plugin: RANK and WORLD_SIZE without LOCAL_RANK count nodes."""
+    """Return the place by RANK and WORLD_SIZE, which count nodes on PAI-DLC, Baidu AIHC and Volcano; None if one is missing."""
     if not given.has("RANK", "WORLD_SIZE"):
         return None
     marks = {"AIHC_JOB_NAME": "baidu-aihc", "NPROC_PER_NODE": "pai-dlc", "VC_TASK_INDEX": "volcano"}
@@ -263,7 +265,7 @@ def bare_rank(given: Given) -> Optional[World]:
 
 
 def volcano(given: Given) -> Optional[World]:
-    """Volcano's env and svc plugins: VC_TASK_INDEX counts within one task; with several tasks, the host name gives the rank."""
+    """Return the place of a Volcano pod, or None. VC_TASK_INDEX counts within one task; with several, the host name decides."""
     tasks = {name: value.split(",") for name, value in given.env.items() if re.fullmatch(r"VC_\w+_HOSTS", name)}
     if not tasks or not given.has("VC_TASK_INDEX"):
         return None

@@ -7,7 +7,7 @@ import torch
 
 from common import arguments, devices
 from datasets import cifar10
-from datasets.crops import PADDING, crops_and_flips
+from datasets.crops import PADDING, draw_crops_and_flips
 from datasets.dali.pipeline import as_tensor, build, cut, need_dali
 from datasets.loader import DeviceLoader
 from datasets.sampler import Sampler
@@ -20,8 +20,11 @@ class ArrayBatches:
         self, data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int
     ) -> None:
         need_dali()
-        self._data, self._sampler, self._device = data_set, sampler, device
-        self._augment, self._seed, self._threads = augment, seed, max(1, workers)
+        self._data = data_set
+        self._sampler, self._device = sampler, device
+        self._augment = augment
+        self._seed = seed
+        self._threads = max(1, workers)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         epoch, batches = self._sampler.epoch, list(self._sampler)
@@ -41,7 +44,7 @@ class ArrayBatches:
 
         def source(numbers):
             images, _, ids = self._data[epoch, numbers]
-            top, left, flip = crops_and_flips(ids, self._seed, epoch)
+            top, left, flip = draw_crops_and_flips(ids, self._seed, epoch)
             anchors = torch.stack([top, left], dim=1).to(torch.int32) - PADDING
             images = images.permute(0, 2, 3, 1).contiguous()
             return tuple(array.numpy() for array in (images, anchors, flip.to(torch.int32)))
@@ -65,6 +68,6 @@ def add_options(parser: arguments.Parser) -> None:
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int = 0
 ) -> DeviceLoader:
-    """Return a loader like datasets.cifar10's. `augment`: DALI crops and flips its batches, on `device` if it is NVIDIA's."""
+    """Return a loader whose batches DALI makes in `workers` threads, at least one. `augment`: crop and flip the images."""
     batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
     return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

@@ -1,9 +1,7 @@
 """Batches of photographs and pairs through NVIDIA DALI, on CPU or GPU: the same samples, order and crops as other loaders.
 
-DALI receives the sampler's order and every crop and flip. Each epoch has its own pipeline: a resumed run may begin in the
-middle of an epoch, and between two epochs no memory is held. Making a pipeline of 1.28 million files takes 3.6 s and 1 GB. If
-DALI cannot make a batch, or if other decoders read a picture in it differently, the data set makes it without DALI, which goes
-on with the next batch.
+Each epoch has its own pipeline: a resumed run may begin in the middle of an epoch, and between two epochs no memory is held.
+If DALI cannot make a batch, or other decoders read a picture in it differently, the data set makes it without DALI.
 """
 
 import re
@@ -26,7 +24,7 @@ from datasets.sampler import Sampler
 NARROW = 4  # pixels: a crop with fewer may be only one pixel wide
 
 
-class Batches:
+class PipelineBatches:
     """Gives (uint8 images, labels, ids) of each batch of the sampler, in its order. A subclass defines the pipeline."""
 
     def __init__(
@@ -57,7 +55,7 @@ class Batches:
                     yield *self._batch(pipeline.run(), ids, epoch), ids
                     continue
                 except (RuntimeError, OSError) as error:  # OSError: of a file that is read in this process
-                    if not of_a_picture(error):
+                    if not is_fault_of_picture(error):
                         raise
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
                     warn(f"DALI cannot make a batch of epoch {epoch + 1}, so torch makes it: {reason}")
@@ -66,14 +64,13 @@ class Batches:
             yield images, labels, ids
 
     def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
-        """Return whether DALI decodes every picture of this batch to the same pixels as other decoders."""
+        """Return whether no picture of the batch needs Pillow: DALI would decode such a picture to other pixels than Pillow."""
         return not self._data.special[ids].any()
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         raise NotImplementedError
 
     def _batch(self, outputs: Any, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (images, labels) of a batch from the pipeline's outputs."""
         raise NotImplementedError
 
 
@@ -83,14 +80,13 @@ OF_THE_MACHINE = re.compile(
 )
 
 
-def of_a_picture(error: Exception) -> bool:
-    """Return whether DALI failed because of a picture. If memory or the GPU is at fault, a run must end: without DALI it would
-    go on at a tenth of its speed."""
+def is_fault_of_picture(error: Exception) -> bool:
+    """Return whether DALI's error may be a picture's fault: its text names neither memory, GPU nor disk, which end a run."""
     return not OF_THE_MACHINE.search(str(error))
 
 
-class DaliBatches(Batches):
-    """Batches of photographs with labels. On a CPU, DALI only decodes them, and torch does the rest."""
+class DaliBatches(PipelineBatches):
+    """Batches of photographs with labels. Without `decode_on_gpu` DALI only decodes them, and torch does the rest."""
 
     _data: Photos
 
@@ -109,7 +105,7 @@ class DaliBatches(Batches):
         return self._resized_here(pictures, numbers, ids, epoch), labels
 
     def _resized_here(self, pictures, numbers, ids, epoch):
-        """Resize with torch what DALI has decoded: on a CPU DALI's antialiased resize takes eight times as long."""
+        """Resize decoded pictures with torch, on a CPU faster than DALI. In training `numbers` says which are flipped."""
         data, numbers = self._data, np.array(numbers.as_tensor())
         images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
         for place, number in enumerate(ids):
@@ -132,7 +128,7 @@ class DaliBatches(Batches):
         how = {"size": data.size, "decoder": "mixed" if self._gpu else "cpu"}
 
         def planned(ids):
-            data.tree.expect(ids)
+            data.tree.prefetch(ids)
             return plan(data, _padded(ids, largest), epoch)
 
         if data.tree.in_files:
@@ -188,7 +184,7 @@ def _whole_graph(contents, ids, size, decoder):
 def _test_plan(data, ids, _epoch):
     """Return (height, width) that each picture is resized to, and (top, left) of the middle that is then cut out."""
     heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
-    sizes = np.array([decode.resized(height, width, data.short, data.size) for height, width in zip(heights, widths)])
+    sizes = np.array([decode.resized_size(height, width, data.short, data.size) for height, width in zip(heights, widths)])
     middle = np.array([decode.middle(height, width, data.size) for height, width in sizes])
     return sizes.astype(np.float32), middle.astype(np.float32)
 
@@ -205,7 +201,7 @@ def _padded(ids, count):
 # Pairs of pictures.
 
 
-class PairBatches(Batches):
+class PairBatches(PipelineBatches):
     """Batches of pairs: the blurry pictures first, then the sharp ones, each cropped and flipped like its partner."""
 
     _data: Pairs
@@ -233,14 +229,14 @@ class PairBatches(Batches):
 
 
 def inputs(pairs: Pairs, ids: np.ndarray, epoch: int) -> tuple[list, list, np.ndarray, np.ndarray, np.ndarray]:
-    """Return a pipeline's inputs for a batch: (blurry files, sharp files, sizes, corners, flips); files as their bytes."""
+    """Return (bytes of the blurry files, bytes of the sharp ones, sizes to resize to, crop corners, flips) of these pairs."""
     blurry, sharp = zip(*([np.frombuffer(content, np.uint8) for content in pairs.read(number)] for number in ids))
     sizes, corners, flips = pairs.geometry(ids, epoch)
     return list(blurry), list(sharp), sizes.astype(np.float32), corners.astype(np.float32), flips.astype(np.int32)
 
 
 def transformed(blurry: Any, sharp: Any, sizes: Any, corners: Any, flips: Any, crop: int, decoder: str) -> tuple[Any, Any]:
-    """Decode, resize, crop and flip both pictures of each pair alike, to uint8 (crop, crop, 3)."""
+    """Return DALI operators that decode, resize, crop and flip both pictures alike. `decoder`: cpu, or mixed for the GPU."""
     from nvidia.dali import fn
 
     def picture(files):

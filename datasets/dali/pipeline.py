@@ -55,7 +55,7 @@ def decoded(files: Any, decoder: str) -> Any:
 
 
 def like_the_others() -> dict[str, Any]:
-    """Return options with which DALI decodes like torchvision: no EXIF orientation; colours interpolated on a GPU too."""
+    """Return options with which DALI decodes as torchvision does: it ignores EXIF orientation and interpolates the chroma."""
     from nvidia.dali import types
 
     return {"output_type": types.DALIImageType.RGB, "adjust_orientation": False, "jpeg_fancy_upsampling": True}
@@ -68,14 +68,14 @@ def resized(images: Any, size: Any) -> Any:
 
 
 def cut(images: Any, corner: Any, size: Sequence[float], **how: Any) -> Any:
-    """Cut out the pixels of this size (height, width) from the corner (top, left) on."""
+    """Cut out the window of `size` (height, width) that begins at `corner` (top, left). `how`: more options of fn.slice."""
     from nvidia.dali import fn
 
     return fn.slice(images, corner, size, axis_names="HW", normalized_anchor=False, normalized_shape=False, **how)
 
 
 def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
-    """Return a copy of a pipeline's output, because DALI reuses its memory. `device`: the GPU, for an output on a GPU."""
+    """Return a copy of a pipeline's output, because DALI reuses the memory. `device`: the GPU that holds it (uint8), if any."""
     from nvidia.dali.tensors import TensorListGPU
 
     dense = output.as_tensor()
@@ -90,7 +90,7 @@ def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: glibc keeps it for a pipeline's threads, and the next pipeline has other threads."""
+    """Give freed memory back to the system if glibc is in use: glibc keeps it for threads, and each pipeline has new ones."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim:
         trim(0)

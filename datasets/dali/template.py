@@ -24,7 +24,8 @@ class ExternalInputIterator:
     def __init__(
         self, data_source: str, batch_size: int, shuffle: bool, seed: int = 1234, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.batch_size, self.shuffle, self.rank, self.world_size = batch_size, shuffle, rank, world_size
+        self.batch_size, self.shuffle = batch_size, shuffle
+        self.rank, self.world_size = rank, world_size
         self._pairs = Pairs(os.path.join(data_source, "train"), resize=0, crop=1, train=True, seed=seed)
         self._draw = np.random.default_rng(seed)
 

@@ -15,7 +15,7 @@ START_SECONDS = 120  # a process that uses Ray may take this long to start
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen:
-    """Run the module's main(*arguments) in a new process with this import path, out of reach of Ctrl-C. `options`: Popen's."""
+    """Run the module's main(*arguments) in a new process and session, which Ctrl-C does not reach. `options`: for Popen."""
     code = f"import sys; sys.path[:] = {json.dumps([repository(), *map(os.path.abspath, sys.path)])}; "
     code += f"from {module} import main; main(*sys.argv[1:])"
     return subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True, **options)
@@ -23,7 +23,7 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 @functools.lru_cache(maxsize=1)
 def repository() -> str:
-    """Return the folder that holds `common` and `datasets`; a bundled job first writes them to a temporary folder."""
+    """Return the folder that holds `common` and `datasets`. A job in one file first writes them to a temporary folder."""
     sources = getattr(__spec__.loader, "sources", None)
     if sources is None:
         return str(Path(__file__).resolve().parents[2])

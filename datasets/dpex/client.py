@@ -28,7 +28,7 @@ class ClusterLost(Exception):
 
 
 def bridge(head_address: str) -> "Bridge":
-    """Return this process's bridge to that cluster. The first call starts it in the background; without references it ends."""
+    """Return this process's Bridge, a child process that uses Ray. The first call starts it, or a later one if Ray failed."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -52,7 +52,7 @@ class Bridge:
         weakref.finalize(self, _end, self.process, os.getpid())
 
     def connect(self) -> socket.socket:
-        """Return a connection for one iterator, once Ray has started; UserError if it does not, ClusterLost if it is gone."""
+        """Wait for Ray and return a connection for one iterator. UserError if Ray does not start, ClusterLost after a loss."""
         if self.lost:
             raise ClusterLost(self.lost)
         if self._socket is None:
@@ -61,7 +61,7 @@ class Bridge:
         try:
             connection.connect(self._socket)
         except OSError:
-            raise self.cluster_lost() from None
+            raise self.note_loss() from None
         return connection
 
     def _wait_until_ready(self):
@@ -78,7 +78,7 @@ class Bridge:
         path, self.address = rest.rsplit(" ", 1)
         return path
 
-    def cluster_lost(self) -> ClusterLost:
+    def note_loss(self) -> ClusterLost:
         """Record that a connection broke, and return the exception to raise."""
         self.lost = self.lost or f"{self.address} does not answer"
         return ClusterLost(self.lost)
@@ -108,11 +108,13 @@ class Workers:
     """The workers of one iterator, which end with this object. Each batch is requested by its number from one of them."""
 
     def __init__(self, bridge: Bridge):
-        self._owner, self._epoch, self._digest = os.getpid(), 0, None
+        self._owner = os.getpid()
+        self._epoch = 0
+        self._digest = None
         self._bridge, self._connection = bridge, bridge.connect()
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
-        """Begin an epoch for which `count` workers copy the data set anew. It is sent again only if it has changed."""
+        """Begin an epoch with new copies of `task` (data set, collate_fn ...) in `count` workers; send it only if changed."""
         try:
             packed = pack(task)
         except (RuntimeError, TypeError, ValueError, pickle.PicklingError) as error:
@@ -137,11 +139,11 @@ class Workers:
         self._send("resume", self._epoch)
 
     def fetch(self, number: int, worker: int, index: object) -> None:
-        """Request a batch, which receive() returns."""
+        """Request batch `number`, made of the samples `index`, from this worker. receive() returns it."""
         self._send("fetch", number, worker, parts=pack(index).parts)
 
     def is_usable(self) -> bool:
-        """Return whether this process opened the connection and it is still open; an interrupted message closes it."""
+        """Return whether the connection is open, and was opened by this process and not by a parent that forked."""
         return self._owner == os.getpid() and self._connection.fileno() >= 0
 
     def _send(self, *message, parts=()):
@@ -150,11 +152,11 @@ class Workers:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Raise ClusterLost if the connection breaks. If Ctrl-C interrupts a message, close it: the next would be misread."""
+        """Raise ClusterLost if the connection breaks. Close it after any other error, as half a message may be left in it."""
         try:
             yield
         except (EOFError, OSError):
-            raise self._bridge.cluster_lost() from None
+            raise self._bridge.note_loss() from None
         except BaseException:
             self.close()
             raise

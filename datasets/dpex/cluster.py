@@ -27,7 +27,7 @@ OWN = {"address": "local", "num_cpus": 1, "include_dashboard": False}
 
 
 def connect(head_address: str) -> "Cluster":
-    """Join the user's cluster. If there is none, start one on this machine, which ends with this process."""
+    """Join the cluster at `head_address`, or for "local", or "auto" without one, start one that ends with this process."""
     address = _users_address(head_address)
     if address is None:
         _prepare_our_own()
@@ -49,7 +49,7 @@ def connect(head_address: str) -> "Cluster":
 
 
 def _prepare_our_own():
-    """Set the environment for our own cluster: loopback interface only, a token, and this process's import path for workers."""
+    """Replace the RAY_ variables (loopback interface only, a new token), and give workers our import path by PYTHONPATH."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:  # settings of another cluster
         del os.environ[name]
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **LOOPBACK, **PATIENT, **EQUAL})
@@ -57,7 +57,7 @@ def _prepare_our_own():
 
 
 def _init(how, failed) -> str:
-    """Start or join a cluster and return its address. `failed`: the text of the error, with {reason} in it."""
+    """Call ray.init(**how) and return the cluster's address. `failed`: the text of the UserError, with {reason} in it."""
     os.environ.update(QUIET)
     import ray
 
@@ -73,7 +73,7 @@ def _init(how, failed) -> str:
 
 
 def _users_address(head_address):
-    """Return the address of the user's cluster; None: there is none, or it is not wanted, and we start our own."""
+    """Return the address of the user's cluster. None: there is none, or none is wanted, so we start our own."""
     if head_address not in ("auto", "local", None):
         return head_address
     variable = os.environ.get("RAY_ADDRESS", "auto")
@@ -86,7 +86,7 @@ def _users_address(head_address):
 
 
 def _require_token():
-    """Have Ray use a token unless RAY_AUTH_MODE says otherwise, because it runs any code it is sent; UserError without one."""
+    """Make Ray use a token unless RAY_AUTH_MODE is set otherwise: Ray runs any code it is sent. UserError without a token."""
     given = "RAY_AUTH_TOKEN" in os.environ or os.path.exists(
         os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
     )
@@ -108,7 +108,7 @@ def reachable(address: str) -> bool:
 
 
 def raylet(node: dict[str, Any]) -> str:
-    """Return the address of the raylet of an entry of ray.nodes()."""
+    """Return host:port of the raylet, Ray's daemon on a node. `node`: an entry of ray.nodes()."""
     return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
 
@@ -122,7 +122,7 @@ class Cluster:
         self.node = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
-        """Return the node ids for `count` workers, in proportion to the nodes' CPUs; not `avoid`, if there is another node."""
+        """Return node ids for `count` workers, in proportion to the nodes' CPUs. Node `avoid` is used if no other is left."""
         import ray
 
         # Ray may not know yet that a node is lost. If all are, this machine's is too, and _watch() soon ends the bridge.
@@ -139,7 +139,7 @@ class Cluster:
         return chosen
 
     def start_worker(self, node: str, packages: Iterable[str], again: bool = False) -> Any:
-        """Start an actor on that node and return its handle. It reserves no CPU, for which it would wait on a full cluster."""
+        """Start a Ray actor on the node; return it. `packages`: source folders to upload; `again`: it replaces a lost one."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -159,12 +159,12 @@ class Actor:
     """The worker as a Ray actor. It imports torch only where it runs: the process that starts it does not need torch."""
 
     def __init__(self, again: bool):
-        from datasets.dpex.worker import Worker
+        from datasets.dpex.worker import LoaderWorker
 
-        self._worker = Worker(again)
+        self._worker = LoaderWorker(again)
 
     def fetch(self, index: list, task: list, *where: Any) -> list:
-        """Return a packed batch. `task`: a list with a reference to the packed task; Ray resolves no references in lists."""
+        """Return LoaderWorker.fetch()'s packed batch. `task`: a reference in a list, because Ray would resolve a bare one."""
         import ray
 
         return self._worker.fetch(index, functools.partial(ray.get, task[0]), *where)

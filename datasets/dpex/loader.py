@@ -123,7 +123,7 @@ class RayIterator(_BaseDataLoaderIter):
             self._go_on_here()
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        """Begin the next epoch of persistent workers."""
+        """Begin the next epoch of persistent workers. Once the cluster is lost, torch's workers on this machine make it."""
         super()._reset(loader, first_iter)
         self._passes += 1
         self._pass = self._new_pass()
@@ -267,7 +267,7 @@ class RayIterator(_BaseDataLoaderIter):
 
 
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
-    """Return a loader like datasets.loader.torch_batches, over Ray: `data_set[epoch, ids]` gives a whole batch."""
+    """Return a loader over Ray whose batches are `data_set[epoch, ids]`, for each batch of ids of the sampler."""
     return DpexDataLoader(
         HandsOnErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
         num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
@@ -275,8 +275,7 @@ def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
 
 
 def _outlive_stop_signals(worker):
-    """Ignore stop signals in a worker process on this machine (once the cluster is lost), because a stopped job needs batches
-    until it has saved. Workers on the cluster do not get the job's signals."""
+    """In a worker process of this machine, ignore stop signals: a stopped job needs batches until it has saved."""
     if multiprocessing.parent_process():
         begin_worker(worker)
 
@@ -289,5 +288,4 @@ def add_options(parser: arguments.Parser) -> None:
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Any, device: torch.device, augment: bool, seed: int, workers: int
 ) -> DeviceLoader:
-    """Return the loader of datasets.cifar10 with batches from Ray."""
     return cifar10.loader(data_set, sampler, device, augment, seed, workers, batches)

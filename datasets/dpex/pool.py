@@ -18,7 +18,9 @@ class Pool:
     """One thread receives the requests of the training process. One thread per worker waits for its batches and sends them."""
 
     def __init__(self, connection: socket.socket, cluster: Cluster):
-        self._connection, self._cluster, self._sending = connection, cluster, threading.Lock()
+        self._connection = connection
+        self._cluster = cluster
+        self._sending = threading.Lock()
         self._lock = threading.RLock()  # guards the attributes below
         self._actors: list[Any] = []
         self._nodes: list[Optional[str]] = []  # where each actor runs
@@ -74,9 +76,11 @@ class Pool:
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
     def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str]):
-        """Begin an epoch for which the workers copy the data set anew. Actors stay unless nodes were added or lost."""
+        """Begin an epoch: `count` workers copy the data set anew. Actors whose nodes are chosen again stay; others end."""
         self._epoch = self._begun = epoch
-        self._base_seed, self._packages, self._counts, self._places = base_seed, packages, [()] * count, [0] * count
+        self._base_seed = base_seed
+        self._packages = packages
+        self._counts, self._places = [()] * count, [0] * count
         for worker in range(len(self._asked), count):
             self._actors.append(None)
             self._nodes.append(None)
@@ -95,7 +99,6 @@ class Pool:
         self._nodes[worker], self._actors[worker] = node, self._cluster.start_worker(node, self._packages, again)
 
     def _resume(self, epoch: int):
-        """Begin another epoch with the copies of the data set that the workers have."""
         self._counts = [(*before, place) for before, place in zip(self._counts, self._places)]
         self._epoch, self._places = epoch, [0] * len(self._places)
 

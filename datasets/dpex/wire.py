@@ -16,12 +16,12 @@ import numpy as np
 LENGTH = struct.Struct("!Q")
 
 
-class Packed(NamedTuple):
+class PackedBatch(NamedTuple):
     parts: list  # the pickle, and the buffers that it leaves out
     modules: set[str]  # names of the modules that unpickling needs
 
 
-def pack(value: object) -> Packed:
+def pack(value: object) -> PackedBatch:
     import torch
     from ray import cloudpickle
 
@@ -38,14 +38,14 @@ def pack(value: object) -> Packed:
 
     modules, buffers, file = set(), [], io.BytesIO()
     Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Packed([file.getvalue(), *(buffer.raw() for buffer in buffers)], modules)
+    return PackedBatch([file.getvalue(), *(buffer.raw() for buffer in buffers)], modules)
 
 
 NAMED = (type, type(pack))  # classes and functions have a __module__ of their own; for other objects the class's counts
 
 
 def unpack(parts: Sequence) -> Any:
-    """Return a packed value. Only for values that a process of this job has packed: unpickling runs code."""
+    """Unpickle the parts of a packed value. They must come from a process of this job, because unpickling runs code."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -73,7 +73,7 @@ def source_packages(modules: Iterable[str]) -> set[str]:
 
 
 def send(connection: socket.socket, message: object, parts: Sequence = ()) -> None:
-    """Send a message to a process of this user on this machine. `parts`: those of a packed value."""
+    """Send a message, and after it the `parts` of a packed value, to a process of this user on this machine."""
     header = pickle.dumps((message, [len(part) for part in parts]))
     connection.sendall(LENGTH.pack(len(header)) + header)
     for part in parts:

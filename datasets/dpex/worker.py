@@ -20,14 +20,15 @@ OTHER = 1_000_003  # far from other workers' seeds in the lower 32 bits, which a
 
 
 class End:
-    """Sent in place of a batch: this worker's IterableDataset has no more."""
+    """Sent in place of a batch when this worker's IterableDataset has no more samples."""
 
 
-class Worker:
+class LoaderWorker:
     """Makes batches on request. Each request is complete in itself, because the worker may replace a lost one (`again`)."""
 
     def __init__(self, again: bool):
-        self._again, self._epoch, self._is_stream = again, None, False
+        self._again = again
+        self._epoch, self._is_stream = None, False
         torch.set_num_threads(1)
         malloc.keep()
         collate_in_own_memory()
@@ -41,7 +42,9 @@ class Worker:
         pass over this copy has requested; `place`: how many the present pass has. Only an IterableDataset needs them.
         """
         if is_new := epoch != self._epoch:
-            self._epoch, self._draws_anew, self._again = epoch, self._again, False
+            self._epoch = epoch
+            self._draws_anew = self._again
+            self._again = False
         if is_new or (self._is_stream and (len(counts), place) < self._place):
             self._place = 0, 0
             self._failed = self._attempt(self._begin, task, worker, seed)
@@ -66,7 +69,7 @@ class Worker:
         self._start_pass()
 
     def _seed(self, seed):
-        """Seed the generators as torch seeds its workers."""
+        """Seed Python, torch and NumPy as torch's DataLoader does in a worker, and fill in what get_worker_info() returns."""
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(torch_worker._generate_state(seed - self._worker, self._worker))
@@ -90,7 +93,7 @@ class Worker:
         return self._fetcher.fetch(index)
 
     def _catch_up(self, place):
-        """Skip the batches of a stream before `place`, and their errors: a lost worker has already delivered them."""
+        """Skip an IterableDataset's batches before `place`, and their errors: they were requested before. Else do nothing."""
         while self._is_stream and self._place[1] < place:
             self._place = self._place[0], self._place[1] + 1
             with contextlib.suppress(Exception):

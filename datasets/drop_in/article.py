@@ -36,7 +36,6 @@ def __getattr__(name: str) -> Any:
 
 
 def computes_on() -> torch.device:
-    """Return the accelerator that this process uses, or the CPU."""
     return devices.current() if devices.available() else torch.device("cpu")
 
 
@@ -70,7 +69,16 @@ def _pipelines() -> dict[str, type]:
         def _resized(self, images: Any, **size: Any) -> Any:
             return fn.resize(images, interp_type=self.interp_type, antialias=self.antialias, **size)
 
-    class HybridTrainPipe(Pipe):
+    pipelines = {"HybridTrainPipe": _train_pipeline(Pipe), "HybridValPipe": _val_pipeline(Pipe)}
+    for name, pipeline in pipelines.items():  # pickle and help() look them up under these names
+        pipeline.__module__, pipeline.__qualname__ = __name__, name
+    return pipelines
+
+
+def _train_pipeline(base):
+    from nvidia.dali import fn, types
+
+    class HybridTrainPipe(base):
         """Crops and flips at random. Gives normalised (3, H, W), or with dali_cpu=True uint8 (H, W, 3) for DaliIteratorCPU."""
 
         def __init__(
@@ -93,10 +101,16 @@ def _pipelines() -> dict[str, type]:
             images = self._resized(images, resize_x=self._crop, resize_y=self._crop)
             coin = fn.random.coin_flip(probability=0.5)
             if self._normalise:
-                return fn.crop_mirror_normalize(images, mirror=coin, **self._normalise), _beside(labels, self._place)
-            return fn.flip(images, horizontal=coin), _beside(labels, self._place)
+                return fn.crop_mirror_normalize(images, mirror=coin, **self._normalise), _labels_on_device(labels, self._place)
+            return fn.flip(images, horizontal=coin), _labels_on_device(labels, self._place)
 
-    class HybridValPipe(Pipe):
+    return HybridTrainPipe
+
+
+def _val_pipeline(base):
+    from nvidia.dali import fn, types
+
+    class HybridValPipe(base):
         """Gives the middle of each photograph, its short side resized to `size`, in the formats of HybridTrainPipe."""
 
         def __init__(
@@ -115,16 +129,14 @@ def _pipelines() -> dict[str, type]:
             images = fn.decoders.image(contents, output_type=types.DALIImageType.RGB, **self._place.decoder)
             images = self._resized(images, resize_shorter=self._size)
             if self._normalise:
-                return fn.crop_mirror_normalize(images, **self._normalise), _beside(labels, self._place)
-            return fn.crop(images, crop=(self._crop, self._crop)), _beside(labels, self._place)
+                return fn.crop_mirror_normalize(images, **self._normalise), _labels_on_device(labels, self._place)
+            return fn.crop(images, crop=(self._crop, self._crop)), _labels_on_device(labels, self._place)
 
-    for made in (HybridTrainPipe, HybridValPipe):  # pickle and help() look them up under these names
-        made.__module__, made.__qualname__ = __name__, made.__name__
-    return {made.__name__: made for made in (HybridTrainPipe, HybridValPipe)}
+    return HybridValPipe
 
 
 def _files(data_dir, local_rank, world_size, **how) -> dict[str, Any]:
-    """Return the options of DALI's reader. It fills up a shard by repeating the last sample, which the iterators leave out."""
+    """Return options of DALI's file reader. It fills up a shard with copies of the last sample; our iterators drop them."""
     return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **how}
 
 
@@ -135,8 +147,7 @@ def _normalisation(mean, std, crop, fp16) -> dict[str, Any]:
     return {"dtype": dtype, "output_layout": "CHW", "crop": (crop, crop), "mean": list(mean), "std": list(std)}
 
 
-def _beside(labels, place):
-    """Return the labels, on the GPU if the pipeline uses one."""
+def _labels_on_device(labels, place):
     return labels if place.device_id is None else labels.gpu()
 
 
@@ -167,7 +178,7 @@ class DaliIterator:
 
 
 def _ends(pipeline, size):
-    """Return the arguments that tell DALI's iterator when an epoch ends: the reader if `size` is its shard's, else `size`."""
+    """Return the arguments that end an epoch of DALI's iterator: reader_name if its shard has `size` samples, else `size`."""
     reader = pipeline.reader_meta().get(READER)
     if reader and size == math.ceil(reader["epoch_size"] / reader["number_of_shards"]):
         return {"reader_name": READER}
@@ -233,7 +244,7 @@ class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
 
 
 def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:
-    """Yield (images, labels, event) until the epoch ends; the event follows the work on a side stream, and is None on a CPU.
+    """Yield (images, labels, event) until the epoch ends; the event follows a side stream's work; None without one.
 
     A method would keep the iterator alive in its own thread, so that it could not be deleted.
     """
@@ -250,4 +261,4 @@ def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generato
             images = devices.to_device(images, device, pin=pin_memory)
             images = images.permute(0, 3, 1, 2).to(dtype).sub_(mean).div_(std)
             labels = devices.to_device(labels, device, pin=pin_memory)
-        yield images, labels, devices.mark(stream) if stream else None
+        yield images, labels, devices.record_event(stream) if stream else None

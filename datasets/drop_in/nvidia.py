@@ -24,14 +24,15 @@ from datasets.synthetic import ColouredNoise
 # The five of Alibaba's document, then those of NVIDIA's script that it patches.
 DATA_BACKEND_CHOICES = ["pytorch", "syntetic", "kspeed", "dali-kspeed", "dali", "synthetic", "dali-gpu", "dali-cpu"]
 
-Get = Callable[..., tuple["Loader", int]]
+Get = Callable[..., tuple["EpochLoader", int]]
 
 
-class Loader:
+class EpochLoader:
     """Gives (images, targets) of each batch, one epoch per loop. Targets are class numbers, or with `one_hot` float vectors."""
 
     def __init__(self, loader: Any, sampler: Any, num_classes: int, one_hot: bool, start_epoch: int = 0) -> None:
-        self._loader, self._sampler, self._num_classes, self._one_hot = loader, sampler, num_classes, one_hot
+        self._loader, self._sampler = loader, sampler
+        self._num_classes, self._one_hot = num_classes, one_hot
         self.epoch = start_epoch
 
     def __len__(self) -> int:
@@ -50,12 +51,12 @@ def _train_loader(backend: str) -> Get:
         data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
         augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
         prefetch_factor: int = 2, memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> tuple[Loader, int]:  # fmt: skip
+    ) -> tuple[EpochLoader, int]:  # fmt: skip
         mode, changed = _mode(interpolation), augmentation == "autoaugment"
         photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, autoaugmented=changed)
         sampler = EpochSampler(len(photos), batch_size, seed=0)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
-        return Loader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
+        return EpochLoader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
 
     return get
 
@@ -65,12 +66,12 @@ def _val_loader(backend: str) -> Get:
         data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
         workers: int = 5, _worker_init_fn: Optional[Callable] = None, crop_padding: int = 32,
         memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
-    ) -> tuple[Loader, int]:  # fmt: skip
+    ) -> tuple[EpochLoader, int]:  # fmt: skip
         short, mode = image_size + crop_padding, _mode(interpolation)
         photos = Photos(_files(data_path, "val", backend), image_size, False, 0, short=short, mode=mode)
         sampler = InOrder(len(photos), batch_size)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
-        return Loader(loader, sampler, num_classes, one_hot), len(sampler)
+        return EpochLoader(loader, sampler, num_classes, one_hot), len(sampler)
 
     return get
 
@@ -100,19 +101,19 @@ def get_synthetic_loader(
     interpolation: Optional[str] = None, augmentation: Optional[str] = None, start_epoch: int = 0,
     workers: Optional[int] = None, _worker_init_fn: Optional[Callable] = None,
     memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
-) -> tuple[Loader, int]:  # fmt: skip
-    """Return (loader, steps per epoch): one batch of noise again and again, as many as ImageNet has; NVIDIA's never ends."""
+) -> tuple[EpochLoader, int]:  # fmt: skip
+    """Return (loader, steps per epoch). The loader repeats one batch of noise for an epoch of ImageNet; NVIDIA's never ends."""
     noise = ColouredNoise(imagenet.IMAGENET["train"], image_size, num_classes, seed=0)
     sampler = EpochSampler(len(noise), batch_size, seed=0)
     loader = _sharded(noise, sampler, 0, "synthetic", prefetch_factor, memory_format)
-    return Loader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
+    return EpochLoader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
 
 
 get_synthetic_train_loader = get_synthetic_val_loader = get_syntetic_loader = get_synthetic_loader
 
 
 def _files(data_path, split, backend):
-    files = tree.load(os.path.join(data_path, split)).within(MEGAPIXELS)
+    files = tree.load(os.path.join(data_path, split)).without_larger(MEGAPIXELS)
     return kspeed.through_cache(files, None, None) if backend.endswith("kspeed") else files
 
 

@@ -49,7 +49,7 @@ BARE_VALUES = {"--prof": "100"}  # the article's --prof has no number
 
 
 def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (the command line with our options, remarks about options that have no effect here)."""
+    """Translate NVIDIA's and the article's options: return (words for `parser`, remarks on options that have no effect)."""
     given, remarks, words = [], [], list(reversed(argv))
     names = {_split(word)[0] for word in argv}
     first = FIRST_WORD[0] not in names
@@ -85,7 +85,7 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
 
 
 def _split(word):
-    """Split --name=value or -jVALUE into (name, value); the value of --name alone is None. Long names get underscores."""
+    """Split --name=value, or -jVALUE if NAMES has -j, into (name, value or None). Dashes in long names become underscores."""
     if short := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
         return (short[1], short[2]) if short[1] in NAMES else (word, None)
     name, equals, value = word.partition("=")
@@ -93,21 +93,21 @@ def _split(word):
 
 
 def _value(value, words):
-    """Return an option's value: the given one, else the next word, which is taken off `words`; None if there is neither."""
+    """Return `value` if given, else the next word, taken off `words`; None if there is no next word or it begins with --."""
     if value is None and words and not words[-1].startswith("--"):
         return words.pop()
     return value
 
 
 def _spelled_out(value, words):
-    """Return whether a flag is set. Its value, if it has one, is taken off `words`; None if that is neither true nor false."""
+    """Return whether a flag is set: by `value`, else by a yes or no taken off `words`, else True. None for another `value`."""
     if value is None and words and words[-1].strip().lower() in YES_OR_NO:
         value = words.pop()
     return YES_OR_NO.get((value or "true").strip().lower())
 
 
 def _takes_next(parser, name, words):
-    """Return whether the next word is the value of this option: one of ours that takes a value, or one that no job knows."""
+    """Return whether the next word is the option's value: a flag has none, a boolean only yes or no; none begins with --."""
     if not words or words[-1].startswith("--"):
         return False
     action = parser._option_string_actions.get(name)

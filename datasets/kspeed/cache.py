@@ -15,7 +15,6 @@ from typing import Any, Optional, Union
 from common.errors import UserError, one_line
 from common.progress import warn
 from datasets.crc import crc32
-from datasets.kspeed import memcached
 from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Unfit
 
 PORT = 11211
@@ -29,7 +28,7 @@ Key = Union[str, bytes]
 
 
 class SampleCache:
-    """Client for threads and for forked or spawned processes, each with its own connections. `deadline`: seconds for a get."""
+    """Client for threads and forked or spawned processes, each with own connections. `deadline`: seconds for a get or set."""
 
     def __init__(self, servers: Servers, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05):
         try:
@@ -53,7 +52,8 @@ class SampleCache:
         self._start_process()
 
     def _start_process(self):
-        self._process, self._thread, self._lock = os.getpid(), threading.local(), threading.Lock()
+        self._process = os.getpid()
+        self._thread, self._lock = threading.local(), threading.Lock()
 
     def __getstate__(self):
         return {name: vars(self)[name] for name in ("servers", "deadline", "login", "too_large", "_secret")}
@@ -88,7 +88,6 @@ class SampleCache:
         return bool(self._fleet().delete(self._hashed(key)[0]))
 
     def status(self) -> dict[Server, Optional[dict[str, Any]]]:
-        """Return the statistics of each server; None where it does not answer."""
         statistics = {}
         for client in self._fleet().clients.values():
             client.socket_module.begin()
@@ -98,20 +97,20 @@ class SampleCache:
                 statistics[client.server] = None
         return statistics
 
-    def unreached(self) -> list[Server]:
+    def failing_servers(self) -> list[Server]:
         """Return the servers that failed and have not answered this process on a new connection since."""
         return [server for server in self.servers if server in self._failing]
 
     # --- Keys and values ---
 
     def _hashed(self, key):
-        """Return (name of this key on the server, secret for its checksum). A hash as the name cannot contain a command."""
+        """Return (the key's name on the server, secret for its checksum). The name is a hash, so it contains no command."""
         key = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
         digest = hashlib.blake2b(key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample").digest()
         return digest[:HASHED_KEY].hex(), digest[HASHED_KEY:]
 
     def header(self, seal: bytes, content: bytes) -> bytes:
-        """Return the header to store before the content. `seal`: the key's secret. A password protects it from forgery."""
+        """Return the header to store before `content`. `seal`: the key's secret. Without a password, headers can be forged."""
         if self._secret:
             checksum = hmac.digest(seal, content, "sha256")[:16]
         else:
@@ -124,13 +123,15 @@ class SampleCache:
         if self._process != os.getpid():
             self._start_process()
         if not hasattr(self._thread, "fleet"):
-            self._thread.fleet = memcached.connect(self)
+            from datasets.kspeed.fleet import connect
+
+            self._thread.fleet = connect(self)
         fleet = self._thread.fleet
         fleet.network.begin()
         return fleet
 
-    def answered(self, server: Server) -> None:
-        """Record an answer on a new connection, and print that an outage is over if this or a forked process reported one."""
+    def note_answer(self, server: Server) -> None:
+        """Note that a server answered on a new connection. If its outage was reported, here or by a fork, print its end."""
         self._failing.discard(server)
         place = self.servers.index(server)
         with self._lock:
@@ -139,24 +140,24 @@ class SampleCache:
         if reported:
             print(f"cache server {name_of(server)} answers again", flush=True)
 
-    def is_down(self, server: Server, error: Exception) -> None:
+    def note_outage(self, server: Server, error: Exception) -> None:
         self._failing.add(server)
         what = f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {LEFT_ALONE} s"
         self._warn_once(server, DOWN, what)
 
-    def is_wrong(self, server: Server, error: Union[Exception, str]) -> None:
-        """Count a wrong answer, which is a miss. At every MOST_WRONG of them raise Unfit, so that the server is left alone."""
+    def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None:
+        """Count a wrong answer. At every MOST_WRONG of a server's raise Unfit, so that the server is left alone for a while."""
         self._wrong[server] += 1
         if self._wrong[server] % MOST_WRONG == 0:
-            self.leave_alone(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
+            self.give_up(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
 
-    def leave_alone(self, server: Server, kind: int, what: str) -> None:
-        """Warn once, and raise Unfit: after it pymemcache leaves the server alone for LEFT_ALONE seconds."""
+    def give_up(self, server: Server, kind: int, what: str) -> None:
+        """Warn once for each `kind` of failure. Raise Unfit: pymemcache then leaves the server alone for LEFT_ALONE seconds."""
         self._failing.add(server)
         self._warn_once(server, kind, what)
         raise Unfit(what)
 
-    def asks_nobody(self, server: Server) -> None:
+    def warn_of_no_password(self, server: Server) -> None:
         self._warn_once(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
 
     def _warn_once(self, server, kind, what):
@@ -169,7 +170,7 @@ class SampleCache:
 
 
 def addresses(iplist: Servers) -> list[Server]:
-    """Return [(host, port)] without duplicates. A server without a port gets memcached's default port."""
+    """Return [(host, port)] without duplicates, with memcached's port by default. UserError for a bad or missing address."""
     entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
     servers = []
     for entry in filter(None, (entry.strip() for entry in entries)):

@@ -42,7 +42,6 @@ class KSpeedFolder:
         self.cache = samples.open_cache(iplist, user, password)
 
     def getBIN(self, path: str) -> bytes:
-        """Return the bytes of a file."""
         return samples.read_through(self.cache, self.root, path)
 
     def getPIL(self, path: str) -> "Image.Image":
@@ -54,14 +53,13 @@ class KSpeedFolder:
         return os.stat(path).st_size
 
     def preload(self, paths: Sequence[str]) -> None:
-        """Put the files into the cache before the first epoch, with `workers` threads, or samples.THREADS if that is 0."""
+        """Put the files into the cache, in self.workers threads (0: samples.THREADS). Those that cannot be read are skipped."""
         put = functools.partial(samples.put, self.cache)
         collections.deque(samples.for_each(self.root, paths, self.workers or samples.THREADS, put), maxlen=0)
 
 
 @functools.cache
 def image_folder() -> type:
-    """Return the class KSpeedImageFolder."""
     from torchvision.datasets import ImageFolder
 
     class KSpeedImageFolder(ImageFolder):
@@ -84,7 +82,7 @@ def image_folder() -> type:
         def make_dataset(
             directory: Union[str, Path], class_to_idx: dict[str, int], *_given: Any, **_how: Any
         ) -> list[tuple[str, int]]:
-            """Return [(path, class number)] in torchvision's order. A folder that cannot be listed is an error here."""
+            """Return [(path, class number)] in torchvision's order. An empty class or an unreadable folder is an error."""
             folder = os.fspath(directory)
             names = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
             if empty := [label for label, found in names.items() if not found]:
@@ -121,7 +119,7 @@ class KSpeedCallable(KSpeedFolder):
         """Photographs of more than `max_megapixels` million pixels are left out, as in the jobs."""
         super().__init__(root, iplist=iplist, user=user, password=password)
         self._login = iplist, user, password
-        found = tree.load(self.root).within(max_megapixels)
+        found = tree.load(self.root).without_larger(max_megapixels)
         self.files, self.labels = found.names, found.labels
         shard_size = len(self.files) // num_shards
         self.shard_offset = shard_size * shard_id
@@ -135,7 +133,7 @@ class KSpeedCallable(KSpeedFolder):
         self.perm, self.last_seen_epoch = np.empty(0, np.int64), None
 
     def load(self) -> Any:
-        """Return the vendor's KSpeedFolder if installed, else this object. Called in DALI's worker before its first sample."""
+        """Return what reads the files: a KSpeedFolder of Alibaba's own package if that is installed, else this object."""
         vendors = samples.vendors_folder()
         return vendors(self.root, None, self.workers, *self._login) if vendors else self
 

@@ -1,8 +1,4 @@
-"""Photographs as samples of the shared cache: their keys, a Tree that reads through the cache, and filling it in advance.
-
-A sample's key holds its name, size and time of change, so that a changed file is read again. Where Alibaba's own KSpeed package
-is installed, through_cache reads through its service instead.
-"""
+"""Photographs as samples of the shared cache: their keys, a Tree that reads through the cache, and filling it in advance."""
 
 import contextlib
 import dataclasses
@@ -48,7 +44,7 @@ def vendors_folder() -> Optional[type]:
 
 
 def sample_key(root: str, path: str, info: os.stat_result) -> str:
-    """Return a file's key, with the names of root and its parent: train and val may have files alike in name, size and time."""
+    """Return a file's key: the last two names in `root` (train and val may have equal files), its path, size and time."""
     name = path[len(root) + 1 :] if path.startswith(root + os.sep) else os.path.relpath(path, root)
     return f"{_last_two_names(root)}\0{name}\0{info.st_size}\0{info.st_mtime_ns}"
 
@@ -59,7 +55,7 @@ def _last_two_names(root):
 
 
 def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) -> bytes:
-    """Return a file's bytes, from the cache or else from the file, which is then cached. `asked`: known not to be cached."""
+    """Return a file's bytes from the cache, else from the file, and cache them if it is unchanged. `asked`: skip the cache."""
     info = os.stat(path)
     key = sample_key(root, path, info)
     content = None if asked else _whole(cache.get(key), info)
@@ -75,7 +71,7 @@ def _whole(content, info):
 
 
 def _is_unchanged(path, info, content):
-    """Return whether the content is whole and the file still has this size and time; a file being written is not cached."""
+    """Return whether `content` is whole and the file's size and time are still those of `info`, taken before it was read."""
     try:
         now = os.stat(path)
     except OSError:
@@ -95,8 +91,8 @@ class CachedTree(tree.Tree):
     cache: SampleCache
     prefetched: dict[int, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
 
-    def expect(self, numbers: Iterable[int]) -> None:
-        """Fetch from the cache what read() will return next: one request for many samples costs less than one for each."""
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Ask the cache for these samples together, which costs less than one by one. read() then returns those found."""
         wanted = {}
         for number in numbers:
             with contextlib.suppress(OSError):  # read() will raise it
@@ -127,12 +123,12 @@ class VendorsTree(tree.Tree):
 
 @functools.lru_cache(maxsize=8)
 def _connected(_process, client, root, login):
-    """Return this process's client of the vendor's service; a forked worker does not use its parent's."""
+    """Return this process's client of Alibaba's service. A forked worker makes its own, because `_process` (an id) differs."""
     return client(root, None, THREADS, *login)
 
 
 def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None) -> Union[CachedTree, VendorsTree]:
-    """Return the Tree, read through the vendor's service if its package is installed, else through memcached."""
+    """Return a copy of the tree that reads through Alibaba's service if its package is installed, else through memcached."""
     client = vendors_folder()
     if client is None:
         return CachedTree(**vars(files), cache=open_cache(iplist, user))
@@ -145,7 +141,7 @@ def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional
 def for_each(
     root: str, paths: Sequence[str], threads: int, function: Callable[[str, str, os.stat_result], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (`function(key, path, stat)`, file size) of each file in order, in threads; (UNREADABLE, 0) after an OSError."""
+    """Yield (function(key, path, stat), file size) of each file in order, called in threads; (UNREADABLE, 0) on an OSError."""
 
     def one(path):
         try:
@@ -160,7 +156,7 @@ def for_each(
 
 
 def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: bool = False) -> str:
-    """Store the file unless it is cached; return THERE or the outcome. `verify`: read a cached sample back to check it."""
+    """Store a file and return SampleCache.set's answer; THERE if it is cached. `verify`: fetch a cached sample to check it."""
     if len(cache.get(key) or b"") == info.st_size if verify else cache.has(key):
         return THERE
     content = files.read(path)

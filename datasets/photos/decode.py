@@ -1,9 +1,8 @@
 """Decode a photograph, or only the part that is needed, and resize it to the network's input size, as uint8.
 
-nvImageCodec decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG. In a picture that is stored
-in tiles, the tiles of a window form a small JPEG, which simplejpeg decodes fastest. torch resizes with antialiasing, on uint8.
+nvImageCodec decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG. simplejpeg decodes tiles.
 Pictures that these decoders read differently (CMYK, 16 bits, other formats) go through Pillow in every loader. EXIF orientation
-is ignored, as in torchvision. A picture that a pack holds as pixels is not decoded at all.
+is ignored, as in torchvision.
 """
 
 import functools
@@ -56,7 +55,7 @@ class Substitutes:
     def decode(
         self, number: int, count: int, decode: Callable[[int], Decoded], name: Callable[[int], str]
     ) -> tuple[int, Decoded]:
-        """Return (id, decode(id)) of sample `number` or, if that cannot be decoded, of the next of `count` samples that can."""
+        """Return (id, decode(id)) of `number` or the next of `count` ids that can be decoded; TrainingFailed after `most`."""
         for step in range(self._most):
             used = (number + step) % count
             try:
@@ -81,7 +80,8 @@ class Pixels:
 
     def __init__(self, height: int, width: int, read: Callable[[int, int], Union[bytes, memoryview]]) -> None:
         """`read(begin, length)` returns a range of the bytes of the pixels."""
-        self._height, self._width, self._read = height, width, read
+        self._height, self._width = height, width
+        self._read = read
 
     def cut(self, box: Optional[Box]) -> torch.Tensor:
         top, left, bottom, right = box or (0, 0, self._height, self._width)
@@ -117,7 +117,7 @@ def is_narrow(width: int) -> bool:
 def train_picture(
     content: Content, special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """Decode the window (top, left, height, width), resize it and, with `flip`, mirror it: uint8 (3, size, size)."""
+    """Decode a window (top, left, height, width), resize to uint8 (3, size, size), mirror if `flip`. `special` needs Pillow."""
     top, left, height, width = map(int, window)
     return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size, mode)
 
@@ -160,7 +160,7 @@ def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
 
 def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
     """Return the box of a stored picture on which the result of eval_cut() depends, with a small margin."""
-    out = resized(*whole, short, size)
+    out = resized_size(*whole, short, size)
     spans = []
     for length, to, first in zip(stored, out, middle(*out, size)):
         scale = length / to
@@ -174,15 +174,15 @@ def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, in
 def eval_cut(
     picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """Resize a decoded picture and cut out its middle, as in eval_picture()."""
+    """Resize a decoded picture to the resized_size() of `whole` (None: of itself), and cut out the size x size middle."""
     height, width = whole or picture.shape[1:]
-    height, width = resized(height, width, short, size)
+    height, width = resized_size(height, width, short, size)
     picture = resize(picture, height, width, mode)
     top, left = middle(height, width, size)
     return picture[:, top : top + size, left : left + size]
 
 
-def resized(height: int, width: int, short: int, size: int = 0) -> tuple[int, int]:
+def resized_size(height: int, width: int, short: int, size: int = 0) -> tuple[int, int]:
     """Return the (height, width) to which a picture is resized for evaluation; `size` is used only if `short` is WHOLE."""
     if short == WHOLE:
         return size, size
@@ -202,7 +202,7 @@ def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear
 
 
 def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
-    """Decode the box (None: everything) to uint8 (3, H, W); `special`: with Pillow. Any error becomes Undecodable."""
+    """Decode a box (None: all) to uint8 (3, H, W). A `special` file needs Pillow. Errors but the disk's become Undecodable."""
     try:
         if not isinstance(content, bytes):
             return content.cut(box)
@@ -218,7 +218,7 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
 
 
 def with_pillow(content: bytes) -> "Image.Image":
-    """Decode a picture with Pillow, in RGB. A JPEG that it refuses is decoded up to a stray marker, if nvImageCodec does so."""
+    """Decode a picture to RGB with Pillow. A one-scan JPEG that it refuses is cut at the first stray marker and tried again."""
     try:
         return _in_rgb(content)
     except OSError:
@@ -273,7 +273,7 @@ def slower() -> Iterator[str]:
 
 @functools.cache
 def _codec():
-    """Return a function (content, box) -> picture, or None without nvImageCodec. A process makes it when it first decodes."""
+    """Return nvImageCodec's decoder, a function (content, box) -> picture, made once per process; None if it is missing."""
     try:
         from nvidia import nvimgcodec
     except ImportError:
@@ -302,7 +302,7 @@ def _codec():
 
 @functools.cache
 def _simplejpeg():
-    """Return a function (content) -> picture, or None without simplejpeg. It returns None for a file that it cannot decode."""
+    """Return a function (content) -> picture or, if simplejpeg cannot decode it, None. Return None if simplejpeg is missing."""
     try:
         import simplejpeg
     except ImportError:

@@ -33,7 +33,7 @@ def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
 
 
 def classes(folder: str) -> dict[str, int]:
-    """Return {class: st_mtime_ns of its folder}, sorted, without hidden folders and those that a job has written to."""
+    """Return {class: st_mtime_ns of its folder}, sorted, without hidden folders and a job's own; UserError if none is left."""
     found = {}
     try:
         with os.scandir(folder) as entries:
@@ -87,7 +87,7 @@ def _refuse_dangling(path: str) -> None:
 
 
 def _refuse_circle(where: str, name: str) -> None:
-    """Raise a UserError for a link to a folder that contains it: the images in it would be counted again and again."""
+    """Raise a UserError if `name` is a link to a folder above it, whose images would be counted again and again."""
     path = os.path.join(where, name)
     if os.path.islink(path) and (os.path.realpath(where) + "/").startswith(os.path.realpath(path) + "/"):
         raise UserError(f"{one_line(path)} is a link to a folder that it is in, whose images would count twice: delete it")

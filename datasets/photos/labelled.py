@@ -1,7 +1,4 @@
-"""Photographs with the label of their class, as batches: decoded, cropped and, for training, flipped.
-
-Where a file cannot be decoded, the next sample takes its place, with its own label.
-"""
+"""Photographs with the label of their class, as batches: decoded, cropped and, for training, flipped."""
 
 from typing import Optional
 
@@ -23,8 +20,11 @@ class Photos:
     ) -> None:  # fmt: skip
         """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for evaluation, or WHOLE
         (None: 8/7 of `size`); `mode`: bilinear or bicubic; `autoaugmented`: apply AutoAugment in training."""
-        self.tree, self.size, self.train, self.seed = files, size, train, seed
-        self.area, self.short, self.mode = area, decode.short_side(size) if short is None else short, mode
+        self.tree = files
+        self.size, self.train = size, train
+        self.seed = seed
+        self.area = area
+        self.short, self.mode = decode.short_side(size) if short is None else short, mode
         self.autoaugmented = autoaugmented and train
         self.classes, self.special = files.classes, files.special
         self._substitutes = decode.Substitutes("images", SUBSTITUTES)
@@ -38,22 +38,19 @@ class Photos:
         images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
         used = np.empty(len(ids), np.int64)
         windows, flips = self.windows(ids, epoch)
-        self.tree.expect(ids)
+        self.tree.prefetch(ids)
         for place, number in enumerate(ids):
             used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
     def file_of(self, number: int) -> str:
-        """Return the name of a sample's file, which reports of wrong predictions show."""
+        """Return the path of a sample's file below the folder of the split, for reports of wrong predictions."""
         return self.tree.names[number]
 
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each picture is cropped in this epoch, and which are flipped."""
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
     def _picture(self, number, epoch, window, flip):
-        """Return (id of the sample that is used, its picture)."""
-
         def decoded(used):
             if used == number:
                 return self._decode(used, epoch, window, flip)

@@ -94,8 +94,8 @@ class Packed(tree.Tree):
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
 
-    def damage(self, number: int) -> Optional[str]:
-        """Return a text that names a damaged shard of a folder and its damaged samples; None if nothing is damaged."""
+    def find_damage(self, number: int) -> Optional[str]:
+        """Return a text that names shard `number` and up to five of its damaged samples; None if nothing in it is damaged."""
         shard = self.shards[number]
         path = os.path.join(self.folder, shard["name"])
         digest, damaged = hashlib.sha256(), []
@@ -134,7 +134,7 @@ def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
 
 
 def verify_once(files: Packed) -> None:
-    """Verify the digests of shards of raw pixels, which a job reads without checksums; once per node after a fetch."""
+    """Raise a UserError if a shard of raw pixels differs from its SHA-256. Shards are read once per node and after a change."""
     if files.form != "raw":
         return
     path = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
@@ -158,7 +158,7 @@ def verify_once(files: Packed) -> None:
 
 
 def _state(files):
-    """Return the digest, size and time of each shard, by which a later call sees whether one has changed."""
+    """Return the index's SHA-256, size and time of each shard, by which a later call sees whether one has changed."""
     found = [os.stat(os.path.join(files.folder, shard["name"])) for shard in files.shards]
     return [[shard["sha256"], status.st_size, status.st_mtime_ns] for shard, status in zip(files.shards, found)]
 
@@ -188,7 +188,7 @@ def _from_store(url, begin, length):
     def read(answer):
         whole = str(answer.get("ContentRange", "")).rpartition("/")[2]
         if whole.isdigit() and int(whole) < begin + length:
-            raise bucket.Changed
+            raise bucket.ObjectChanged
         if answer["ContentLength"] != length:
             answer["Body"].close()
             raise ConnectionError("the answer has another length than was asked for")
@@ -196,13 +196,13 @@ def _from_store(url, begin, length):
 
     try:
         return store.ask("get_object", store.below() + name, work=read, Range=f"bytes={begin}-{begin + length - 1}")
-    except bucket.Changed:
+    except bucket.ObjectChanged:
         raise OSError(f"{one_line(url)} ends before byte {begin + length}: it is not the object that was packed") from None
 
 
 @functools.lru_cache(8)
 def _connected(url, _process):
-    """Make one client for each process: a client that is in use during a fork may wait for ever in the child."""
+    """Return this process's client for a bucket folder; one that is in use during a fork may wait for ever in the child."""
     return bucket.Bucket(url, lambda text: progress.warn(text.removeprefix("warning: ")))
 
 
@@ -224,12 +224,12 @@ def _fetch_index(url, split, inputs):
 
 
 def _kinds(form):
-    """Return {name of an array: its dtype} for the index of a form."""
+    """Return {name of an array: its dtype} for the index of a pack in this form."""
     return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
 
 def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Write the index. `files`: the packed tree; `about`: shards, identity and settings; `arrays`: where each sample is."""
+    """Write a split's index. `files`: the packed tree; `about`: shards, identity and form; `arrays`: each sample's place."""
     words = {**about, "format": FORMATS[about["form"]], "split": split, "classes": files.classes, "left_out": files.left_out}
     arrays = {**{name: getattr(files, name) for name in PER_SAMPLE.keys() - arrays.keys()}, **arrays}
     stored: dict[str, Any] = {
@@ -243,7 +243,7 @@ def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any]
 
 
 def read_index(path: str, folder: str, split: str) -> Packed:
-    """Return the index in `path` of the shards in `folder`. It may come from a stranger, so it is checked before it is used."""
+    """Check and return the index at `path` of the shards in `folder`; UserError if it is damaged or leads out of them."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):

@@ -27,7 +27,9 @@ class Pairs:
     """The pairs of a split. `resize`: height of the resized pictures; 0: they are only enlarged, if the crop does not fit."""
 
     def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS) -> None:
-        self.folder, self.resize, self.crop, self.train, self.seed = folder, resize, crop, train, seed
+        self.folder = folder
+        self.resize, self.crop = resize, crop
+        self.train, self.seed = train, seed
         self.folders, names = find(folder)
         paths = [[os.path.join(folder, side, name) for name in names] for side in self.folders]
         with ThreadPoolExecutor(tree.THREADS) as pool:
@@ -59,7 +61,6 @@ class Pairs:
         return os.path.join(self.folder, "*", self.names[number])
 
     def read(self, number: int) -> list[bytes]:
-        """Return the bytes of the blurry and of the sharp file."""
         return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,7 +108,8 @@ class SyntheticPairs(Pairs):
     """Coloured shapes, sharp and blurred by a known motion, made at the start and kept as PNG."""
 
     def __init__(self, split: str, limit: Optional[int], crop: int, seed: int) -> None:
-        self.resize, self.crop, self.train, self.seed = 0, crop, split == "train", seed
+        self.resize, self.crop = 0, crop
+        self.train, self.seed = split == "train", seed
         count = min(SYNTHETIC[split], limit or SYNTHETIC[split])
         self._files = [synthetic.blurry_and_sharp(number, split, SYNTHETIC_SIZE) for number in range(count)]
         self.names = [f"shapes {number}" for number in range(count)]
@@ -123,7 +125,7 @@ class SyntheticPairs(Pairs):
 
 
 def find(folder: str) -> tuple[tuple[str, str], list[str]]:
-    """Return ((name of the blurry folder, of the sharp one), paths below both). A picture without a partner is an error."""
+    """Return ((blurry folder, sharp folder), paths below both); UserError if either is missing, or a picture's partner."""
     for sides in FOLDERS:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
             names = [set(files.images_below(os.path.join(folder, side))) for side in sides]

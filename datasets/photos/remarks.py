@@ -1,7 +1,4 @@
-"""Log the warnings of Pillow and libtiff about pictures that they can still read: one line for a file, with its name.
-
-Without this module they write to stderr, without the file's name, and thousands of lines per epoch for a damaged TIFF.
-"""
+"""Log the warnings of Pillow and libtiff about pictures that they can still read: one line for a file, with its name."""
 
 import contextlib
 import ctypes
@@ -27,7 +24,7 @@ _shown: Any = warnings.showwarning  # the handler of all other warnings
 
 @contextlib.contextmanager
 def about(name: Callable[[], str], tell: Callable[[str], None] = warn) -> Iterator[None]:
-    """Report the warnings of the code inside `with` under this file's name. If the code raises, its warnings are dropped."""
+    """Report the first warning inside `with` under name(), once per name and for MOST names; nothing if the code raises."""
     _listen_to_warnings()
     before, _THREAD.heard = getattr(_THREAD, "heard", None), []
     try:
@@ -55,7 +52,7 @@ def _tell_once(name, heard, tell):
 
 
 def _listen_to_warnings():
-    """Install _show(). It is done for each picture, because the end of a warnings.catch_warnings() block undoes it."""
+    """Direct Python's warnings to _show(); called for each picture, because the end of a catch_warnings() block undoes it."""
     global _shown
     if warnings.showwarning is not _show:
         _shown, warnings.showwarning = warnings.showwarning, _show
@@ -77,8 +74,7 @@ def _show(message, *rest, **named):
 
 @functools.cache
 def listen_to_libtiff() -> None:
-    """Receive libtiff's messages in this process and its forks. Pillow cannot set handlers, so libtiff's own functions are
-    called; nothing happens if Pillow was built without libtiff or hides its functions."""
+    """Receive libtiff's messages here and in forks, unless Pillow was built without libtiff or hides its functions."""
     from PIL import Image
 
     try:

@@ -1,7 +1,4 @@
-"""Training and validation pictures of a folder: ROOT/train and ROOT/val, or ROOT/CLASS, of which a fifth is held out.
-
-Also warnings about a bad split: classes of almost no pictures, and the same picture in both parts.
-"""
+"""The split of a folder: ROOT/train and ROOT/val, or a fifth held out of each ROOT/CLASS; and warnings about a bad split."""
 
 import contextlib
 import dataclasses
@@ -25,8 +22,8 @@ MOST_COMPARED = 20_000  # most pictures among which copies are searched: each st
 NAMED = 5  # classes or copies that a warning names
 
 
-def has_classes_alone(root: str) -> bool:
-    """Whether the folder has classes, and neither train nor val. UserError for one class alone, or a name of OTHER_NAMES."""
+def is_unsplit(root: str) -> bool:
+    """Whether the folder holds classes in place of train and val; UserError for fewer than two, or a class in OTHER_NAMES."""
     if any(os.path.exists(os.path.join(root, split)) for split in SPLITS) or not os.path.isdir(root):
         return False
     classes = list(files.classes(root))
@@ -44,7 +41,7 @@ def has_classes_alone(root: str) -> bool:
 
 
 def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
-    """Divide each class into (training, validation) by a hash of seed and name, so that added pictures hardly move others."""
+    """Return (training, validation): a hash of seed and name holds out about a fifth of each class; new pictures move few."""
     draws = [hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).digest() for name in whole.names]
     order = np.array(sorted(range(len(whole)), key=lambda number: (whole.labels[number], draws[number])))
     labels, counts = whole.labels[order], np.bincount(whole.labels, minlength=len(whole.classes))
@@ -58,8 +55,8 @@ def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
     return training, dataclasses.replace(whole, left_out={}).pick(np.flatnonzero(held))
 
 
-def remarks(train: tree.Tree, val: tree.Tree) -> Iterator[str]:
-    """Yield a warning if classes have few pictures, and one if validation pictures are also training pictures."""
+def warnings_about(train: tree.Tree, val: tree.Tree) -> Iterator[str]:
+    """Yield a warning if classes have few pictures, and one if copies() finds equal pictures in training and validation."""
     trained, held = (np.bincount(part.labels, minlength=len(train.classes)) for part in (train, val))
     counts = trained + held
     few = [f"{one_line(train.classes[label])} ({counts[label]})" for label in np.flatnonzero(counts <= FEW)]

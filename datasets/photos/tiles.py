@@ -1,9 +1,8 @@
 """JPEGs that can be decoded in part: each tile lies between two restart markers, and a table in the file states its place.
 
-`python -m launch pack --form tiled` makes them with the program jpegtran. It moves the coefficients of the picture into tiles
-without changing them, so the pixels keep their bits. Every reader of JPEG can read such a file. Here the tiles that a window
-touches are joined to a small JPEG, with the picture's header and the window's size. The table is an APP9 segment at the
-beginning. It has a checksum of the header and of each row of tiles, so that only the rows that are read are checked.
+`python -m launch pack --form tiled` makes them with jpegtran, which does not change the pixels. Every reader of JPEG can read
+them. Here the tiles that a window touches are joined to a small JPEG. The table, an APP9 segment, has a checksum of the header
+and of each row of tiles, so that only the rows that are read are checked.
 """
 
 import shutil
@@ -49,7 +48,7 @@ def need_jpegtran() -> None:
 
 
 def tiled(content: bytes) -> bytes:
-    """Return the picture in tiles; raise NotTiled if that cannot be done."""
+    """Return the JPEG cut into tiles, with the table of their places; raise NotTiled if that cannot be done."""
     before = layout(content)
     for columns in _tile_columns(-(-before.width // before.block_width)):
         made = _transformed(content, "-restart", f"{columns}B")
@@ -83,7 +82,7 @@ def _transformed(content, *options):
 
 
 def _table(made, there, columns):
-    """Return the content of the APP9 segment; None if it or a tile would be too long."""
+    """Return the APP9 segment's content; None if it or a tile would be too long. NotTiled if there are several scans."""
     view = memoryview(made)[there.data :]
     codes = np.frombuffer(view, np.uint8)
     marks = np.flatnonzero((codes[:-1] == 0xFF) & (codes[1:] != 0))
@@ -145,7 +144,7 @@ def is_tiled(content: bytes) -> bool:
 
 
 def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[int, int, int, int]]:
-    """Return (a JPEG of the tiles that the box touches, the box in it); ValueError where a checksum differs."""
+    """Return (JPEG of the tiles that the box needs, the box's place in that JPEG); ValueError if a checksum differs."""
     checksum, sof, data, rows, columns, tile_height, tile_width = PLACES.unpack_from(content, BEGIN)
     after = BEGIN + PLACES.size
     end = after + 4 * rows + 2 * rows * columns

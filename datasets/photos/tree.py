@@ -59,8 +59,8 @@ class Tree:
     def path(self, number: int) -> str:
         return os.path.join(self.folder, self.names[number])
 
-    def expect(self, numbers: Iterable[int]) -> None:
-        """Announce the samples that will be read next, each once. Only a tree with a cache uses it, to fetch them together."""
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Announce the samples that will be read next. This does nothing here; a tree with a cache fetches them together."""
 
     def read(self, number: int) -> bytes:
         return files.read(self.path(number))
@@ -82,8 +82,8 @@ class Tree:
         arrays = {name: value[numbers] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
-    def within(self, megapixels: int) -> "Tree":
-        """Return a tree without photographs of more than so many million pixels, which are added to `left_out`."""
+    def without_larger(self, megapixels: int) -> "Tree":
+        """Return a tree in which photographs above `megapixels` million pixels are left out; UserError if all are larger."""
         large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
         if not large.any():
             return self
@@ -170,7 +170,7 @@ def _write(path, folder, classes, held):
 
 
 def _names(left_out):
-    """Return the files left out for their content, whose times tell whether to judge them again; not those left out by name."""
+    """Return the files that were left out for their content, not for their name: if one changes, the index is made again."""
     return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
 
@@ -189,7 +189,7 @@ def _bytes(text):
 
 
 def judge(path: str) -> Verdict:
-    """Return the verdict on a file, by its header and end. UserError or TrainingFailed if it cannot be read."""
+    """Return the reason to leave a file out, or (GOOD or SPECIAL, width, height); UserError or TrainingFailed if unreadable."""
     try:
         with files.opened(path) as file, remarks.about(lambda: path, lambda text: say(f"warning: {text}")):
             head = file.read(HEAD)
@@ -220,8 +220,8 @@ def judge(path: str) -> Verdict:
 
 
 def _judge_jpeg(file, head, tail) -> Verdict:
-    """Walk the segments up to the data; the end marker has to be near the end of the file. If there is something other than
-    segments, nvImageCodec gives up where other decoders skip it, so the verdict is SPECIAL: only Pillow decodes it."""
+    """Walk the segments up to the data; the end marker has to be near the file's end. SPECIAL if only Pillow may decode it:
+    not 8 bits, 4 components, or something between the segments, where nvImageCodec gives up; a reason if it is damaged."""
     at, frame, odd = 2, None, False
     while True:
         if at + 4 > len(head):

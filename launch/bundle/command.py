@@ -23,7 +23,7 @@ from common.version import VERSION
 from launch import engines
 from launch.bundle import imports, requirements
 from launch.bundle.imports import modules_of
-from launch.options import exit_code, missing_job, new_parser
+from launch.options import missing_job, new_parser, run_for_exit_code
 
 LOADER = "launch/bundle/importer.py"
 
@@ -41,17 +41,17 @@ MARKER = ".bundle"  # a file in every folder that this verb has written
 MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 
 
-def _read_job(job: Path) -> str:
+def _read_and_check_job(job: Path) -> str:
     if wrong := missing_job(job):
         raise UserError(wrong)
-    imports.refuse_what_is_left_out(job)
+    imports.require_bundled_imports(job)
     return job.read_text(encoding="utf-8")
 
 
 def bundle(job: Union[str, Path]) -> str:
-    """Return the text of the one file; UserError if the job cannot be bundled as one."""
+    """Return the job and the modules that it uses as the text of one Python file; UserError if the job cannot be bundled so."""
     job = Path(job)
-    text = _read_job(job)
+    text = _read_and_check_job(job)
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
     places = modules_of(job)
@@ -74,9 +74,9 @@ def bundle(job: Union[str, Path]) -> str:
 
 
 def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
-    """Write the job, its modules, the files that they read and its requirements to `out`; return (number of files, bytes)."""
+    """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (number of files, bytes)."""
     job, out = Path(job), Path(out)
-    _read_job(job)
+    _read_and_check_job(job)
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
@@ -123,14 +123,14 @@ def run(options: argparse.Namespace) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     packages = requirements.text(job)
-    beside = [name for name in requirements.NAMES if _lay(out.parent / name, packages)]
+    beside = [name for name in requirements.NAMES if _write_unless_foreign(out.parent / name, packages)]
     untried = try_out(out, requirements.needed(job))
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}{untried}")
 
 
 def try_out(boot: Path, needed: set[str]) -> str:
-    """Run the bundle's --help in an empty folder, without optional packages not `needed`; return a remark if it cannot run."""
+    """Run the bundle's --help; UserError if it fails. For a missing torch or package of `needed`, return a note instead."""
     lacking = sorted(requirements.OF_OURS - needed)
     code = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = [{str(boot.resolve())!r}, '--help']; "
@@ -149,7 +149,7 @@ def try_out(boot: Path, needed: set[str]) -> str:
     raise UserError(f"{one_line(boot)} is written, but does not show its --help in an empty folder: {one_line(said)}")
 
 
-def _lay(path: Path, text: str) -> bool:
+def _write_unless_foreign(path: Path, text: str) -> bool:
     """Write the file, unless there is one that launch bundle has not made. Return whether it now has this text."""
     if not path.exists() or requirements.MADE.match(path.read_text(errors="replace")):
         path.write_text(text)
@@ -167,4 +167,4 @@ def main(argv: list[str]) -> int:
     about = "true: replace a folder that launch bundle has written (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
     options = parser.parse_args(argv)
-    return exit_code(lambda: run(options))
+    return run_for_exit_code(lambda: run(options))

@@ -31,7 +31,7 @@ def modules_of(job: Union[str, Path]) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def option_names(job: Union[str, Path]) -> list[str]:
-    """Return the NAMEs of all strings --NAME in the job and its modules: its options, and a few words more."""
+    """Return the names in strings such as --epochs of the job and its modules: the job's options, and a few other words."""
     paths = [Path(job), *(ROOT / place for place in modules_of(job))]
     return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
 
@@ -64,15 +64,15 @@ def names_in(path: Path) -> Iterator[str]:
 
 
 def _files_of(name: str) -> set[str]:
-    """Return the files of our module of this name and of the packages around it, which Python imports first."""
+    """Return this repository's files that Python runs to import `name`: the module and its packages; empty for other code."""
     words = name.split(".")
     paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
     places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
     return {place for place in places if (ROOT / place).is_file()}
 
 
-def refuse_what_is_left_out(job: Path) -> None:
-    """Raise UserError for imports from the job's own folder or beside common: they work here, but are not in a bundle."""
+def require_bundled_imports(job: Path) -> None:
+    """Raise UserError for imports that a bundle would lack: from the job's folder, or from ROOT beside common and datasets."""
     for path in (job, *(ROOT / place for place in modules_of(job))):
         for name in sorted({name.split(".")[0] for name in names_in(path)}):
             for folder in {job.parent.resolve(), ROOT}:
@@ -86,7 +86,6 @@ def refuse_what_is_left_out(job: Path) -> None:
 
 
 def packages_in(path: Path) -> set[str]:
-    """Return the packages that a file imports, without Python's own and ours, whether or not they are installed here."""
     names = {name.split(".")[0] for name in names_in(path)}
     return {name for name in names - {*OURS, *sys.builtin_module_names} if not _is_pythons(name)}
 
@@ -98,7 +97,7 @@ def _is_pythons(name: str) -> bool:
 
 
 def files_beside(path: Path) -> list[Path]:
-    """Return the files, no Python, that a module seems to read beside itself: it uses __file__, and its strings name them."""
+    """Return the non-Python files beside a module that its strings name, also by folder, if it uses __file__ or the like."""
     source = "".join(line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path."))
     if not READS_BESIDE.search(source):
         return []

@@ -36,7 +36,7 @@ UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
 def text(job: Union[str, Path], at_addresses: bool = False) -> str:
-    """Return the requirements.txt of a job; a relative path is below ROOT. `at_addresses`: the job itself uses a bucket."""
+    """Return the requirements.txt of a job; a relative path is below ROOT. `at_addresses`: require boto3, for its bucket."""
     lines = [wanted(package_of(name)) for name in sorted(needed(imports.ROOT / job))]
     if (boto3 := wanted(OF_ADDRESSES)) not in lines:
         lines.append(boto3 if at_addresses else UNUSED + boto3)
@@ -44,7 +44,7 @@ def text(job: Union[str, Path], at_addresses: bool = False) -> str:
 
 
 def needed(job: Path) -> set[str]:
-    """Return the modules that the job cannot train without and that an engine may lack."""
+    """Return the import names of packages that the job cannot train without and that a platform's image may lack."""
     names = imports.packages_in(job)
     for place in imports.modules_of(job):
         names |= imports.packages_in(imports.ROOT / place) - OF_OURS
@@ -54,7 +54,7 @@ def needed(job: Path) -> set[str]:
 
 
 def package_of(name: str) -> str:
-    """Return pip's name of the package that has this module; the module's own name if that is not known here."""
+    """Return the name by which pip installs the package with this module; the module's own name if no other is known."""
     if name in OF_OURS:
         return PACKAGES.get(name, name)
     installed = getattr(importlib.metadata, "packages_distributions", dict)()  # since Python 3.10

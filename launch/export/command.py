@@ -27,7 +27,7 @@ from common.world.folders import is_address
 from datasets import cifar10, imagenet
 from datasets.photos import decode
 from launch.export import modelarts, network
-from launch.options import exit_code, new_parser
+from launch.options import new_parser, run_for_exit_code
 
 FORMATS = ("onnx", "torch", "modelarts")
 CIFAR_SIZE = 32
@@ -45,11 +45,11 @@ def main(argv: list[str]) -> int:
     engine = f"modelarts: the engine, as the console's list has it (default: {modelarts.RUNTIME})"
     parser.add_argument("--runtime", default=modelarts.RUNTIME, metavar="ENGINE", help=engine)
     options = parser.parse_args(argv)
-    return exit_code(lambda: export(options), options.output)
+    return run_for_exit_code(lambda: export(options), options.output)
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ExportedRun:
     """The weights to export, and the arguments and classes of their run, as far as the files beside them say."""
 
     path: str
@@ -60,7 +60,7 @@ class Found:
     epoch: Optional[int]  # after which the accuracy was measured
 
 
-def find(run: str) -> Found:
+def find(run: str) -> ExportedRun:
     if is_address(run):
         raise UserError(f"{one_line(run)} is in a bucket: fetch it first, and give the folder")
     if os.path.isdir(run):
@@ -73,20 +73,20 @@ def find(run: str) -> Found:
     weights = checkpoint.read_weights(run)
     if about := checkpoint.about_weights(run):
         accuracy = about.get("metrics", {}).get("accuracy")
-        return Found(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
+        return ExportedRun(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
     there = None
     if epoch:
         with contextlib.suppress(UserError):  # all checkpoints are damaged; they would only say more about the weights
             there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
     if not there:
-        return Found(run, weights, {}, [], None, None)
+        return ExportedRun(run, weights, {}, [], None, None)
     state, about, _ = there
     accuracy = next((row.get("accuracy") for row in _history(state) if row["epoch"] == int(epoch[1])), None) if epoch else None
-    return Found(run, weights, about["arguments"], about.get("classes", []), accuracy, int(epoch[1]) if epoch else None)
+    return ExportedRun(run, weights, about["arguments"], about.get("classes", []), accuracy, int(epoch[1]) if epoch else None)
 
 
 def _best(run):
-    """Return (state, about, path) of the best checkpoint of a run if it is kept, else of the newest."""
+    """Return the best checkpoint of a run if it is kept, else the newest, as (state, manifest, path); UserError if none."""
     inner = os.path.join(run, "checkpoints")
     folder = inner if os.path.isdir(inner) else run
     newest = checkpoint.newest(folder, remedy="give an epoch_N.pth of the run, which is verified by its own digest")
@@ -102,14 +102,14 @@ def _best(run):
 def _of_checkpoint(state, about, path):
     accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
     weights = checkpoint.evaluated_weights(state)
-    return Found(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
+    return ExportedRun(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
 
 
 def _history(state):
     return state.get("run", {}).get("history", [])
 
 
-def class_names(found: Found, options: argparse.Namespace) -> list[str]:
+def class_names(found: ExportedRun, options: argparse.Namespace) -> list[str]:
     if options.classes:
         return [line for line in map(str.strip, Path(options.classes).read_text(encoding="utf-8").splitlines()) if line]
     if not found.classes:
@@ -117,9 +117,9 @@ def class_names(found: Found, options: argparse.Namespace) -> list[str]:
     return found.classes
 
 
-def preprocessing(found: Found, options: argparse.Namespace) -> dict[str, Any]:
+def preprocessing(found: ExportedRun, options: argparse.Namespace) -> dict[str, Any]:
     """Return how the evaluation of the run prepares a picture, as it is written to preprocessing.json."""
-    photographs = network.OURS not in found.weights
+    photographs = network.OWN_RESNET_KEY not in found.weights
     size = options.image_size or (found.arguments.get("image_size") if photographs else CIFAR_SIZE)
     if not size:
         raise UserError(f"{one_line(found.path)} does not say the size of its pictures: give --image_size")
@@ -143,7 +143,7 @@ def export(options: argparse.Namespace) -> None:
     if options.format == "onnx":
         network.need_onnx()
     found = find(options.run)
-    arch = network.architecture(found.weights, options.arch or found.arguments.get("arch"), found.path)
+    arch = network.required_arch(found.weights, options.arch or found.arguments.get("arch"), found.path)
     how, classes = preprocessing(found, options), class_names(found, options)
     plain = network.build(found.weights, found.path, arch, how["size"], len(classes))
     whole = network.FromBytes(plain, how["mean"], how["std"]).train(False)

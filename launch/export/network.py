@@ -19,12 +19,12 @@ from common.run import checkpoint
 
 OPSET = 17  # of ONNX; every runtime of the last years supports it
 TOLERANCE = 1e-3  # the largest difference between the outputs of the network and of its file
-OURS = "dense_layer.weight"  # a weight of the CIFAR jobs' ResNet-18 that no network of torchvision has
+OWN_RESNET_KEY = "dense_layer.weight"  # a weight of the CIFAR jobs' ResNet-18 that no network of torchvision has
 
 
-def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]:
-    """Return `arch`, torchvision's name of the network; None for the CIFAR jobs' own. UserError if the network is unknown."""
-    if OURS in weights:
+def required_arch(weights: dict, arch: Optional[str], path: str) -> Optional[str]:
+    """Return None for the CIFAR jobs' own ResNet-18, else `arch`, torchvision's name of the network; UserError without one."""
+    if OWN_RESNET_KEY in weights:
         return None
     if arch is None:
         raise UserError(
@@ -35,9 +35,9 @@ def architecture(weights: dict, arch: Optional[str], path: str) -> Optional[str]
 
 
 def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes: int) -> torch.nn.Module:
-    """Return the network that architecture() has named, with these weights, in evaluation mode."""
+    """Return torchvision's `arch`, or the CIFAR jobs' ResNet-18 if it is None, with these weights, in evaluation mode."""
     if arch is None:
-        network = resnet18(num_classes=len(weights[OURS]), width=len(weights["conv1.0.weight"]))
+        network = resnet18(num_classes=len(weights[OWN_RESNET_KEY]), width=len(weights["conv1.0.weight"]))
     else:
         network = classifiers.classifier(arch, num_classes, size)
     checkpoint.fit(network, weights, path, new_head=False)

@@ -25,9 +25,7 @@ def settings() -> dict[str, Any]:
 
 
 def preprocess(picture: Any, how: dict[str, Any] | None = None) -> np.ndarray:
-    """Return uint8 (3, size, size): the middle of the picture after a resize of its short side, or all of it, squeezed.
-
-    `how`: the settings, instead of those in preprocessing.json."""
+    """Return uint8 (3, size, size): the middle of the resized picture or all of it, squeezed. `how`: instead of settings()."""
     how = how or settings()
     pixels, size = decoded(picture), how["size"]
     height, width = pixels.shape[:2]

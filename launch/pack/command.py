@@ -34,9 +34,9 @@ from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
 from common.world import folders
 from datasets.photos import files, packed, splits, tiles, tree
-from launch.options import exit_code, new_parser
+from launch.options import new_parser, run_for_exit_code
 from launch.pack.forms import FORMS
-from launch.pack.shards import Plan, make
+from launch.pack.shards import ShardPlan, make
 
 WORKERS = 8  # threads: the slow parts, disk and decoder, release the GIL
 UPLOADS = 4
@@ -69,7 +69,7 @@ def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequenc
 def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     """Make the missing shards and the indexes of the pack in `folder`, print a summary, and return the names of all shards."""
     require_folder("ROOT", root, "give the folder of the photographs")
-    flat = splits.has_classes_alone(root)
+    flat = splits.is_unsplit(root)
     for split in () if flat else splits.SPLITS:  # this is checked before a folder is made
         if not os.path.isdir(os.path.join(root, split)):
             raise UserError(
@@ -83,10 +83,12 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     with once.locked(os.path.join(folder, ".pack"), busy):
         index = os.path.join(folder, ".tree")
         if flat:
-            trees = splits.hold_out(tree.load(root, index).within(options.max_megapixels), options.seed)
+            trees = splits.hold_out(tree.load(root, index).without_larger(options.max_megapixels), options.seed)
         else:
-            trees = [tree.load(os.path.join(root, split), index).within(options.max_megapixels) for split in splits.SPLITS]
-        plans = [Plan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
+            trees = [
+                tree.load(os.path.join(root, split), index).without_larger(options.max_megapixels) for split in splits.SPLITS
+            ]
+        plans = [ShardPlan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
         _clear(folder, plans, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
         _need_space(folder, sum(shard.size for _, shard in missing))
@@ -104,7 +106,7 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     return [shard.name for plan in plans for shard in plan.shards]
 
 
-def _describe(plans: list[Plan], count: int, progress: Progress) -> str:
+def _describe(plans: list[ShardPlan], count: int, progress: Progress) -> str:
     notes = [shard.made for plan in plans for shard in plan.shards]
     reasons: Counter[str] = Counter()
     for plan in plans:
@@ -122,8 +124,8 @@ def _marker(folder: str, split: str) -> str:
     return os.path.join(folder, f".{split}-pack.json")
 
 
-def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
-    """Delete unfinished files and, with `overwrite`, those of another pack; without it, refuse another pack."""
+def _clear(folder: str, plans: list[ShardPlan], overwrite: bool) -> None:
+    """Delete unfinished files. Delete a pack of other photographs or settings if `overwrite`, else raise UserError for it."""
     for name in os.listdir(folder):  # an unfinished file is of no use, whichever pack it is of
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
             os.unlink(os.path.join(folder, name))
@@ -141,7 +143,7 @@ def _clear(folder: str, plans: list[Plan], overwrite: bool) -> None:
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
-    """Return the identity of the pack in `folder`, finished or not, or None. A fetched folder has an index, but no marker."""
+    """Return the digest of a pack's photographs and settings from .SPLIT-pack.json or, if fetched, from its index; or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(_marker(folder, split)) as file:
         return json.load(file)["identity"]
     with contextlib.suppress(UserError):
@@ -159,7 +161,7 @@ def _need_space(folder: str, need: int) -> None:
 
 
 def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
-    """Upload the files that the bucket lacks, indexes last, as readers rely on them; replace another pack if `overwrite`."""
+    """Upload the files that the bucket lacks, indexes last; UserError if another pack is there, unless `overwrite`."""
     store = bucket.Bucket(url)
     there = {store.relative(item.key): item for item in store.items(store.below())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in splits.SPLITS]
@@ -182,7 +184,7 @@ def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
 
 
 def verify(folder: str, root: Optional[str], workers: int) -> None:
-    """Compare shards and samples with their checksums and, with `root`, samples with their originals; fail if any differs."""
+    """Compare shards and samples with their checksums and, if `root` is given, the originals; TrainingFailed if any differs."""
     if folders.is_address(folder):
         raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
     parts = [packed.load(folder, split) for split in splits.SPLITS]
@@ -199,7 +201,7 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
 
     def look(pair: tuple[packed.Packed, int], done: Done) -> None:
         files, number = pair
-        found = files.damage(number)
+        found = files.find_damage(number)
         done(files.shards[number]["size"])
         if found:
             damaged.append(found)
@@ -276,4 +278,4 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if bool(options.verify) == bool(options.out) or (options.out and not options.root):
         parser.error("give ROOT and OUT, or --verify OUT")
-    return exit_code(lambda: run(options), options.out or options.verify)
+    return run_for_exit_code(lambda: run(options), options.out or options.verify)

@@ -24,14 +24,14 @@ FORMS: dict[str, str] = {
 def size(form: str, height: int, width: int) -> tuple[int, int]:
     """Return (height, width) in which a picture is stored; none is enlarged."""
     if form in SHORT_SIDE and min(height, width) > SHORT_SIDE[form]:
-        return decode.resized(height, width, SHORT_SIDE[form])
+        return decode.resized_size(height, width, SHORT_SIDE[form])
     if form == "raw" and max(height, width) > LONG_SIDE:
         height, width = (max(1, round(side * LONG_SIDE / max(height, width))) for side in (height, width))
     return height, width
 
 
 def expected(form: str, length: int, height: int, width: int) -> int:
-    """Return the bytes that are stored of a picture whose file has `length` bytes; an estimate for tiles and smaller JPEGs."""
+    """Return how many bytes will be stored of a picture whose file has `length` bytes; an estimate if the form changes it."""
     height_kept, width_kept = size(form, height, width)
     if form == "raw":
         return len(_header(height_kept, width_kept)) + 3 * height_kept * width_kept
@@ -41,7 +41,7 @@ def expected(form: str, length: int, height: int, width: int) -> int:
 
 
 def stored(form: str, content: bytes, special: bool, height: int, width: int) -> tuple[bytes, int, int]:
-    """Return (bytes, height, width) of what is stored of a file; what cannot be decoded stays as it is, with sides of 0."""
+    """Return (bytes, height, width) to store. A file that the form cannot change is kept, with sides of 0 if decoding fails."""
     from PIL import Image
 
     kept = size(form, height, width)
@@ -66,5 +66,5 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
 
 
 def _header(height: int, width: int) -> bytes:
-    """Return the beginning of a PPM file, which is followed by plain pixels, and which any viewer shows."""
+    """Return the header of a PPM file, which has plain RGB pixels after it and can be opened by any viewer."""
     return b"P6\n%d %d\n255\n" % (width, height)

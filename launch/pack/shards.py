@@ -39,11 +39,12 @@ class Shard:
     made: dict[str, Any] = dataclasses.field(default_factory=dict)  # what its note says; empty until the shard is whole
 
 
-class Plan:
+class ShardPlan:
     """The assignment of a split's samples to shards, which depends on the files and the settings alone."""
 
     def __init__(self, files: tree.Tree, split: str, folder: str, options: argparse.Namespace) -> None:
-        self.files, self.split, self.folder = files, split, folder
+        self.files = files
+        self.split, self.folder = split, folder
         self.lengths, self._changed = self._stat()
         self.form, self.settings = options.form, {"form": options.form, "shard_mb": options.shard_mb}
         described = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]
@@ -62,7 +63,7 @@ class Plan:
             return np.array([pair for part in pool.map(stat, parts) for pair in part], np.int64).T
 
     def _deal(self, limit: int) -> list[Shard]:
-        """Assign the samples to shards of at most `limit` bytes; shuffled, so that a few shards have all classes."""
+        """Assign samples in a shuffled order to shards of about `limit` bytes at most; a larger sample has its own shard."""
         shards: list[Shard] = []
         full = limit
         known = zip(*(array.tolist() for array in (self.lengths, self.files.heights, self.files.widths)))
@@ -78,20 +79,20 @@ class Plan:
         return shards
 
     def sources(self, shard: Shard) -> str:
-        """Return a digest of what the shard is made of: it differs where one file has another size or time."""
+        """Return a digest of the pack's settings and the shard's files; it differs if the size or time of a file does."""
         return _digest(hashlib.sha256(self.identity.encode()), self._changed[shard.numbers], np.array(shard.numbers))
 
     def note_path(self, shard: Shard) -> str:
         return os.path.join(self.folder, f".{shard.name[:-4]}.json")
 
     def missing(self) -> list[Shard]:
-        """Read the notes of all shards, and return the shards that are not there or were made of other files."""
+        """Return the shards that are missing or were made of other files; read the JSON notes of all into shard.made first."""
         for shard in self.shards:
             shard.made = self._note(shard)
         return [shard for shard in self.shards if not shard.made]
 
     def _note(self, shard: Shard) -> dict[str, Any]:
-        """Return the note of a whole shard; empty if it is missing, or the shard has another size or other sources."""
+        """Return the shard's JSON note; {} if it is missing, or if the shard's size or files are not those that it states."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(self.note_path(shard)) as file:
             note = json.load(file)
             size = os.path.getsize(os.path.join(self.folder, shard.name))
@@ -112,8 +113,8 @@ class Plan:
         packed.write_index(self.folder, self.split, self.files, about, arrays)
 
 
-def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
-    """Write the shard and then its note, by which a later start knows that it is whole; done(bytes) after each sample."""
+def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
+    """Write the shard, calling done(file size) after each sample; then a note by which a later start knows that it is whole."""
     path = os.path.join(plan.folder, shard.name)
     digest, made = hashlib.sha256(), {name: [] for name in MADE}
     with create(path + TEMPORARY) as file:
@@ -158,7 +159,7 @@ def make(plan: Plan, shard: Shard, done: Callable[[int], None]) -> None:
 
 
 def _kind(content: bytes) -> str:
-    """Return the extension for the kind of file that the content is, whatever its name was."""
+    """Return the file extension for the kind of picture that `content` is by its first bytes; img if the kind is unknown."""
     return next((kind for begin, kind in KINDS.items() if content.startswith(begin)), "img")
 
 

@@ -1,8 +1,8 @@
-"""The first program in a SageMaker container: it sets the variables of SageMaker's toolkit and replaces itself by the job.
+"""The first program in a SageMaker container: it installs packages, sets SageMaker's variables and execs the job.
 
     python boot_sagemaker.py jobs/train_ddp.py
 
-It is uploaded with the job and imports nothing of it, because it first has to install what the job needs.
+It is uploaded with the job and imports nothing of it, because the job's packages are not installed when it starts.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 
 def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> dict[str, str]:
-    """Return the variables by which the job finds its nodes and its folders with data."""
+    """Return `environ` and SageMaker's variables for hosts, output folders and data channels; a variable already set stays."""
     named = {
         "SM_HOSTS": json.dumps(hosts["hosts"]),
         "SM_CURRENT_HOST": hosts["current_host"],
@@ -29,7 +29,7 @@ def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> di
 
 
 def fail(why: str, path: str) -> NoReturn:
-    """End as a job does: with one line, which SageMaker shows from this file."""
+    """Print one error line, write it to `path`, the file that SageMaker shows after a failure, and exit with 1."""
     line = f"error: {why}"
     print(line, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), open(path, "w") as file:

@@ -1,4 +1,4 @@
-"""Send a job to a platform: build its request, check it, show it, upload the code, send it, follow it, stop it.
+"""Send a job to a platform: check and build its request, show it or upload the code and send it, follow it, stop it.
 
     python -m launch submit --platform modelarts jobs/train_ddp.py --nodes 2 --gpus 8 --region cn-north-4 \\
         --flavor FLAVOR --engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64 \\
@@ -6,7 +6,7 @@
     python -m launch submit --platform local     jobs/train_ddp.py --nodes 2 --gpus 8 ...       the same, on this machine
     python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID
 
-With --dry_run true, and wherever there is no credential, the request is printed and nothing is sent.
+With --dry_run true, or without --dry_run where there is no credential, the request is printed and nothing is sent.
 Credentials come from where each platform's own SDK looks for them, never from an option.
 """
 
@@ -28,18 +28,18 @@ from common import storage
 from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
 from common.secrets import HIDDEN, mask
-from launch.options import exit_code, new_parser, split_words
+from launch.options import new_parser, run_for_exit_code, split_words
 from launch.submit.request import BOUNDS, REMOTE, Request, describe, mistakes, stage
 from launch.submit.secrets import secrets
 
-# The platforms, and the module of this folder for each.
+# {platform: its module in this folder}
 PLATFORMS = {
     "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubeflow": "kubernetes",
     "volcano": "kubernetes", "slurm": "slurm", "local": "local",
 }  # fmt: skip
 YES_OR_NO = "true|false"
-FOLLOW_SECONDS = 5  # between two questions about a job
-FAILED_LOOKS = 10  # questions in a row that may fail: a job runs for days, and a network fails now and then
+FOLLOW_SECONDS = 5  # between two requests for a job's state
+FAILED_LOOKS = 10  # requests in a row that may fail: a job runs for days, and a network fails now and then
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"
         bounds = "{:g} to {:g}".format(*BOUNDS[field.name]) if field.name in BOUNDS else ""
         what = ", ".join(filter(None, [field.metadata["help"], bounds]))
-        made.add_argument(f"--{field.name}", help=what + shown + whose(field.metadata), **how)
+        made.add_argument(f"--{field.name}", help=what + shown + platform_note(field.metadata), **how)
     when = "print the request and send nothing; unset: only where there is no credential"
     made.add_argument("--dry_run", type=boolean, metavar=YES_OR_NO, help=when)
     what = "print the state and the log until the job ends (default: false)"
@@ -65,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def whose(about: Mapping[str, Any]) -> str:
-    """Which platforms know an option, and which need it."""
+def platform_note(about: Mapping[str, Any]) -> str:
+    """Return a note such as " [only A; needed by B]" for an option's help, or "" if neither restriction applies."""
     used, needed = (", ".join(about[name]) for name in ("used_by", "needed_by"))
     known = f"only {used}" if about["used_by"] != REMOTE else ""
     words = [*([known] if known and used != needed else []), *([f"needed by {needed}"] if needed else [])]
@@ -76,19 +76,19 @@ def whose(about: Mapping[str, Any]) -> str:
 def main(argv: list[str]) -> int:
     own, arguments = split_words(argv)
     options = parser().parse_args(own)
-    return exit_code(lambda: run(options, arguments))
+    return run_for_exit_code(lambda: run(options, arguments))
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if not options.job and not options.stop:
         raise UserError("give a job, such as jobs/train_ddp.py, or --stop JOB_ID")
     platform = importlib.import_module(f"launch.submit.{PLATFORMS[options.platform]}")
-    request = ask(options, arguments, datetime.datetime.now())
+    request = request_from(options, arguments, datetime.datetime.now())
     return stop(platform, request, options.stop) if options.stop else submit(platform, request, options)
 
 
-def ask(options: argparse.Namespace, arguments: list[str], now: datetime.datetime) -> Request:
-    """Return the Request of these options."""
+def request_from(options: argparse.Namespace, arguments: list[str], now: datetime.datetime) -> Request:
+    """Return the Request that these options describe. Without --name, it is named after the job's file and the time."""
     given = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
@@ -113,11 +113,11 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
         if shown != body:
             print(f"what is shown as {HIDDEN} would be sent as it was given", file=sys.stderr)
         return 0
-    client = connected(platform, request)
+    client = connect(platform, request)
     if request.upload_url:
         upload(request.job, request.upload_url, request.region, request.arguments)
-    job_id = asked(platform, platform.send, client, request, body)
-    if isinstance(job_id, int):  # the exit code of a job that has run, on this machine
+    job_id = call_platform(platform, platform.send, client, request, body)
+    if isinstance(job_id, int):  # --platform local has run the job, and this is its exit code
         return job_id
     print(f"submitted {job_id}", flush=True)
     print(f"see it at {one_line(platform.console(request, job_id))}", flush=True)
@@ -125,7 +125,7 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
 
 
 def masked(body: Any) -> Any:
-    """Return a request as it is shown: with every text in it masked."""
+    """Return a copy of a request for display, in which secrets are masked in every string (common/secrets.py)."""
     if isinstance(body, dict):
         return {name: masked(value) for name, value in body.items()}
     if isinstance(body, list):
@@ -134,20 +134,20 @@ def masked(body: Any) -> Any:
 
 
 def stop(platform: ModuleType, request: Request, job_id: str) -> int:
-    client = connected(platform, request)
-    asked(platform, platform.stop, client, request, job_id)
+    client = connect(platform, request)
+    call_platform(platform, platform.stop, client, request, job_id)
     print(f"asked {request.platform} to stop {one_line(job_id)}")
     return 0
 
 
-def connected(platform: ModuleType, request: Request) -> Any:
+def connect(platform: ModuleType, request: Request) -> Any:
     if not platform.has_credentials(os.environ):
         raise UserError(f"there is no credential: {platform.CREDENTIALS}")
-    return asked(platform, platform.connect, request)
+    return call_platform(platform, platform.connect, request)
 
 
-def asked(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of the platform's SDK returns; an exception of the SDK becomes one line."""
+def call_platform(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the platform's module. An exception of its SDK is raised as a UserError of one line."""
     try:
         return function(*arguments)
     except (UserError, TrainingFailed):
@@ -157,9 +157,9 @@ def asked(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -
 
 
 def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] = ()) -> None:
-    """Put the job as one file where the platform takes the code from."""
+    """Upload the bundled job, its requirements and SageMaker's boot program; set AWS_REGION to `region` if it is unset."""
     if region:
-        os.environ.setdefault("AWS_REGION", region)  # the bucket is where the job is
+        os.environ.setdefault("AWS_REGION", region)  # the bucket is in the region of the job
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
         stage(job, folder, arguments)
         storage.publish(folder, url)
@@ -167,13 +167,13 @@ def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] =
 
 
 def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> int:
-    """Print each new state and the new lines of the log until the job has ended; 0 when it ended well."""
+    """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not, 130 after Ctrl-C."""
     last, failed = None, 0
     shown: list[str] = []
     try:
         while True:
             try:
-                state, code = asked(platform, platform.state, client, request, job_id)
+                state, code = call_platform(platform, platform.state, client, request, job_id)
                 failed = 0
             except UserError as error:
                 failed += 1
@@ -185,9 +185,9 @@ def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> 
             if state != last:
                 print(f"{job_id} is {state}", flush=True)
                 last = state
-            with contextlib.suppress(UserError):  # there is no log yet, or no more
-                lines = asked(platform, platform.log, client, request, job_id)
-                for line in fresh(shown, lines):
+            with contextlib.suppress(UserError):  # there is no log yet, or it has been deleted
+                lines = call_platform(platform, platform.log, client, request, job_id)
+                for line in new_lines(shown, lines):
                     print(one_line(line.replace("\t", "    ")), flush=True)
                 shown = lines
             if code is not None:
@@ -198,7 +198,7 @@ def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> 
         return 130
 
 
-def fresh(shown: list[str], lines: list[str]) -> list[str]:
-    """Return the lines after those that were shown: each time a platform gives the last lines of its log, not all of them."""
+def new_lines(shown: list[str], lines: list[str]) -> list[str]:
+    """Return the lines that were not shown yet. A platform returns the last lines of a log, some of them again."""
     common = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
     return lines[common:]

@@ -1,8 +1,8 @@
-"""The first container of a pod: it copies the code from a bucket into a folder of the pod, and needs only boto3.
+"""The program of a pod's init container: it copies the code from a bucket into a folder of the pod, and needs only boto3.
 
     python fetch_code.py BUCKET PREFIX FOLDER ADDRESSING
 
-Key, region and endpoint come from the environment. A copy that fails ends the container, which Kubernetes starts again.
+Credentials, region and endpoint come from the environment. If this fails or finds no file, the job's container is not started.
 """
 
 import os

@@ -1,7 +1,7 @@
 """A Kubernetes cluster: Kubeflow's PyTorchJob and TrainJob, and Volcano's Job, sent through the kubernetes client.
 
-The job is the container's first process, with no shell before it, so that the cluster's SIGTERM reaches it; it has
-GRACE_SECONDS to save. /dev/shm is memory of the node, because a pod's own 64 MB are too few for NCCL and Ray.
+The job is the container's first process, with no shell before it, so that SIGTERM reaches it; it has GRACE_SECONDS to save
+(a TrainJob: what its runtime sets). /dev/shm is a volume in memory, because a pod's own 64 MB are too few for NCCL and Ray.
 """
 
 import json
@@ -18,11 +18,11 @@ from launch.submit.request import Request
 SERVICE = "Kubernetes"
 CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool"
 CODE = "/code"
-VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # of the nodes: what they read, and its name in the Secret
+VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # the variable with the secret that the nodes share, and its key in the Secret
 GRACE_SECONDS = 60
 GPU = "nvidia.com/gpu"
 
-# Where each kind of object is, and the name of its first pod (None: to be looked up).
+# {kind of object: (API group, version, plural, name of its first pod or None if that has to be looked up)}
 KINDS = {
     "PyTorchJob": ("kubeflow.org", "v1", "pytorchjobs", "{name}-master-0"),
     "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs", None),
@@ -51,7 +51,6 @@ def kind_of(request: Request) -> str:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """Return the object to create."""
     kind = kind_of(request)
     group, version, _, _ = KINDS[kind]
     spec = {"PyTorchJob": _pytorch_job, "TrainJob": _train_job, "Job": _volcano_job}[kind](request)
@@ -60,7 +59,7 @@ def build(request: Request) -> dict[str, Any]:
 
 
 def _pytorch_job(request: Request) -> dict[str, Any]:
-    """Build the job with OnFailure: a pod whose job fails is started again in its place, and goes on from its checkpoint."""
+    """Return the spec of a PyTorchJob. With --retries, a container that fails is restarted in its pod, and the job resumes."""
     policy = requests.given(backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds)
     replicas = {
         name: {"replicas": count, "restartPolicy": "OnFailure" if request.retries else "Never", "template": _template(request)}
@@ -71,19 +70,19 @@ def _pytorch_job(request: Request) -> dict[str, Any]:
 
 
 def _volcano_job(request: Request) -> dict[str, Any]:
-    """All pods are started again when one fails or is evicted; or that one, where the others go on without it."""
+    """Return a Volcano Job's spec. With --retries a failed pod restarts all (--min_nodes: itself); exit code 2 ends the job."""
     pod = requests.given(**_template(request)["spec"], restartPolicy="Never", activeDeadlineSeconds=request.seconds)
     tasks: list[dict[str, Any]] = [
         {"name": name.lower(), "replicas": count, "template": {"spec": pod}} for name, count in _tasks(request).items()
     ]
     tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
-    mistake = {"exitCode": 2, "action": "TerminateJob"}  # it would come again
-    restart = "RestartPod" if request.goes_on_without else "RestartJob"
+    mistake = {"exitCode": 2, "action": "TerminateJob"}  # a mistake in the request, which a restart would only repeat
+    restart = "RestartPod" if request.is_elastic else "RestartJob"
     fault = [{"event": event, "action": restart} for event in ("PodFailed", "PodEvicted")]
     again = [mistake, *fault] if request.retries else []
     return requests.given(
         schedulerName="volcano",
-        minAvailable=request.nodes,  # all or none
+        minAvailable=request.nodes,  # start all pods or none
         maxRetry=request.retries,
         plugins={"pytorch": ["--master=master", "--worker=worker", "--port=23456"], "svc": [], "env": []},
         policies=again,
@@ -93,7 +92,7 @@ def _volcano_job(request: Request) -> dict[str, Any]:
 
 
 def _train_job(request: Request) -> dict[str, Any]:
-    """The runtime defines the pod's template, restarts and grace period; only the volumes are changed here."""
+    """Return the spec of a TrainJob. Its --runtime sets the pod, restarts and grace period; a patch adds volumes to the pod."""
     container = _container(request)
     trainer = requests.given(
         numNodes=request.nodes,
@@ -129,10 +128,10 @@ def _container(request: Request) -> dict[str, Any]:
     code = CODE if request.upload_url else request.code_url.rstrip("/")
     mounts = {"shm": "/dev/shm", **({"code": CODE} if request.upload_url else {}), **_claims(request)}
     return {
-        "name": "pytorch",  # Kubeflow looks for this one
+        "name": "pytorch",  # the name that Kubeflow requires
         "image": request.image,
         "command": [_literal(word) for word in requests.command(request, code, request.data_url, request.output_url)],
-        "env": [*_variables(request), *_of_the_nodes(request)],
+        "env": [*_variables(request), *_secret_variable(request)],
         "resources": _resources(request),
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
         **_secret(request),
@@ -140,7 +139,7 @@ def _container(request: Request) -> dict[str, Any]:
 
 
 def _resources(request: Request) -> dict[str, dict[str, str]]:
-    """Cores and memory are requests without a limit, so that a job with more to do may have what is free."""
+    """Return the container's resources. Cores and memory are requests without a limit: a job may use more of what is free."""
     sizes = {"cpu": request.cpus and str(request.cpus), "memory": request.memory and f"{request.memory}Gi"}
     kinds = {
         "limits": {GPU: str(request.gpus)} if request.gpus else {},
@@ -150,13 +149,13 @@ def _resources(request: Request) -> dict[str, dict[str, str]]:
 
 
 def _fetcher(request: Request) -> dict[str, Any]:
-    """Return a container that runs to its end before the job's, with the same image, which has boto3."""
+    """Return the init container that fetches the code from the bucket. It uses the job's image, which must have boto3."""
     address = ADDRESS.fullmatch(request.code_url or "")
-    assert address  # mistakes() has refused any other
+    assert address  # mistakes() has refused any other address
     scheme, bucket, prefix = address.groups()
     program = Path(__file__).with_name("fetch_code.py").read_text()
     folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
-    endpoint = ENDPOINTS.get(scheme)  # Amazon's own where there is none
+    endpoint = ENDPOINTS.get(scheme)  # None for s3://, where boto3 finds the endpoint itself
     command = ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"]
     own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
     return {
@@ -176,12 +175,12 @@ def _variables(request: Request) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes puts variables in the place of $(NAME), in commands and in the values of variables, and a $ in that of $$."""
+    """Escape each $: in commands and values of variables, Kubernetes replaces $(NAME) with a variable, and $$ with $."""
     return text.replace("$", "$$")
 
 
-def _of_the_nodes(request: Request) -> list[dict[str, Any]]:
-    """Return the variable by which the nodes prove to each other that they belong to this job (docs/security.md)."""
+def _secret_variable(request: Request) -> list[dict[str, Any]]:
+    """Return the variable with the secret by which nodes authenticate to each other (docs/security.md); empty for one node."""
     kept = {"secretKeyRef": {"name": _secret_name(request), "key": KEY}}
     return [{"name": VARIABLE, "valueFrom": kept}] if request.nodes > 1 else []
 
@@ -195,7 +194,7 @@ def _secret(request: Request) -> dict[str, Any]:
 
 
 def _claims(request: Request) -> dict[str, str]:
-    """Return {name of a volume: folder}; the name is the claim's."""
+    """Return {name of a PersistentVolumeClaim: folder where it is mounted}. A volume has the name of its claim."""
     return dict(volume.split(":", 1) for volume in request.volumes)
 
 
@@ -231,7 +230,7 @@ def _objects(client: Any) -> Any:
 
 
 def send(client: Any, request: Request, body: Any) -> str:
-    """Create the job, then the Secret that its nodes share: their pods wait for it, and the cluster deletes it with the job."""
+    """Create the job and, for several nodes, a Secret that their pods wait for; the cluster deletes the Secret with the job."""
     created = _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]
     if request.nodes > 1:
         from kubernetes.client import CoreV1Api
@@ -253,7 +252,7 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    """Volcano has one word for it; the others have conditions, of which the last one that is true counts."""
+    """Return (state, exit code or None until the job ends). The state is Volcano's phase, Kubeflow's condition or Created."""
     status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
     true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
     name = status.get("state", {}).get("phase") or next((one for one in true if one in ENDED), true[-1] if true else "Created")
@@ -261,7 +260,7 @@ def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int
 
 
 def log(client: Any, request: Request, job_id: str) -> list[str]:
-    """Return the log of the first pod; the others print nothing."""
+    """Return the last lines of the first pod's log, in which rank 0 prints the progress; empty if a TrainJob has no pod yet."""
     from kubernetes.client import CoreV1Api
 
     core: Any = CoreV1Api(client)
@@ -274,12 +273,12 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
 
 
 def _first_pod(core: Any, namespace: str, job_id: str) -> Optional[str]:
-    """The names of a TrainJob's pods end in random letters."""
+    """Look up the name of a TrainJob's first pod, which ends in random letters; None before the pod exists."""
     labels = f"jobset.sigs.k8s.io/jobset-name={job_id},batch.kubernetes.io/job-completion-index=0"
     answer = core.list_namespaced_pod(namespace, label_selector=labels, _preload_content=False)
     return next((pod["metadata"]["name"] for pod in json.loads(answer.data)["items"]), None)
 
 
 def stop(client: Any, request: Request, job_id: str) -> None:
-    """Deleting the object ends its pods, each after its grace."""
+    """Delete the job, which stops its pods: each gets SIGTERM, and is killed after its grace period."""
     _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id)

@@ -25,7 +25,7 @@ def mistakes(request: Request) -> list[str]:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """Return the arguments of `launch local`, and what is added to the environment; CODE stands for the folder of the copy."""
+    """Return the arguments and variables for `launch local`; send() replaces CODE by the folder to which it copies the code."""
     processes = ["--procs", str(request.gpus)] if request.gpus else []
     places = requests.places(request.data_url, request.output_url)
     words = ["--nodes", str(request.nodes), *processes, "--restarts", str(request.retries)]
@@ -36,11 +36,11 @@ def build(request: Request) -> dict[str, Any]:
 
 
 def connect(request: Request) -> None:
-    """There is nobody to ask."""
+    """Do nothing: this machine needs no client."""
 
 
 def send(client: Any, request: Request, body: Any) -> int:
-    """Run the job to its end; it has no id, so that its exit code is the answer."""
+    """Run the job to its end and return its exit code, since it has no id."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
         requests.stage(request.job, code, request.arguments)
         os.environ.update(body["environment"], ANYRANK_LAUNCHER=shlex.join(["python", "-m", "launch", *sys.argv[1:]]))

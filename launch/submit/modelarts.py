@@ -1,7 +1,7 @@
 """Huawei ModelArts: a training job of its version 2 interface, sent through huaweicloudsdkmodelarts.
 
 The body is sent as a dictionary, because the SDK's class Output has no field for the download before the start. Without this
-download, a job that is started again would have an empty folder.
+download, a job that is started again would have an empty output folder.
 """
 
 import re
@@ -18,9 +18,9 @@ from launch.submit.request import Request
 SERVICE = "ModelArts"
 CREDENTIALS = "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
 NAMES = ("HUAWEICLOUD_SDK_AK", "HUAWEICLOUD_SDK_IDP_ID", "HUAWEICLOUD_OIDC_PROVIDER_URN", "HUAWEICLOUD_SDK_CREDENTIALS_FILE")
-CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # the last folder of code_dir appears in it
-MOST_HOURS = 72  # of its Auto Stop
-ON_NPUS = r"ascend|cann|npu|snt9"  # in the names of engines and flavors for them
+CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # code_dir is copied into it, under the name of its last folder
+MOST_HOURS = 72  # the limit of ModelArts' Auto Stop
+ON_NPUS = r"ascend|cann|npu|snt9"  # in the names of engines and flavors for NPUs
 ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
 
 
@@ -51,7 +51,7 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def _wrong_accelerator(request):
-    """An engine for GPUs on a flavor with NPUs fails after minutes in the queue, and so does the reverse."""
+    """Yield a line if --accelerator is unknown, or does not match the engine or flavor: the job would fail minutes later."""
     if request.accelerator not in ("gpu", "npu"):
         yield f"--accelerator is {request.accelerator!r}: give gpu or npu"
         return
@@ -64,7 +64,6 @@ def _wrong_accelerator(request):
 
 
 def build(request: Request) -> dict[str, Any]:
-    """Return the body of POST /v2/PROJECT/training-jobs."""
     spec = requests.given(
         resource=requests.given(flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool),
         log_export_path={"obs_url": _path(request.log_url)} if request.log_url else None,
@@ -84,15 +83,15 @@ def build(request: Request) -> dict[str, Any]:
 def _algorithm(request: Request) -> dict[str, Any]:
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     code = _path(request.code_url)
-    # The folders are appended to the arguments of a boot file; the command of an image stays as it is and reads variables.
+    # ModelArts appends the folders to a boot file's arguments, but not to an image's command, which gets them as variables.
     access = "env" if request.image else "parameter"
     output = {
         **_channel("train_url", request.output_url, access),
         "mode": "upload_periodically",
         "period": 30,
-        "prefetch_to_local": True,  # so that a job that is started again has what it had written
+        "prefetch_to_local": True,  # so that a restarted job finds what it has written
     }
-    # The Ascend engine starts the boot file once for each card by itself.
+    # The Ascend engine itself starts the boot file once for each card, so the job must not start more processes.
     by_card = request.accelerator == "npu" and not request.image
     algorithm = {
         "code_dir": code,
@@ -116,7 +115,7 @@ def _channel(name: str, url: str, access: str) -> dict[str, Any]:
 
 
 def _path(url: str) -> str:
-    """obs://bucket/folder -> /bucket/folder/"""
+    """Convert obs://bucket/folder to /bucket/folder/, the form that the API takes."""
     return url[len("obs:/") :].rstrip("/") + "/"
 
 

@@ -18,7 +18,7 @@ CODE, DATA, OUTPUT = "/mnt/code", "/mnt/data", "/mnt/output"
 ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving": 1, "Stopped": 1}
 NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
-GRACE_SECONDS = 60  # the job asks for half of it to save
+GRACE_SECONDS = 60  # from the stop signal to the kill; a job kills its own workers earlier (common/watching/supervisor.py)
 
 
 def has_credentials(environ: Mapping[str, str]) -> bool:
@@ -67,7 +67,7 @@ def _resources(request: Request) -> dict[str, str]:
 
 
 def _restarts(retries: int) -> dict[str, Any]:
-    """AIMaster starts the whole job again, also one that hangs: that prints nothing for long."""
+    """Return the settings with which PAI's AIMaster restarts the whole job after a failure or a hang; empty without retries."""
     if not retries:
         return {}
     arguments = (
@@ -78,14 +78,14 @@ def _restarts(retries: int) -> dict[str, Any]:
 
 
 def _command(request: Request) -> str:
-    """Return a shell line ending in exec, so that the stop signal reaches the job and not the shell."""
+    """Return a shell line that installs packages and ends in exec, so that a stop signal reaches the job and not the shell."""
     data, output = request.data_url and DATA, request.output_url and OUTPUT
     words = requests.command(request, CODE, data, output)
     return f"pip install -q -r {CODE}/requirements.txt && exec {shlex.join(words)}"
 
 
 def _uri(url: str, region: Optional[str]) -> str:
-    """oss://bucket/folder -> oss://bucket.oss-REGION-internal.aliyuncs.com/folder/ (free traffic)"""
+    """Convert oss://bucket/folder to oss://bucket.oss-REGION-internal.aliyuncs.com/folder/, whose traffic is free."""
     bucket, _, folder = url[len("oss://") :].partition("/")
     return f"oss://{bucket}.oss-{region}-internal.aliyuncs.com/{folder.rstrip('/')}/"
 
@@ -94,7 +94,7 @@ def _uri(url: str, region: Optional[str]) -> str:
 
 
 def connect(request: Request) -> Any:
-    if not request.region:  # of a job that is to be stopped
+    if not request.region:  # mistakes() is not called for --stop
         raise UserError(NO_REGION)
     try:
         from alibabacloud_credentials.client import Client as Credentials
@@ -129,7 +129,7 @@ def _job(client: Any, job_id: str) -> Any:
 
 
 def log(client: Any, request: Request, job_id: str) -> list[str]:
-    """Return the log of the first pod; the others print nothing."""
+    """Return the last lines of the log of the master or first pod, in which rank 0 prints the progress; empty without a pod."""
     from alibabacloud_pai_dlc20201203.models import GetPodLogsRequest
 
     pods = sorted(pod.pod_id for pod in _job(client, job_id).pods or [])

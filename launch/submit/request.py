@@ -1,7 +1,7 @@
 """Code that all platforms share: the request, the mistakes in it, the code that is uploaded, the job's command.
 
-A Request is data. Each platform's module turns it into the platform's own request (`build`, a pure function) and sends this
-(`send`). The options are defined here once, with the platforms that know them and the platforms that need them.
+A Request is data. Each platform's module turns it into the platform's own request (`build`, without side effects) and sends
+that (`send`). The options are defined here once, with the platforms that know them and the platforms that need them.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 CLUSTERS = ("kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
-CONTAINERS = (*CLOUDS, *CLUSTERS)  # where an image and the address of the code say what runs
+CONTAINERS = (*CLOUDS, *CLUSTERS)  # where the job runs in a container
 REMOTE = (*CONTAINERS, "slurm")
-SIZED = ("pai-dlc", *CLUSTERS, "slurm")  # where cores and memory are asked for, and do not come with a type of machine
-BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # the only store that each of them reads itself
+SIZED = ("pai-dlc", *CLUSTERS, "slurm")  # where cores and memory can be requested; elsewhere the type of machine decides
+BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # {platform: the only store that it reads itself}
 BOUNDS = {
     "nodes": (1, 1000), "gpus": (0, 16), "cpus": (0, 1024), "memory": (0, 16384), "retries": (0, 30), "hours": (0.1, 24 * 28),
 }  # fmt: skip
-LOG_LINES = 1000  # so many of the last lines of a job's log are asked for
+LOG_LINES = 1000  # how many of the last lines of a job's log are requested
 
 
 def option(
@@ -42,7 +42,7 @@ def option(
     needed_by: tuple[str, ...] = (),
     kind: Callable[[str], object] = str,
 ) -> Any:
-    """Make a field of Request that is an option of the command line."""
+    """Return a field of Request that is also an option. `used_by`, `needed_by`: platforms; `kind` converts its text."""
     about = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
     return dataclasses.field(default=default, metadata=about)
 
@@ -51,7 +51,7 @@ def option(
 class Request:
     platform: str
     job: str  # jobs/NAME.py
-    arguments: tuple[str, ...] = ()  # the job's own
+    arguments: tuple[str, ...] = ()  # the words after --, for the job
     name: Optional[str] = option("name of the submitted job; unset: made of the file's name and the time")
     nodes: int = option("how many machines", 1, kind=int)
     gpus: int = option("GPUs or NPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
@@ -100,40 +100,40 @@ class Request:
 
     @property
     def workers(self) -> dict[str, str]:
-        """How many processes each machine starts, as a job reads it; on a CPU it decides itself."""
+        """The variable with the number of processes to start on each machine; empty for --gpus 0, so that the job decides."""
         return {"NPROC_PER_NODE": str(self.gpus)} if self.gpus else {}
 
     @property
     def seconds(self) -> Optional[int]:
-        """What `hours` are; None where the job has no time limit."""
+        """Time limit of the job in seconds; None if it has none."""
         return round(self.hours * 3600) if self.hours else None
 
     @property
     def pairs(self) -> list[tuple[str, Optional[str]]]:
-        """Return the job's options as (name, value), in whichever form they were given."""
+        """The job's options as (name without leading dashes, value); a name or another word without a value has None."""
         return [(name.lstrip("-"), value) for name, value in _pairs(self.arguments)]
 
     @property
-    def goes_on_without(self) -> bool:
-        """Whether the other nodes go on when one is lost (docs/elastic.md), so that the platform must let them."""
+    def is_elastic(self) -> bool:
+        """Whether the job has --min_nodes: then it goes on without a lost node, and the platform must not end it."""
         return any(name.replace("-", "_") == "min_nodes" for name, _ in self.pairs)
 
     @property
     def upload_url(self) -> Optional[str]:
-        """Return where the code is uploaded to; None where the job runs from a folder that has it already."""
+        """Address to which the code is uploaded; None if the job runs from a folder, or on this machine."""
         return self.code_url if self.platform != "local" and is_address(self.code_url) else None
 
     @property
     def options(self) -> list[str]:
-        """Return the job's options as --NAME VALUE, or as one word where the value would be taken for an option."""
+        """The job's options as --NAME VALUE, or as --NAME=VALUE if the value begins with a hyphen."""
         pairs = [(f"--{name}", value or "") for name, value in self.pairs]
         return [word for name, value in pairs for word in ([f"{name}={value}"] if value.startswith("-") else [name, value])]
 
 
 # --- Mistakes --------------------------------------------------------------------------------------------------------
 
-NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform allows, with room for the number of a pod
-# What the platform itself gives a job, as arguments and in its environment.
+NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform allows, with room for the suffix of a pod's name
+# Arguments and environment variables that the platforms themselves set.
 ITS_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
 ITS_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
 PLACES = {
@@ -143,7 +143,7 @@ PLACES = {
 
 
 def mistakes(request: Request) -> list[str]:
-    """Return a line for each mistake that is one on every platform; those of one platform are in its own module."""
+    """Return a line for each mistake in the request; the platform's own module has further checks."""
     parts = (_options, _forms, _addresses, _nested, _arguments, _variables)
     return [line for part in parts for line in part(request)]
 
@@ -151,7 +151,7 @@ def mistakes(request: Request) -> list[str]:
 def _options(request: Request) -> Iterator[str]:
     for field in dataclasses.fields(request):
         value, about = getattr(request, field.name), field.metadata
-        if not about or request.platform == "local":  # which runs what is meant for any of the others
+        if not about or request.platform == "local":  # it accepts the options of every other platform
             continue
         if request.platform in about["needed_by"] and value is None:
             yield f"{request.platform} needs --{field.name}: {about['help']}"
@@ -192,7 +192,7 @@ def _addresses(request: Request) -> Iterator[str]:
 
 
 def _nested(request: Request) -> Iterator[str]:
-    """A platform copies each address whole: the code with the job, the data to every node, the results back at a restart."""
+    """Yield a line for each address inside another: a platform copies each of them whole, so the inner one twice."""
     names = ("code_url", "data_url", "output_url", "log_url")
     values = {name: str(getattr(request, name)) for name in names}
     values = {name: value for name, value in values.items() if (found := ADDRESS.fullmatch(value)) and found[3]}
@@ -211,10 +211,10 @@ def _arguments(request: Request) -> Iterator[str]:
     pairs = list(_pairs(request.arguments))
     passed = {
         *typed.PLATFORM_OPTIONS,
-        *(typed.plain(word) for name, names in pairs if name == "--ignore" for word in (names or "").split(",")),
+        *(typed.normal_name(word) for name, names in pairs if name == "--ignore" for word in (names or "").split(",")),
     }
     for name, value in pairs:
-        plain = typed.plain(name)
+        plain = typed.normal_name(name)
         if value is None:
             yield f"the job's option {name!r} does not have the form --NAME VALUE, the only one that every console takes"
         elif plain in ITS_ARGUMENTS:
@@ -242,7 +242,7 @@ def _variables(request: Request) -> Iterator[str]:
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
-    """Yield (--name, value) in order; the value is None where there is none. So it is for a word that is no --name."""
+    """Yield (--name, value) in order; the value is None if it is missing. A word that is not a --name is yielded with None."""
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -259,7 +259,6 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
 
 
 def places(data: Optional[str], output: Optional[str]) -> list[str]:
-    """Return the options that tell a job where it reads and writes."""
     return [*(["--data_url", data] if data else []), *(["--output_dir", output] if output else [])]
 
 
@@ -269,14 +268,14 @@ def command(request: Request, code: str, data: Optional[str] = None, output: Opt
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """Return a part of a request without the fields that are None."""
+    """Return the arguments as a dictionary, without those that are None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> None:
-    """Write what is uploaded into `folder`: the job and its modules as one file, the files of packages, SageMaker's boot file.
+    """Write the files to upload into `folder`: the job bundled with its modules, the requirements, SageMaker's boot file.
 
-    One file, because an earlier upload to the same address may have left other versions of the modules there.
+    The job is one file because an earlier upload to the same address may have left other versions of the modules there.
     """
     target = Path(folder, job)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -291,7 +290,6 @@ def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> 
 
 
 def credentials_in(environ: Mapping[str, str], names: Iterable[str], files: Iterable[str]) -> bool:
-    """Whether one of these variables is set, or one of these files exists."""
     return any(environ.get(name) for name in names) or any(os.path.exists(os.path.expanduser(file)) for file in files)
 
 

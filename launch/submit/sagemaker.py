@@ -1,7 +1,7 @@
 """AWS SageMaker: a training job, sent through boto3.
 
-The container starts boot_sagemaker.py, which replaces itself by the job, so that SIGTERM (a stop, a spot machine that is taken
-away) reaches the job. SageMaker's toolkit never passes SIGTERM on. Any image with Python and torch will do.
+The container starts boot_sagemaker.py, which replaces itself with the job, so that SIGTERM (a stop, or the loss of a spot
+machine) reaches the job; SageMaker's toolkit never passes SIGTERM on. Any image with Python and torch will do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ DAY = 24 * 3600
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
 
-# What the job prints while it trains and at the end of an epoch (common/run/observers/console.py).
+# {metric: its regular expression in the lines that a job prints (common/run/observers/console.py)}
 METRICS = {
     "loss": r"loss=([0-9.]+)", "lr": r" lr=([0-9.]+)", "images_per_s": r"images_per_s=([0-9]+)",
     "waiting_for_data": r"waiting_for_data=([0-9]+)%", "accuracy": r" accuracy=([0-9.]+)", "psnr": r" psnr=([0-9.]+)",
@@ -45,7 +45,6 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> dict[str, Any]:
-    """Return the arguments of create_training_job."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     seconds = request.seconds or DAY
     longest_wait = seconds + DAY if request.spot else None
@@ -64,7 +63,7 @@ def build(request: Request) -> dict[str, Any]:
         HyperParameters=dict(request.pairs),
         InputDataConfig=[_channel("code", request.code_url), *data],
         OutputDataConfig={"S3OutputPath": f"{output}/"},
-        # A later job with the same address, and this one when it is started again, has what was saved.
+        # SageMaker gives the saved checkpoints to this job when it restarts it, and to a later job with the same address.
         CheckpointConfig={"S3Uri": f"{output}/checkpoints/", "LocalPath": SAGEMAKER_CHECKPOINTS},
         TensorBoardOutputConfig={"S3OutputPath": f"{output}/tensorboard/", "LocalPath": SAGEMAKER_TENSORBOARD},
         ResourceConfig={"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100},
@@ -84,7 +83,7 @@ def _channel(name: str, url: str) -> dict[str, Any]:
 
 
 def connect(request: Request) -> Any:
-    """Return {service: client}: the jobs are in one, their logs in another."""
+    """Return {service: boto3 client}, one for the jobs and one for their logs."""
     import boto3
 
     session = boto3.Session(region_name=request.region)
@@ -108,7 +107,7 @@ def state(clients: Any, request: Request, job_id: str) -> tuple[str, Optional[in
 
 
 def log(clients: Any, request: Request, job_id: str) -> list[str]:
-    """Return the log of the first host; the others print nothing."""
+    """Return the last lines of the first host's log, in which rank 0 prints the progress; empty before this log exists."""
     logs = clients["logs"]
     streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")["logStreams"]
     if not streams:

@@ -1,4 +1,4 @@
-"""Refuse requests whose values look like secrets: platforms store a request in the open and show it in consoles and logs."""
+"""Find what looks like a secret in a request: platforms store requests in plain text, and show them in consoles and logs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ WAYS = {
 
 
 def secrets(request: Request) -> Iterator[str]:
-    """Yield a line for each value of the request that looks like a secret; none of them shows it."""
+    """Yield a line for each name or value in the request that looks like a secret; no line shows the value."""
     for what, why in _found(request):
         yield f"{what} {why}, which the request would show: {WAYS[request.platform]}"
 

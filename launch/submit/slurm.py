@@ -15,7 +15,7 @@ from launch.submit.request import Request
 
 SERVICE = "SLURM"
 CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
-WARNING_SECONDS = 120  # so long before the time limit the job is told to save; then the script queues itself again
+WARNING_SECONDS = 120  # before the time limit: SLURM tells the job to save, and the script requeues itself
 ENDED = {"COMPLETED": 0, **dict.fromkeys(["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"], 1)}
 
 CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a node without one
@@ -52,7 +52,6 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> str:
-    """Return the text of the batch script."""
     code = os.path.abspath(request.code_url) if request.code_url else str(requests.ROOT)
     sizes = _sizes(request)
     lines = {
@@ -62,14 +61,14 @@ def build(request: Request) -> str:
     }  # fmt: skip
     header = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
     header.append("#SBATCH --requeue" if request.retries else "#SBATCH --no-requeue")
-    header += ["#SBATCH --no-kill"] if request.goes_on_without else []
-    own = sorted(request.script_line, key=lambda line: not line.startswith("#SBATCH"))  # sbatch reads them before the commands
-    # Made where the job runs, so that nothing that is stored or shown has it (docs/security.md).
+    header += ["#SBATCH --no-kill"] if request.is_elastic else []
+    own = sorted(request.script_line, key=lambda line: not line.startswith("#SBATCH"))  # sbatch ignores #SBATCH after a command
+    # The nodes' secret is made when the job starts, so no stored or shown script contains it (docs/security.md).
     exports = ['export ANYRANK_SECRET="$(od -An -tx1 -N32 /dev/urandom | tr -d " \\n")"'] if request.nodes > 1 else []
     exports += [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
     words = requests.command(request, code, request.data_url, request.output_url)
-    given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them over from the script
-    kill = ["--kill-on-bad-exit=0", "--no-kill"] if request.goes_on_without else ["--kill-on-bad-exit=1"]
+    given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them from the #SBATCH lines
+    kill = ["--kill-on-bad-exit=0", "--no-kill"] if request.is_elastic else ["--kill-on-bad-exit=1"]
     run = shlex.join(["srun", *kill, *given, *words])
     failures = f'{shlex.quote(os.path.join(_folder(request), f".{request.name}"))}-"$SLURM_JOB_ID".failures'
     return "\n".join(
@@ -78,7 +77,7 @@ def build(request: Request) -> str:
 
 
 def _sizes(request: Request) -> dict[str, str]:
-    """Return the cores and the memory of a node; a cluster that binds tasks gives one core where nobody asks for more."""
+    """Return the options for a node's cores and memory: without them, a cluster that binds tasks to cores gives only one."""
     cpus, memory = (
         each * max(1, request.gpus) if asked is None else asked
         for each, asked in ((CPUS, request.cpus), (MEMORY, request.memory))
@@ -87,7 +86,7 @@ def _sizes(request: Request) -> dict[str, str]:
 
 
 def _folder(request: Request) -> str:
-    """Return where the log goes: the output folder; where that is none, the folder of the submission."""
+    """Return the folder of the log: the output folder, or "" (the current folder) if the output is not in a folder."""
     return "" if not request.output_url or is_address(request.output_url) else os.path.abspath(request.output_url)
 
 
@@ -104,7 +103,7 @@ def _clock(hours: Optional[float]) -> Optional[str]:
 
 
 def connect(request: Request) -> None:
-    """sbatch and its like find the cluster themselves."""
+    """Do nothing: SLURM's own programs find the cluster."""
 
 
 def _run(*words: str, text: Optional[str] = None) -> str:
@@ -115,7 +114,7 @@ def _run(*words: str, text: Optional[str] = None) -> str:
 
 
 def send(client: Any, request: Request, body: Any) -> str:
-    os.makedirs(_folder(request) or ".", exist_ok=True)  # sbatch makes none for the log
+    os.makedirs(_folder(request) or ".", exist_ok=True)  # sbatch does not create the folder of the log
     try:
         return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
     except UserError as error:
@@ -132,14 +131,14 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    """Return the state with its reason, since SLURM lets a job wait for ever for what no node has."""
+    """Return (state, exit code or None until the job ends). The state may have a reason, such as a lack of nodes."""
     fields = _fields(job_id)
     name, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
     return name if reason == "None" else f"{name} ({reason})", ENDED.get(name)
 
 
 def _fields(job_id: str) -> dict[str, str]:
-    """What scontrol says of a job, as {name: value}."""
+    """Return the output of `scontrol show job` as {name: value}."""
     return dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", _run("scontrol", "-o", "show", "job", job_id).strip()))
 
 

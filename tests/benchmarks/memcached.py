@@ -3,7 +3,7 @@
     python -m tests.benchmarks.memcached [--rounds 9]       (make bench)
 
 The forms take turns, each in a forked process of its own, so that its CPU time is the client's alone. The servers are memcached's
-own, on this machine. Of what datasets/kspeed/memcached.py adds to pymemcache each part is also taken out alone, and what it once had is put back. Beside a bad
+own, on this machine. Of what datasets/kspeed/fleet.py adds to pymemcache each part is also taken out alone, and what it once had is put back. Beside a bad
 server ours has a deadline of 0.05 s and pymemcache its own two timeouts of 0.05 s; the costs are taken with 10 s.
 """
 

@@ -11,7 +11,7 @@ from pymemcache.client.base import Client
 from pymemcache.client.hash import HashClient
 from pymemcache.client.rendezvous import RendezvousHash
 
-from datasets.kspeed import memcached as fleet
+from datasets.kspeed import fleet, memcached
 from datasets.kspeed.cache import SampleCache, addresses
 from tests.samples import listed
 
@@ -80,12 +80,12 @@ def their_values(mine):
 
         def extract(*given, one=one):
             key, value, rest = Client._extract_value(one, *given)
-            return key, (value[: fleet.HEADER.size], value[fleet.HEADER.size :]), rest
+            return key, (value[: memcached.HEADER.size], value[memcached.HEADER.size :]), rest
 
         one._extract_value = extract
 
 
-class _AnyTime(fleet._Socket):
+class _AnyTime(memcached._Socket):
     """Without the deadline: as pymemcache sets the timeouts, once for each connection."""
 
     def _in_time(self, call, what):
@@ -101,7 +101,7 @@ def their_timeouts(mine):
 # What ours had until 2026-11-21, each put back alone.
 
 
-class _KernelsClock(fleet._Socket):
+class _KernelsClock(memcached._Socket):
     """Blocking: the kernel ends every wait."""
 
     def connect(self, address):
@@ -123,7 +123,7 @@ def kernels_clock(mine):
     with_sockets(mine, _KernelsClock)
 
 
-class _OneValue(fleet._Socket):
+class _OneValue(memcached._Socket):
     def into(self, memory):
         return self._in_time(super().recv_into, memory)
 
@@ -138,7 +138,7 @@ def memory_again(mine):
         memory[:have] = begun
         while have < len(memory):
             have += one.sock.into(memory[have:])
-        return names[key], (bytes(memory[: fleet.HEADER.size]), bytes(memory[fleet.HEADER.size : -2])), b""
+        return names[key], (bytes(memory[: memcached.HEADER.size]), bytes(memory[memcached.HEADER.size : -2])), b""
 
     with_sockets(mine, _OneValue)
     for one in mine.clients.values():
@@ -234,7 +234,7 @@ PARALLEL = {
 
 def cached_set(servers):
     cache = SampleCache(listed(servers), deadline=PATIENCE)
-    return lambda key, sample: cache.set(key, sample) == fleet.STORED
+    return lambda key, sample: cache.set(key, sample) == memcached.STORED
 
 
 def client_set(servers, change=lambda _: None):
@@ -243,7 +243,7 @@ def client_set(servers, change=lambda _: None):
 
     def put(key, sample):
         mine.network.begin()
-        return mine.set(cache._hashed(key)[0], sample) == fleet.STORED
+        return mine.set(cache._hashed(key)[0], sample) == memcached.STORED
 
     return put
 

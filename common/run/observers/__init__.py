@@ -36,7 +36,7 @@ __all__ = ["Facts", "Observers", "of_a_rank"]
 
 
 def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
-    """Return the observers of a rank, in the order in which they are told. `may_write`: now, or later in an elastic job."""
+    """Return a rank's observers in calling order. The rank `shows` the log, `writes` files, `may_write` now or later."""
     wanted = {
         Trace: writes and args.profile,
         Journal: may_write,
@@ -56,7 +56,7 @@ class Observers:
         moments.listen(self)
 
     def tell(self, moment: str, facts: Facts, **more: Any) -> None:
-        """Call the method named `moment` of each observer that has one. One that fails is dropped, with a warning."""
+        """Call the method `moment` of each observer that has it. Drop one that fails; a loader worker's death is raised."""
         self._newest = facts
         for one in list(self._present):
             try:
@@ -72,11 +72,9 @@ class Observers:
                     say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 
     def said(self, text: str) -> None:
-        """Pass on a line of the log (common/moments.py)."""
         self.tell("said", self._newest, text=text)
 
     def failure(self, error: BaseException) -> None:
-        """Tell the observers the error with which the job is about to end (common/moments.py)."""
         with contextlib.suppress(Exception):
-            if self._newest and self._newest.plan.began:
+            if self._newest and self._newest.plan.resumed_at:
                 self.tell("failed", self._newest, error=error)

@@ -1,7 +1,4 @@
-"""Show the progress and the results of a run in its log.
-
-A terminal shows a bar. A platform's log has a key=value line every few seconds, for the platform's regular expressions.
-"""
+"""Show a run in its log: as a bar in a terminal, else as key=value lines for a platform's regular expressions."""
 
 import datetime
 import os
@@ -13,10 +10,9 @@ from typing import Any, Optional
 
 from common import optional, progress
 from common.errors import UserError, count
-from common.run.clock import TRAINING
+from common.run.clock import TRAINING_PHASES
 from common.run.observers.records import Facts
-from common.run.saving import facts as told
-from common.run.saving import output
+from common.run.saving import manifest, output
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
@@ -26,12 +22,10 @@ STARVED = 0.25  # fraction of the time spent waiting for data, from which the lo
 class Console:
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._args = args
-        self._side_files = side_files
-        self._say = side_files.say
+        self._side_files, self._say = side_files, side_files.say
         self._bar: Any = None
         self._epoch_began = time.monotonic()
-        self._advised = False
-        self._imported = False
+        self._advised, self._imported = False, False
         self._classifies = False
 
     def resumed(self, facts: Facts) -> None:
@@ -42,7 +36,7 @@ class Console:
         self._import_packages()
 
     def _import_packages(self):
-        """Import the packages that the files need, which takes seconds, and say which of them are missing."""
+        """Except in a trial, import the packages that the files need, which takes seconds, and log which are missing."""
         self._imported, is_trial = True, self._side_files.shows and not self._side_files.writes
         if is_trial:  # it leaves no files
             return
@@ -64,7 +58,7 @@ class Console:
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
         at, rate = facts.position, speed["images_per_s"]
-        split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING)
+        split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
         left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
         if self._bar:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
@@ -74,7 +68,7 @@ class Console:
             self._say(f"{place} loss={loss:.4f} lr={lr:.6f} images_per_s={rate:.0f} left={left} {split}")
         if not self._imported:
             self._import_packages()
-        if not self._advised and at.total_steps - facts.plan.began.total_steps > WARM_UP:
+        if not self._advised and at.total_steps - facts.plan.resumed_at.total_steps > WARM_UP:
             line = advice(self._args.input.remedies, speed["waiting_for_data"])
             self._advised = line is not None
             if line:
@@ -101,7 +95,7 @@ class Console:
     def failed(self, _facts: Facts, error: BaseException) -> None:
         self._close_bar()
         if not isinstance(error, UserError):
-            self._say(f"next: {told.command(self._args, sys.argv)}")
+            self._say(f"next: {manifest.restart_command(self._args, sys.argv)}")
 
     def _close_bar(self):
         if self._bar:
@@ -109,7 +103,6 @@ class Console:
             self._bar = None
 
     def left(self, facts: Facts, how: str, why: str, saved: bool, last_good: str) -> None:
-        """Show the result, the files, and the next command."""
         args, at, plan = self._args, facts.position, facts.plan
         goes_on, without = how != "finished", ["max_steps"] if plan.steps_used_up(at) else []
         if how == "stopped":
@@ -123,11 +116,11 @@ class Console:
             name = f"epoch_{(at.best or {}).get('epoch')}.pth"
             weights = name if os.path.exists(os.path.join(args.output_dir, name)) else None
             self._say(f"done: {facts.results.summary(at, weights)}{more}{last_good}")
-        self._say(f"files: {output.what_is_there(args)}")
+        self._say(f"files: {output.describe_files(args)}")
         longer = "with more --epochs the same command trains longer"
-        if self._classifies and (use := told.use(args.output_dir)):
+        if self._classifies and (use := manifest.export_command(args.output_dir)):
             longer += f". A network for any program: {use}"
-        self._say(f"next: {told.command(args, sys.argv, without) if goes_on else longer}")
+        self._say(f"next: {manifest.restart_command(args, sys.argv, without) if goes_on else longer}")
 
 
 def of_which(skipped: int) -> str:
@@ -136,7 +129,7 @@ def of_which(skipped: int) -> str:
 
 
 def advice(remedies: Sequence[str], waiting: float) -> Optional[str]:
-    """Return a line if the network waits for the loader and there are remedies; else None. `waiting`: fraction of the time."""
+    """Return a line with the remedies if `waiting`, the fraction of the time without data, is at least STARVED; else None."""
     if not remedies or waiting < STARVED:
         return None
     cause = f"the network waited for data {waiting:.0%} of the time, the loader is the bottleneck"

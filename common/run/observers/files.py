@@ -42,18 +42,18 @@ class Files:
         self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
     def _write_metrics(self, facts):
-        """Write a row for each epoch of the run. Epochs after the restored checkpoint are trained again, and have no row."""
+        """Write metrics.jsonl, a row per epoch of the run's history. An empty history is written only over an existing file."""
         history = facts.results.history
         if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
             self._side_files.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
 
     def _write_state(self, facts):
-        """Write whether the run is finished, which the exit code 0 alone does not say: --max_hours ends with 0 as well."""
+        """Write to state.json whether the run is finished. Exit code 0 does not tell: --max_hours ends with 0 as well."""
         state = {"finished": facts.plan.finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 
     def curves(self, facts: Facts) -> None:
-        """Draw the loss and the metrics of each epoch, one panel each."""
+        """Draw train_loss and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
         self._curves_drawn, history = time.monotonic(), facts.results.history
         if not self._side_files.writes or not history or not optional.there(optional.FIGURES):
             return

@@ -68,7 +68,7 @@ class Journal:
         self._event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
 
     def said(self, _facts: Any, text: str) -> None:
-        """Record a line of the log if it is a warning or an advice."""
+        """Record a line of the log that is a warning or advice."""
         if text.startswith(("warning: ", "advice: ")):
             self._event("warning", text=one_line(text).partition(": ")[2])
 
@@ -81,7 +81,7 @@ class Journal:
 
     def _row(self, facts, epoch, loss=None, lr=None):
         before, seen, _ = self._last
-        trained = facts.position.samples_seen - facts.plan.began.samples_seen
+        trained = facts.position.samples_seen - facts.plan.resumed_at.samples_seen
         self._last, images = (facts.seconds, trained, epoch), trained - seen
         if not self._active:
             return
@@ -100,7 +100,7 @@ class Journal:
 
 
 def rate_before(folder: str) -> Optional[float]:
-    """Return the median images per second of the last rows of earlier starts; None if there are none."""
+    """Return the median images per second in the last rows of speed.jsonl, from earlier starts; None if it has none."""
     rates = []
     with contextlib.suppress(OSError, ValueError, AttributeError), open_regular(os.path.join(folder, "speed.jsonl")) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

@@ -48,7 +48,7 @@ class Report:
         self.page()
 
     def text(self) -> None:
-        """Write report.json, and report.txt: precision and recall of every class, and which classes were confused."""
+        """If this rank writes, write report.json, and confusions and (with scikit-learn) precision and recall to report.txt."""
         if not self._side_files.writes:
             return
         self._write_scores()
@@ -58,7 +58,7 @@ class Report:
         self._side_files.write("report.txt", "\n".join([*lines, ""]).encode())
 
     def page(self) -> None:
-        """Write report.json, then announce it to what makes report.html from the files of the run (common/job.py)."""
+        """If this rank writes, write report.json if its scores are new, and announce that for report.html to be made."""
         if not self._side_files.writes:
             return
         began = time.monotonic()
@@ -88,7 +88,7 @@ def table(confusion: torch.Tensor, classes: list[str]) -> str:
 
 
 def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
-    """Return the confusion matrix as text: its columns have numbers, and its rows the numbers and whole names."""
+    """Return the lines of the confusion matrix: columns are headed by the numbers of the classes, rows by number and name."""
     widest = max(5, len(str(int(confusion.max()))) + 1)
     name = max(map(len, classes))
     title = "Confusion matrix: rows are the true class, columns the predicted one, by its number."

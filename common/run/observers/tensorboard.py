@@ -1,7 +1,4 @@
-"""Write TensorBoard's events without TensorBoard's own writer.
-
-The thread of that writer ends with a traceback on a full disk, and it cannot open a folder whose name is not UTF-8.
-"""
+"""Write TensorBoard's events. Its own writer cannot cope with a full disk, or with a folder whose name is not UTF-8."""
 
 import io
 import os

@@ -1,7 +1,4 @@
-"""--profile true: the time of each operation in a few steps, as a trace and a short table. Profiled steps are slower.
-
-The trace opens in ui.perfetto.dev, in chrome://tracing and in TensorBoard.
-"""
+"""--profile true: the time of each operation in a few steps, as a trace (for ui.perfetto.dev) and a short table."""
 
 import atexit
 import os
@@ -23,13 +20,12 @@ class Trace:
     def __init__(self, args: Any, device: Any, side_files: SideFiles):
         self._path, self._device = os.path.join(args.output_dir, "trace.json.gz"), device
         self._say = side_files.say
-        self._seen = 0
-        self._waited = 0.0
+        self._seen, self._waited = 0, 0.0
         self._over = False
         self._recorder: Any = None
 
     def stepped(self, facts: Facts) -> None:
-        """Count a step that has ended: begin to record after WARM_UP steps, and show the profile after TRACED more."""
+        """Count a step. Begin to record after WARM_UP steps; after TRACED more, write the trace and log the table."""
         self._seen += 1
         if self._seen == WARM_UP:
             self._waited = facts.seconds["waiting_for_data"]
@@ -38,7 +34,7 @@ class Trace:
             self._end(facts.seconds["waiting_for_data"] - self._waited)
 
     def ending(self, _facts: Facts, **_: Any) -> None:
-        """Say so if the run was too short for a profile."""
+        """Stop recording, and log a line if the run was too short for a profile."""
         self._stop()
         if not self._over:
             self._say(
@@ -73,7 +69,7 @@ class Trace:
 
 
 def summary(operations: Any, wall: float, waited: float) -> Iterator[str]:
-    """Yield the parts of the elapsed time, and the operations that took most of it."""
+    """Yield lines: the fractions of time for data (`waited` of `wall` seconds), host and device, and the top operations."""
     on_gpu = any(device_ms(one) for one in operations)
     device = min(1.0, sum(map(device_ms, operations)) / 1e3 / wall)
     data = min(1.0, waited / wall)
@@ -93,7 +89,7 @@ def host_ms(operation: Any) -> float:
 
 
 def device_ms(operation: Any) -> float:
-    """Return the time of a kernel. It is 0 for operators and annotations, whose time is that of the kernels they started."""
+    """Return the milliseconds of a kernel on the device; 0 for a CPU operator or an annotation: their kernels count."""
     if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
         return 0.0
     return operation.self_device_time_total / 1e3

@@ -20,10 +20,9 @@ OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png")  # an evaluation lea
 
 
 def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = False) -> bool:
-    """Fetch the newest valid checkpoint of the bucket, unless the checkpoint folder has one that is as new.
+    """Fetch the newest valid checkpoint of the bucket, unless `only_look`, or the checkpoint folder has one that is as new.
 
-    Return whether the bucket has any checkpoint; with `only_look`, fetch nothing. Raise UserError if the folder holds another
-    run, or if it has no checkpoint and all in the bucket are damaged.
+    Return whether the bucket has any. Raise UserError if the folder holds another run, or has none and all fetched are damaged.
     """
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for below in FOLDERS for item in place.items(place.below() + below)}
@@ -48,7 +47,7 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
 
 
 def _bring(place, items, start, samples, folder):
-    """Fetch a checkpoint under its name without the number of the start; raise Damaged if it is incomplete or damaged."""
+    """Fetch checkpoint N-START.pt (or N.pt) of the bucket as N.pt; raise Damaged if it is incomplete or damaged."""
     theirs, ours = _files_of(starts.stem(samples, start)), _files_of(f"{samples:012d}")
     if f"checkpoints/{theirs[0]}" not in items:
         raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
@@ -62,12 +61,12 @@ def _bring(place, items, start, samples, folder):
 
 
 def _files_of(name):
-    """Return the names of a checkpoint's files; the second, left by an upload that was cut off, may be the valid manifest."""
+    """Return the names of a checkpoint's files: tensors, a manifest that a killed start did not rename, and the manifest."""
     return [f"{name}.pt", f"{name}.json{TEMPORARY}", f"{name}.json"]
 
 
 def _refuse_another_history(place, theirs, ours, args):
-    """Raise UserError if the local folder holds another run than the bucket, such as one that was deleted there."""
+    """Raise UserError if the manifests of checkpoints `theirs`, in the bucket, and `ours`, on the disk, name different runs."""
     key = f"{place.below()}checkpoints/{starts.stem(theirs[1], theirs[0])}.json"
     content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
     if _run_id(content) != _run_id(Path(args.checkpoint_dir, f"{ours:012d}.json").read_bytes()):
@@ -85,7 +84,7 @@ def _run_id(manifest):
 
 
 def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
-    """Return `path`, or the local path of a checkpoint or output folder in a bucket, which is fetched to `inputs`."""
+    """Return `path` if it is local; else fetch the checkpoint or output folder to `inputs`, and return its path there."""
     if not bucket.is_address(path):
         return path
     if not path.endswith(".pt"):
@@ -103,7 +102,7 @@ def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
-    """Return `path`, or the local path of weights in a bucket: one process per node fetches them, and the files beside them."""
+    """Return `path`, or the local path of weights in a bucket: one process per node fetches them, their .sha256 and .json."""
     if not bucket.is_address(path):
         return path
     url, name = os.path.split(path)
@@ -123,10 +122,7 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
 
 def fetch_growing_files(args: argparse.Namespace, say: Callable = print) -> None:
-    """Fetch the files that every start appends to, and those that report.html shows, where the disk lacks them.
-
-    Otherwise this start would begin them anew, and its upload would replace those in the bucket.
-    """
+    """Fetch files that starts append to or report.html shows, if the disk lacks them: new ones would replace the bucket's."""
     place = bucket.Bucket(args.output_url, say)
     items = {place.relative(item.key): item for item in place.items(place.below())}
     copies = starts.copies(items)  # preferred to the files themselves, which a frozen earlier start may have overwritten late
@@ -137,7 +133,7 @@ def fetch_growing_files(args: argparse.Namespace, say: Callable = print) -> None
 
 
 def fetch_growing_files_if_possible(args: argparse.Namespace, say: Callable) -> None:
-    """Call fetch_growing_files() if the run has a bucket; a failure is only a warning."""
+    """If the run has a bucket, fetch the files that starts append to and this disk lacks; a failure is only a warning."""
     try:
         if args.output_url:
             fetch_growing_files(args, say)
@@ -146,7 +142,7 @@ def fetch_growing_files_if_possible(args: argparse.Namespace, say: Callable) -> 
 
 
 def delete(args: argparse.Namespace, say: Callable) -> None:
-    """Delete the files of a run from the bucket, manifests first; the markers of its starts and other objects stay."""
+    """Delete the files of a run from the bucket, manifests first. The objects that number its starts, and other files, stay."""
     place = bucket.Bucket(args.output_url, say)
     names = [place.relative(item.key) for item in place.items(place.below())]
     ours = [name for name in names if output.LEFT_BY_A_RUN.fullmatch(name.removesuffix(TEMPORARY))]

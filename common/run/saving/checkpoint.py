@@ -23,7 +23,7 @@ import torch
 
 from common import files, progress
 from common.errors import UserError, one_line
-from common.files import TEMPORARY, give_name, if_ours, remove, temporary, unfinished, write_aside, write_atomically
+from common.files import TEMPORARY, give_name, raising_taken_over, remove, temporary, unfinished, write_aside, write_atomically
 from common.ranks import collectives
 from common.tensors import BEGINNINGS, OldForm, Refused, check
 from common.tensors import read as read_tensors
@@ -55,15 +55,12 @@ def unwrapped(model: Any) -> torch.nn.Module:
 
 
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
-    """Load the weights of a file; return the names of those whose shapes differ, which are not loaded. See fit()."""
+    """Load a file of weights. If `new_head`, up to two may have other shapes: they are left out, and their names returned."""
     return fit(network, read_weights(path), path, new_head)
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Read the weights of a file of plain weights, or of a checkpoint.
-
-    A file whose SHA-256 is known (by its manifest, a .sha256 file or its name) is verified; others are logged as unverified.
-    """
+    """Read the weights of a plain file or a checkpoint; if its SHA-256 is known, verify it, else log that it is unverified."""
     content, verified = _read_weights(path)
     try:
         state = read_tensors(content, verified)
@@ -132,7 +129,7 @@ def beside(path: str) -> str:
 
 
 def write_weights(path: str, weights: dict, about: Optional[dict] = None) -> None:
-    """Write a file of weights, a .sha256 file that the program sha256sum can check, and `about` as the JSON file beside it."""
+    """Write a file of weights, a .sha256 file for the program sha256sum and, if given, `about` as the .json beside it."""
     content = encode(weights)
     if about:
         write_atomically(beside(path), json.dumps(about, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
@@ -185,7 +182,6 @@ def snapshot(value: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
@@ -193,7 +189,6 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def finite(value: Any) -> bool:
-    """Whether no tensor in nested dicts and lists has a NaN or infinity."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(value))
 
 
@@ -202,7 +197,7 @@ def size_of(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors(value))
 
 
-def largest(state: dict) -> int:
+def estimated_size(state: dict) -> int:
     """Estimate the bytes of a checkpoint and its file of weights, with room for optimizer state as large as the weights."""
     return 2 * size_of(state["model"]) + size_of(state)
 
@@ -227,7 +222,7 @@ def require_plain(state: dict) -> None:
 
 
 def write(folder: str, state: dict, about: dict) -> None:
-    """Write `state` as checkpoint number about["samples_seen"]."""
+    """Write a checkpoint of `state`, with `about` as its manifest; its number is about["samples_seen"]."""
     about = json.loads(json.dumps(about))  # plain types only, or common/tensors.py would refuse them at the next start
     path = os.path.join(folder, f"{about['samples_seen']:012d}")
     require_plain(state)
@@ -246,7 +241,7 @@ def write(folder: str, state: dict, about: dict) -> None:
 
 
 def _manifests(folder):
-    """Return [(start, samples seen, name)] of the manifests, oldest first. Only a copy of a bucket has starts above 1."""
+    """Return sorted [(start's number, samples seen, name)] of the manifests. Only names from a bucket have numbers above 1."""
     there = map(NAME.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ())
     return sorted((int(match[2] or 1), int(match[1]), match[0]) for match in there if match)
 
@@ -257,13 +252,13 @@ def numbers(folder: str) -> list[int]:
 
 
 def path_of(folder: str, number: int) -> str:
-    """Return the path of a checkpoint's .pt file, that of the latest start if several have this number."""
+    """Return the path of the .pt file of checkpoint `number`; if several starts have saved it, of the latest start's file."""
     names = [name for _, its, name in _manifests(folder) if its == number] or [f"{number:012d}.json"]
     return os.path.join(folder, re.sub(r"json$", "pt", names[-1]))
 
 
 def read(path: str) -> tuple[dict, dict]:
-    """Return (state, about) of `path`, a .pt file with its .json next to it."""
+    """Return (state, manifest) of the checkpoint `path`, a .pt file with its .json next to it; UserError if it is damaged."""
     manifest, content = read_verified(path)
     return parse(content, manifest, path)
 
@@ -353,7 +348,7 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
     `left`: unfinished files of earlier starts. Names in a copied bucket lose the start's number. No process may be writing.
     """
     beside = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(TEMPORARY)]
-    with if_ours(os.path.join(folder, "any")):
+    with raising_taken_over(os.path.join(folder, "any")):
         for place in (*beside, *left):
             path = os.path.join(folder, os.path.basename(place).removesuffix(TEMPORARY))
             if _is_the_right_one(path, place):
@@ -367,7 +362,7 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
 
 
 def _is_the_right_one(path, place):
-    """Whether `path` names a manifest, and only the unfinished one in `place` describes its checkpoint."""
+    """Whether `path` is for a manifest, and the unfinished file `place` describes the .pt file, but `path` does not."""
 
     def describes(manifest):
         try:

@@ -24,12 +24,13 @@ class Evidence:
     """
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None], last_good: Callable[[], str]):
-        self._args, self._say, self._last_good = args, say, last_good
+        self._args = args
+        self._say, self._last_good = say, last_good
         self.attempt: Optional[Attempt] = None
         self._ledger: Any = None
 
     def keep(self, rank: int, attempt: bool, ledger: bool) -> None:
-        """Begin to keep an Attempt, a ledger (with --ledger true) or both, in addition to what is kept already."""
+        """Begin the file of the step under way (`attempt`) and, with --ledger true, a `ledger`, unless they have begun."""
         if attempt and not self.attempt:
             self.attempt = Attempt(self._args.checkpoint_dir, self._say)
         if ledger and self._args.ledger and not self._ledger:
@@ -43,20 +44,20 @@ class Evidence:
                 drop_half_a_line(self._ledger)
 
     def begin(self, epoch: int, consumed: int) -> None:
-        """Note in the ledger that a start begins at this step."""
+        """Note in the ledger, if this rank has one, that a start begins at this step."""
         if self._ledger:
             self._write({"start": [epoch, consumed]})
 
-    def trying(self, epoch: int, consumed: int) -> None:
-        """Note in the Attempt that this step is about to be taken."""
+    def note_step_begins(self, epoch: int, consumed: int) -> None:
+        """Note in the Attempt, if this rank keeps one, that this step is about to be taken."""
         if self.attempt:
             self.attempt.set(epoch, consumed)
 
-    def taken(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
-        """Note in the ledger that this step counts, with its sample ids, and in the Attempt that no step is under way."""
+    def note_step_counts(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
+        """Note in the ledger that this step counts, and in the Attempt that no step is under way, if they are kept."""
         if self._ledger:
             self._write({"step": [epoch, consumed], "ids": ids.tolist()})
-        self.trying(-1, -1)
+        self.note_step_begins(-1, -1)
 
     def _write(self, line):
         with self._or_untrue():
@@ -70,17 +71,13 @@ class Evidence:
         except OSError as error:
             raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
 
-    def done(self) -> None:
-        """Remove the Attempt, as this start ends properly: finished or stopped."""
+    def remove_attempt(self) -> None:
         if self.attempt:
-            self.attempt.done()
+            self.attempt.remove()
 
 
 class Attempt:
-    """A file that names the step under way, so that the next start sees if two starts died in the same step.
-
-    The file is optional: if it cannot be written, there is one warning.
-    """
+    """A file that names the step under way, so that the next start sees if two starts died in the same step."""
 
     # (epoch, consumed) of the step under way, -1 if there is none, and of the last step in which an earlier start died
     _FORM = struct.Struct("<4q")
@@ -106,8 +103,8 @@ class Attempt:
             with self._warning_once():
                 os.pwrite(self._file.fileno(), self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
-    def done(self) -> None:
-        """Remove the file, even if it is an earlier start's to which this one could not write."""
+    def remove(self) -> None:
+        """Remove the file, even if this start could not write to it, unless a later start has taken the folder over."""
         with self._warning_once(), contextlib.suppress(TakenOver):
             if self._file is not None:
                 self._file.close()

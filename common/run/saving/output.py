@@ -35,18 +35,18 @@ def make_folders(args: argparse.Namespace) -> None:
 
 
 def require_room(args: argparse.Namespace, size: int) -> None:
-    """Raise UserError if the disk has no room for three or four checkpoints. `size`: bytes of one with its file of weights."""
+    """Raise UserError if the disk lacks room for 3 or 4 checkpoints (by --keep) of `size` bytes, each with its weights file."""
     with os.scandir(args.checkpoint_dir) as entries:
         # The space of earlier checkpoints counts as free, as later ones replace them.
         there = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     number = min(args.keep, 2) + 2  # the last ones, the best, and the next
     if shutil.disk_usage(args.checkpoint_dir).free + there < number * size:
         raise UserError(
-            f"{args.checkpoint_dir} has no room for {number} checkpoints: {room_for(args.checkpoint_dir, number * size)}"
+            f"{args.checkpoint_dir} has no room for {number} checkpoints: {describe_room(args.checkpoint_dir, number * size)}"
         )
 
 
-def room_for(folder: str, size: int) -> str:
+def describe_room(folder: str, size: int) -> str:
     """Return words for an error: how much space is needed, how much is free, and what to do."""
     free = shutil.disk_usage(folder).free
     return (
@@ -60,7 +60,7 @@ def _not_writable(folder, error):
 
 
 def lock(folder: str) -> None:
-    """Lock the folder until this process ends; UserError if another job keeps it locked. Some stores have no locks."""
+    """Lock the folder until this process ends, if the disk has locks; UserError if another job holds it for LOCK_SECONDS."""
     try:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -80,7 +80,7 @@ def lock(folder: str) -> None:
 
 
 def _let_go(held):
-    """Close the lock file in a forked process (a loader worker), which may outlive this process and would keep the lock."""
+    """Close the lock file in a forked process, such as a loader worker, which would keep the lock if it outlived its parent."""
     while held:
         os.close(held.pop())
 
@@ -91,7 +91,6 @@ def names(folder: str) -> list[str]:
 
 
 def delete_run(args: argparse.Namespace) -> None:
-    """Remove what a run wrote to the folders, and nothing else."""
     folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
     folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
     for place, folder in folders.items():
@@ -102,15 +101,15 @@ def delete_run(args: argparse.Namespace) -> None:
 
 
 def claim_folders(args: argparse.Namespace) -> list[str]:
-    """Let only this start write to the folders from now on; return the files that earlier starts left unfinished."""
+    """Claim the folders, so that earlier starts can no longer write there; return the files that they left unfinished."""
     try:
         return claim(args.checkpoint_dir, also=args.output_dir)
     except OSError as error:
         raise _not_writable(args.output_dir, error) from None
 
 
-def what_is_there(args: argparse.Namespace) -> str:
-    """Return words for the log: which files are there for a person to read, and where."""
+def describe_files(args: argparse.Namespace) -> str:
+    """Return text for the log: the names of the result files that exist, and the folders of them and of TensorBoard's files."""
     folder, url = args.output_dir, args.output_url
     shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
     there = [name for name in shown if os.path.exists(os.path.join(folder, name))]

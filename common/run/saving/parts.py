@@ -35,12 +35,11 @@ def optimizers(run: Any) -> dict[str, Optimizer]:
 
 
 def groups(run: Any) -> dict[str, int]:
-    """Return the number of parameter groups of each optimizer."""
     return {name: len(part.param_groups) for name, part in optimizers(run).items()}
 
 
 def made(run: Any) -> dict[str, Any]:
-    """Return the options with which this start created its parts; called before a checkpoint replaces them."""
+    """Return a copy of the options of optimizers and schedules, and the names of frozen weights, as this start set them."""
     options: dict[str, Any] = {name: part.state_dict() for name, part in run.parts.items() if is_schedule(part)}
     for name, part in optimizers(run).items():
         options[name] = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
@@ -52,26 +51,23 @@ def states(run: Any) -> dict[str, Any]:
 
 
 def of_the_run(run: Any, gradients_wait: bool) -> dict[str, Any]:
-    """Return what a checkpoint says of the parts beside their states; with `gradients_wait`, the gradients so far too."""
+    """Return what a checkpoint holds of the parts in addition to their states; `gradients_wait`: also accumulated gradients."""
     gradients = {name: weight.grad for name, weight in _weights(run).items() if gradients_wait and weight.grad is not None}
     added = {name: _added(run, name) for name in optimizers(run)}
     return {"made": _plain(run.made), "frozen": _frozen(run), "groups": run.groups, "added": added, "gradients": gradients}
 
 
-def mark(value: Any) -> Any:
-    """Return a fingerprint of nested dicts and lists, which changes once a tensor in them is replaced or written to."""
+def fingerprint(value: Any) -> Any:
+    """Return `value` with (address, version) for each tensor; it differs later if a tensor was replaced or written to."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value._version
     if isinstance(value, dict):
-        return {key: mark(item) for key, item in value.items()}
-    return [mark(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: fingerprint(item) for key, item in value.items()}
+    return [fingerprint(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def give_back(run: Any, state: dict, path: str, within_epoch: bool) -> None:
-    """Restore the parts from a checkpoint.
-
-    `within_epoch`: leave out the parameter groups of this epoch, as the job's lines before run.steps() will add them again.
-    """
+def restore(run: Any, state: dict, path: str, within_epoch: bool) -> None:
+    """Restore the parts; `within_epoch`: without this epoch's parameter groups, which the job adds again before run.steps()."""
     run.model.load_state_dict(state["model"])
     kept, weights = state["run"], _weights(run)
     before = kept.get("made", {})  # checkpoints of version 0.2.0 lack it
@@ -140,7 +136,7 @@ def _plain(value):
 
 
 def _weights(run):
-    """Return {name: weight} of the network and of other modules among the parts, whose names begin with the part's."""
+    """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
     others = {name: part for name, part in run.parts.items() if isinstance(part, torch.nn.Module)}
     named = {f"{name}.{key}": weight for name, part in others.items() for key, weight in part.named_parameters()}
     return {**named, **dict(run.model.named_parameters())}
@@ -151,7 +147,7 @@ def _frozen(run):
 
 
 def _added(run, name):
-    """Return, for each parameter group added since this start created the optimizer, the names of its weights."""
+    """Return the names of the weights in each parameter group that was added to the optimizer `name` after its creation."""
     names = {weight: one for one, weight in _weights(run).items()}
     groups = [group["params"] for group in run.parts[name].param_groups[len(run.made[name]) :]]
     if any(weight not in names for group in groups for weight in group):
@@ -163,7 +159,7 @@ def _added(run, name):
 
 
 def _merged(run, name, saved, made, before):
-    """Return the saved options, with this start's value where the start before had another; list those in run.changed."""
+    """Return the `saved` options, with this start's (`made`) where they are not the last one's (`before`); fill run.changed."""
     others = {key for key in made.keys() & before.keys() if not bool(torch.as_tensor(made[key] == before[key]).all())}
     for key in others - NOT_LISTED:
         if not key.startswith("_"):
@@ -190,7 +186,7 @@ def _restore_schedule(run, name, saved, before):
 
 
 def _of_the_kinds(saved, made):
-    """Return `saved`, with a Counter where `made` has an equal one, as a checkpoint has only plain dicts."""
+    """Return `saved` with the objects of `made` where they are equal, as a checkpoint has plain dicts in place of Counters."""
     if saved == made:
         return made
     if isinstance(saved, dict) and isinstance(made, dict):

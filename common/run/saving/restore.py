@@ -13,7 +13,7 @@ import torch
 from common import arguments, devices
 from common.errors import UserError, count
 from common.ranks.barrier import on_every_rank
-from common.ranks.collectives import broadcast, grouped, rank_and_size
+from common.ranks.collectives import broadcast, has_process_group, rank_and_size
 from common.run.observers import journal
 from common.run.position import Position
 from common.run.saving import bucket_run, checkpoint, output, parts
@@ -45,7 +45,7 @@ def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, par
     }
 
 
-def prepare(parts: dict) -> None:
+def create_momentum_buffers(parts: dict) -> None:
     """Create the momentum buffers of SGD as zeros. Torch's fused SGD needs one for all weights or none, but in the first step,
     some may have no gradient; and if a scaler skips that step, the buffers would be uninitialised memory."""
     if isinstance(parts.get("optimizer"), torch.optim.SGD):
@@ -55,9 +55,9 @@ def prepare(parts: dict) -> None:
 
 
 def into(run: Any, state: dict, about: dict, path: str, again: bool = False) -> None:
-    """Restore the run from a checkpoint; `again`: once more, as the job's lines before run.steps() may have changed it."""
+    """Restore the run from a checkpoint. `again`: once more, as the job may have changed the parts before run.steps()."""
     run.restored = None if again else (state, about, path)
-    parts.give_back(run, state, path, within_epoch=about["consumed"] > 0 and not again)
+    parts.restore(run, state, path, within_epoch=about["consumed"] > 0 and not again)
     run.position = Position.of(about)
     run.saving.id = about.get("run", run.saving.id)
     run.losses.load_state_dict(state["run"])
@@ -67,8 +67,8 @@ def into(run: Any, state: dict, about: dict, path: str, again: bool = False) -> 
         run.sampler.set_global_batch(about["global_batch"])
 
 
-def choose(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
-    """Return the checkpoint to go on from, or None to begin anew; UserError if it is of another run. No run is deleted yet."""
+def find_checkpoint(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
+    """Return the checkpoint to go on from, or None to begin anew. UserError if another run or the options forbid it."""
     folder, here = args.checkpoint_dir, args.world
     afresh = args.resume == "never" and not here.restart_count
     in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
@@ -136,8 +136,8 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
 
 
 def settings_before(args: argparse.Namespace, say: Callable) -> dict:
-    """Return, on every rank, the arguments of the run that this start continues; {} for a new run or a trial."""
-    if args.trial or (args.resume == "never" and not args.world.restart_count):
+    """Return, on every rank, the arguments of the run that this start continues; {} for a new run or with --doctor."""
+    if args.doctor or (args.resume == "never" and not args.world.restart_count):
         return {}
 
     def look():
@@ -149,7 +149,7 @@ def settings_before(args: argparse.Namespace, say: Callable) -> dict:
 
 
 def _from_path(args, say):
-    """Return the checkpoint of --resume PATH; UserError if this run's folder has later ones and --overwrite is false."""
+    """Return the checkpoint of --resume PATH; UserError if this run's folder has it and later ones, without --overwrite."""
     state, about, path = _named(args, say)
     later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
     newer = later if _inside(path, args.checkpoint_dir) else []
@@ -202,7 +202,7 @@ def changes(then: dict, now: dict) -> list[str]:
 
 
 def _not_gone_on_from(args, found):
-    """Yield a warning for each checkpoint file without a manifest, and for weights without a checkpoint."""
+    """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
     files, weights = output.names(args.checkpoint_dir), output.names(args.output_dir)
     for name in files:
         manifest = name.replace(".pt", ".json")
@@ -231,7 +231,7 @@ def _course(run):
 
 
 def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
-    """Yield where the run stands, and warnings of what a user may not expect. `found`: the checkpoint that it goes on from."""
+    """Yield the first lines of the log. `found`: the checkpoint that was restored; `attempt`: in which steps starts died."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "
@@ -249,7 +249,7 @@ def first_lines(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt
         yield f"going on from {path}: {place}, step {run.total_steps}"
         yield _course(run)
         factor = global_batch / args.batch_size
-        if not grouped() and factor != 1:
+        if not has_process_group() and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
     else:
         yield f"a new run: {_course(run)}"

@@ -38,7 +38,7 @@ class Saving:
     # --- Whose folder it is ---
 
     def find(self, peers: Any) -> Optional[restore.Checkpoint]:
-        """Return the checkpoint to go on from, on every rank that has to restore it; None if there is none."""
+        """Return the checkpoint that this rank has to restore, or None. On the rank that writes, also take the folders over."""
         if found := peers.find(self._look, self.identity):
             self.goes_on, self.saved_at = True, Position.of(found[1])
         return found
@@ -50,15 +50,15 @@ class Saving:
         if self._args.output_url:
             self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
         before = self._there()
-        found = restore.choose(self._args, self.identity, self._say)
+        found = restore.find_checkpoint(self._args, self.identity, self._say)
         afresh = not found and self._args.resume == "never"
         self._claim(afresh)  # now that nothing has been refused
-        in_bucket = {number for number, start, _ in before if start}  # choose() may have fetched them
+        in_bucket = {number for number, start, _ in before if start}  # find_checkpoint() may have fetched them
         came = {(number, start, digest) for number, start, digest in self._there() - before if start or number not in in_bucket}
         if _beyond(found, came):  # another start was still writing
             if afresh:
                 raise files.TakenOver(self._args.output_url or self._args.output_dir)
-            found = restore.choose(self._args, self.identity, self._say)
+            found = restore.find_checkpoint(self._args, self.identity, self._say)
         self._delete_what_is_not_wanted(found, afresh)
         self._damaged = {number for number, _, _ in _beyond(found, self._there())}
         self._start_publishing()
@@ -67,7 +67,7 @@ class Saving:
         return found
 
     def _there(self):
-        """Return {(number, 0, manifest's digest)} of the folder's checkpoints and {(number, start, "")} of the bucket's."""
+        """Return {(samples seen, 0, digest)} of the manifests on the disk, and {(samples seen, start, "")} of the bucket's."""
         folder, there = self._args.checkpoint_dir, set()
         for number in checkpoint.numbers(folder):
             with contextlib.suppress(OSError):  # another start has just removed it
@@ -83,7 +83,7 @@ class Saving:
             self._starts.take(afresh)
 
     def _delete_what_is_not_wanted(self, found, afresh):
-        """Delete what --resume and --overwrite discard, and nodes.json, an earlier start's nodes (common/elastic)."""
+        """Delete nodes.json; the whole run if `afresh`; checkpoints after PATH with --resume PATH --overwrite true."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
         if afresh:
             output.delete_run(self._args)
@@ -117,13 +117,13 @@ class Saving:
     # --- Writing ---
 
     def save(self, state: Callable[[], dict], about: dict, weights_of_epoch: Optional[int] = None) -> None:
-        """Copy the state, then write it in the background; with `weights_of_epoch` N, also its weights as epoch_N.pth."""
+        """Copy the state and write it, with manifest `about`, in the background; `weights_of_epoch`: also write epoch_N.pth."""
         self.saved_at = Position.of(about)
         self.wait()  # so that there is one copy at a time
         self._pending = self._executor.submit(self._write, checkpoint.snapshot(state()), about, weights_of_epoch)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written, and raise the error that writing it met."""
+        """Wait until the last checkpoint is written; raise an error if that has failed."""
         pending, self._pending = self._pending, None
         try:
             if pending:
@@ -143,7 +143,7 @@ class Saving:
             self._damaged.discard(about["samples_seen"])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error.strerror = f"{error.strerror}, {output.room_for(folder, checkpoint.size_of(state))}"
+                error.strerror = f"{error.strerror}, {output.describe_room(folder, checkpoint.size_of(state))}"
             raise
         try:
             checkpoint.prune(folder, output_dir, self._args.keep, about, self._damaged)
@@ -153,12 +153,11 @@ class Saving:
             self._tell_surplus(about)
 
     def require_ours(self) -> None:
-        """Raise TakenOver if another start has taken over."""
-        if files.taken_over() or (self._publisher and self._publisher.taken_over):
+        if files.is_taken_over() or (self._publisher and self._publisher.taken_over):
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
     def require_published(self) -> None:
-        """Raise UserError, once all is saved here, if the bucket has refused the results for longer than --patience."""
+        """If the bucket has refused the results for longer than --patience, wait for the last save, and raise UserError."""
         if self._publisher and (why := self._publisher.failures.refused):
             self.wait()
             raise UserError(
@@ -208,5 +207,5 @@ def _of_the_epoch(state, about):
 
 
 def _beyond(found, there):
-    """Return the checkpoints in `there` that are newer than the one to go on from; all of them if there is none."""
+    """Return the checkpoints in `there` that are newer than `found`, the one to go on from; all of them if it is None."""
     return {one for one in there if not found or one[0] > found[1]["samples_seen"]}

@@ -27,17 +27,17 @@ ITS_OWN = re.compile(r"checkpoints/.*|tensorboard/.*")  # names that no other st
 
 
 def stem(samples: int, number: int) -> str:
-    """Return the name of a checkpoint in a bucket, without its ending."""
+    """Return the name of a checkpoint in a bucket, without its ending. `number`: of the start that saved it, left out if 1."""
     return f"{samples:012d}" + (f"-{number}" if number > 1 else "")
 
 
 def first_that_counts(names: Iterable[str]) -> int:
-    """Return the number of the first start whose files count; what earlier starts have left is discarded."""
+    """Return the number of the last start that discarded all earlier ones, or 1. `names`: of objects in the bucket."""
     return max((int(match[1]) for match in map(MARKER.fullmatch, names) if match and match[3]), default=1)
 
 
 def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
-    """Return [(start, samples seen)] of the checkpoints in a bucket that have a manifest and count, oldest first."""
+    """Return [(start, samples seen)] of the checkpoints with a manifest, oldest first, unless discarded or written late."""
     names = list(names)
     first = first_that_counts(names)
     found = [(int(match[2] or 1), int(match[1])) for match in map(NUMBERED.fullmatch, names) if match and match[3] == "json"]
@@ -46,7 +46,7 @@ def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
 
 
 def copies(names: Iterable[str]) -> dict[str, str]:
-    """Return {name: the copy by the latest start that has one}."""
+    """Return {name: copy by the latest start that has one}, without the copies of starts that a later start discarded."""
     names = list(names)
     first = first_that_counts(names)
     found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, names) if match)
@@ -62,7 +62,7 @@ class Starts:
         self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
 
     def take(self, afresh: bool) -> None:
-        """Take the next number; a start that sees another's marker with the same number takes a higher one."""
+        """Register the next start number in the bucket; repeat if another start has it, too. `afresh`: discard older files."""
         own = secrets.token_hex(4)
         while True:
             there = self._names()
@@ -84,34 +84,33 @@ class Starts:
         return checkpoints([*self._names(), *self._names("checkpoints/")])
 
     def named(self, name: str) -> str:
-        """Return the bucket's name for a file of the folder."""
+        """Return the name in the bucket of a file in the folder; a checkpoint's gets the number of this start if above 1."""
         match = NUMBERED.fullmatch(name)
         return f"checkpoints/{stem(int(match[1]), self.number)}.{match[3]}" if match else name
 
     def here(self, name: str) -> Optional[str]:
-        """Return the folder's name for an object of the bucket; None for a checkpoint of another start."""
+        """Return the name in the folder of an object in the bucket; None for a checkpoint of another start."""
         match = NUMBERED.fullmatch(name)
         if not match:
             return name
         return f"checkpoints/{match[1]}.{match[3]}" if int(match[2] or 1) == self.number else None
 
     def copy_of(self, name: str) -> Optional[str]:
-        """Return where a copy of the file goes first, for earlier starts to restore it; None if no earlier start writes it."""
+        """Return the name under which a copy of a file is uploaded first; None if no earlier start writes this file."""
         return None if self.number == 1 or ITS_OWN.fullmatch(name) else f"{FOLDER}{self.number}/{name}"
 
-    def outdated(self, name: str) -> list[str]:
-        """Return the copies of this file by earlier starts, no longer needed; a second call returns none."""
+    def pop_outdated(self, name: str) -> list[str]:
+        """Return the copies of this file that earlier starts left, to be deleted; a second call returns none."""
         return self._older.pop(name, [])
 
     def later(self, patience: Patience) -> bool:
-        """Whether a start has come after this one."""
         return any(int(match[1]) > self.number for match in map(MARKER.fullmatch, self._names(patience=patience)) if match)
 
     def copies(self, patience: Patience) -> dict[str, str]:
         return copies(self._names(patience=patience))
 
     def surplus(self, names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
-        """Return the objects in the bucket that need not be kept; `choose` picks them by their names in the folder."""
+        """Return objects to delete: those that `choose` picks by their names in the folder, and duplicates by older starts."""
         known: dict[str, str] = {}  # {name in the folder: name in the bucket}
         of_samples: dict[str, dict[int, dict[str, str]]] = {}
         for name in names:

@@ -116,12 +116,12 @@ def keep_arrays_on_the_cpu(arrays):
 
 
 def decode_on_the_cpu(batches):
-    make = batches.Batches.__init__
+    make = batches.PipelineBatches.__init__
 
     def on_the_cpu(self, data_set, sampler, device, workers=0, decode_on_gpu=False):
         make(self, data_set, sampler, device, workers)
 
-    batches.Batches.__init__ = on_the_cpu
+    batches.PipelineBatches.__init__ = on_the_cpu
 
 
 def count_steps(run):

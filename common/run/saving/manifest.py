@@ -37,8 +37,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"device": devices.describe(device), "cpu": cpu, "cores": cores.count(), "memory_gib": round(memory / 2**30)}
 
 
-def command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
-    """Return the command that starts this run again, with secrets hidden and without the platform's options and `without`."""
+def restart_command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
+    """Return the command to start this run again, with secrets hidden, without the platform's options and `without`."""
     launcher = shlex.split(os.environ.get(LAUNCHER, ""))
     kept, taken = [], iter(launcher or words)
     for word in taken:
@@ -59,8 +59,8 @@ def command(args: argparse.Namespace, words: list[str], without: Collection[str]
     return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"
 
 
-def use(folder: str) -> Optional[str]:
-    """Return the command that exports the best network of an output folder for other programs; None in a bundle."""
+def export_command(folder: str) -> Optional[str]:
+    """Return the command that exports an output folder's best network for other programs; None in a bundle without launch/."""
     root = Path(__file__).resolve().parents[3]
     if not (root / "launch").is_dir():
         return None
@@ -69,29 +69,29 @@ def use(folder: str) -> Optional[str]:
     return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
 
 
-def manifest(run: Any) -> dict[str, Any]:
+def of_run(run: Any) -> dict[str, Any]:
     """Return the manifest of a checkpoint that is made now, without the digest and size of its file."""
     return {
         **vars(run.position),
         "global_batch": run.sampler.global_batch,
         "world_size": run.peers.size,
         "run": run.saving.id,
-        "lr": rate(run.parts),
+        "lr": learning_rate(run.parts),
         "identity": run.saving.identity,
-        "asked": arguments.plain(run.args.given),
-        "arguments": arguments.plain(vars(run.args)),
+        "asked": arguments.plain_values(run.args.given),
+        "arguments": arguments.plain_values(vars(run.args)),
         "job": run.args.world.job_id,
         "classes": run.saving.classes,
         "versions": versions(),
     }
 
 
-def rate(parts: dict) -> float:
-    """Return the present learning rate of the optimizer's first group; 0.0 if the run has no optimizer."""
+def learning_rate(parts: dict) -> float:
+    """Return the present learning rate of the first group of parts["optimizer"]; 0.0 if there is none."""
     return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
 
 
-def commit() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """Return {"commit": ...} of the job's code, with -dirty if files have changed since; {} if git knows none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "describe", "--always", "--dirty", "--exclude=*"]
@@ -120,12 +120,12 @@ def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
         "ranks": run.peers.size,
         "synthetic": args.input.synthetic,
         "job": args.job,
-        "command": command(args, sys.argv),
+        "command": restart_command(args, sys.argv),
         "options": {name: [shown[name], str(_short(default))] for name, default in changed.items()},
         "data": args.data,
-        "use": use(args.output_dir),
+        "use": export_command(args.output_dir),
         "machine": machine(run.device),
-        "versions": {**versions(), **commit()},
+        "versions": {**versions(), **code_version()},
         "platform": args.world.platform,
         "nodes": args.world.num_nodes,
     }
