@@ -189,8 +189,8 @@ def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
 
 def drop_half_a_line(file: io.FileIO) -> None:
     """Drop the last line if it has no line end, as after a kill, so that the next line is not appended to it."""
-    end = file.seek(0, os.SEEK_END)
-    if end and file.seek(end - 1) and file.read(1) != b"\n":
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+    if file.read(1) not in (b"", b"\n"):
         file.seek(0)
         file.truncate(file.readall().rfind(b"\n") + 1)
 

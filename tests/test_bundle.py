@@ -366,11 +366,13 @@ def test_a_bundle_says_by_which_version_it_was_made(deep, tmp_path):
 def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("print('mine')\n")
     (tmp_path / "with_settings.py").write_text("import mine\n" + (ROOT / "jobs" / "train.py").read_text())
+    (tmp_path / "half.py").write_text("print(\n")
     for words, message in (
         ([str(tmp_path / "mine.py")], "is no job: it lacks the line"),
         ([str(tmp_path / "with_settings.py")], "with_settings.py imports mine from its own folder"),
         ([str(tmp_path / "with_settings.py"), "--folder", str(tmp_path / "code")], "imports mine from its own folder"),
         ([str(tmp_path / "none.py")], "none.py: give a job's file"),
+        ([str(tmp_path / "half.py")], "half.py is no Python: '(' was never closed"),
         ([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "mine.py")], "exists and is no bundle"),
     ):
         assert bundle.main(words) == 2 and message in capsys.readouterr().err

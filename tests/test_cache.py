@@ -326,6 +326,26 @@ def test_a_slow_name_server_costs_no_more_than_the_deadline(server, monkeypatch)
     assert until(lambda: cache.set("key", b"1") == memcached.STORED) and cache.get("key") == b"1"
 
 
+def test_an_address_that_is_known_is_not_waited_for(server, monkeypatch):
+    """The name server answered once, and then no more: a new connection takes the address of before."""
+    real, stopped, end = memcached.socket.getaddrinfo, threading.Event(), threading.Event()
+
+    def stops(host, *how):
+        if stopped.is_set():
+            end.wait(PATIENCE)
+        return real("127.0.0.1", *how)
+
+    monkeypatch.setattr(memcached.socket, "getaddrinfo", stops)
+    cache = SampleCache(f"cache.example:{server.port}", deadline=PATIENT)
+    assert cache.set("key", b"1") == memcached.STORED
+    stopped.set()
+    cache.deadline = 1
+    for client in cache._fleet().clients.values():
+        client.close()
+    assert cache.get("key") == b"1"
+    end.set()
+
+
 def until(condition, seconds=PATIENCE):
     """Whether it comes true; it is asked again and again."""
     end = time.monotonic() + seconds

@@ -118,10 +118,11 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, monk
         kept.keep(1, attempt=False, ledger=True)
 
 
-def test_half_a_line_of_a_ledger_is_dropped(tmp_path):
+@pytest.mark.parametrize("half", [b'{"step": [0, 0], "ids": [1, 2', b"{"])
+def test_half_a_line_of_a_ledger_is_dropped(tmp_path, half):
     for _ in range(2):
         with open(tmp_path / "rank_0.jsonl", "ab") as file:
-            file.write(b'{"step": [0, 0], "ids": [1, 2')
+            file.write(half)
         (tmp_path / "ledger").mkdir(exist_ok=True)
         os.replace(tmp_path / "rank_0.jsonl", tmp_path / "ledger" / "rank_0.jsonl")
         kept = evidence.Evidence(argparse.Namespace(output_dir=str(tmp_path), ledger=True), print, lambda: "no checkpoint yet")

@@ -153,6 +153,13 @@ def test_one_refusal_among_many_large_objects_ends_the_fetch(store, monkeypatch)
     assert asked and max(asked.values()) <= 2, "by either client once, and not again for three minutes"
 
 
+def test_of_a_part_that_was_cut_off_only_what_is_there_is_read(tmp_path):
+    parts = index.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB)
+    parts.write(0, bytes(range(250)) * 20)
+    os.truncate(tmp_path / "x.part", 1234)
+    assert b"".join(map(bytes, parts.chunks(0, 1000))) == (bytes(range(250)) * 20)[:1234]
+
+
 def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkeypatch):
     parts, real = index.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, content, place: real(file, bytes(content[:700]), place))

@@ -1,7 +1,9 @@
 """Packs of smaller JPEGs and of pixels: the samples, the order and the parts of the pictures are those of the files."""
 
+import errno
 import io
 import json
+import os
 import signal
 import tarfile
 
@@ -278,6 +280,16 @@ def test_damage_is_found(packs, tmp_path, capsys, form):
             shard.truncate(int(ours.offset[9]) + 100)
         with pytest.raises(decode.Undecodable):
             decode.decode(ours.content(9), False, (0, 0, *ours.stored(9)))
+
+
+def test_a_disk_that_fails_while_pixels_are_read_is_not_a_damaged_picture():
+    """Which would be left out: a start on a mended disk has to use it."""
+
+    def read(_begin, _length):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        decode.decode(decode.Pixels(4, 4, read), False, None)
 
 
 @pytest.mark.parametrize(

@@ -412,6 +412,7 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
         ),
         (["--batch_size", "512"], {}, ["256 samples are fewer than one global batch of 512"]),
         (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
+        (["--output_dir", "/etc/hostname/run"], {}, ["cannot write to /etc/hostname/run: /etc/hostname is no folder"]),
         (
             ["--output_dir", "/proc/none", "--custom_data", "false", "--data_url", "/nowhere"],
             {},

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import types
 
 import pytest
@@ -102,3 +103,9 @@ def test_what_a_watcher_has_slept_is_no_time_of_its_worker(tmp_path, at):
         clock[0] += seconds
         watched.look()
         assert watched.status()["idle"] == idle
+
+
+def test_a_signal_without_a_name_is_named_by_its_number(tmp_path):
+    watched = worker.Worker(0, str(tmp_path / "worker"))
+    watched.code = -(signal.SIGRTMIN + 6)
+    assert re.search(rf"was killed by signal {signal.SIGRTMIN + 6} after step 0", watched.fault("node 0")["text"])

@@ -87,9 +87,7 @@ def is_replaced(url: str, path: str) -> bool:
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
-            length, changed = stated_length(url, answer), answer.headers.get("Last-Modified")
-        younger = bool(changed) and email.utils.parsedate_to_datetime(changed).timestamp() > os.path.getmtime(path)
-        return younger or length not in (None, os.path.getsize(path))
+            return _is_younger(answer, path) or stated_length(url, answer) not in (None, os.path.getsize(path))
     except (OSError, ValueError, TypeError, http.client.HTTPException, UserError):
         return False  # no Internet, or an address that can be requested only once
 
@@ -128,6 +126,13 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
+def _is_younger(answer: http.client.HTTPResponse, path: str) -> bool:
+    """Whether the server says that its file was changed after the local one; False if it does not say when."""
+    with contextlib.suppress(ValueError, TypeError):
+        return email.utils.parsedate_to_datetime(answer.headers["Last-Modified"]).timestamp() > os.path.getmtime(path)
+    return False
+
+
 def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
     """Return the length that an answer states, or None. UserError for an invalid length, or a web page in place of a file."""
     if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
@@ -150,6 +155,9 @@ def _download(url: str, path: str, part: str, needs_length: bool, tell: Optional
         elif not (answer.headers.get("Content-Range") or "").startswith(f"bytes {have}-"):
             os.unlink(part)
             raise ConnectionError("the server answered with another part than was asked for")
+        elif _is_younger(answer, part):
+            os.unlink(part)
+            raise ConnectionError("the file was replaced on the server since the first part was fetched")
         length = stated_length(url, answer)
         total = None if length is None else have + length
         if total is None and needs_length:

@@ -145,10 +145,9 @@ class Parts:
         """Yield the bytes of a part that is there, in chunks of at most `largest` bytes; each is valid until the next."""
         buffer = memoryview(bytearray(largest))
         begin, end = number * self._part_bytes, number * self._part_bytes + self.length(number)
-        while begin < end:
-            chunk = buffer[: min(largest, end - begin)]
-            begin += os.preadv(self._file, [chunk], begin)
-            yield chunk
+        while begin < end and (read := os.preadv(self._file, [buffer[: min(largest, end - begin)]], begin)):
+            begin += read
+            yield buffer[:read]
 
     def write(self, place: int, content: Any) -> None:
         rest = memoryview(content)

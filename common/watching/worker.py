@@ -105,7 +105,8 @@ class Worker:
             return cause(f"{name} ended with exit code {self.code} {where}")
         hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else getattr(self.process, "doubt", "")
         # A victim aborts when its collective breaks (SIGABRT); a worker that ended by another signal is a cause.
-        text = f"{name} was killed by {signal.Signals(-self.code).name}{hint} {where}"
+        by = next((known.name for known in signal.Signals if known == -self.code), f"signal {-self.code}")
+        text = f"{name} was killed by {by}{hint} {where}"
         return {**cause(text, direct=self.code != -signal.SIGABRT), "stack_of": self.rank}
 
     def reported_fault(self) -> Optional[dict[str, Any]]:

@@ -119,6 +119,8 @@ def require_writable(folder: str) -> None:
     """Raise an error unless a file can be written in the folder or, where that is missing, in its nearest existing parent."""
     there = os.path.abspath(folder)
     while not os.path.isdir(there):
+        if os.path.lexists(there):
+            raise UserError(f"cannot write to {one_line(folder)}: {one_line(there)} is no folder; give another --output_dir")
         there = os.path.dirname(there)
     try:
         tempfile.TemporaryFile(dir=there).close()

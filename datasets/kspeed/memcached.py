@@ -61,7 +61,7 @@ class Network:
         failed = []
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(self.left())
+        asking.join(self.left() / 2 if (host, port) in self._found else self.left())
         if (host, port) not in self._found:
             raise OSError(f"no address for {host}: {failed[0] if failed else 'no answer yet'}")
         return self._found[host, port]

@@ -214,6 +214,8 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
     except Undecodable:
         raise
     except Exception as error:
+        if is_of_the_system(error):  # raw pixels are read here
+            raise
         raise Undecodable(one_line(error)[:200]) from None
 
 

@@ -44,7 +44,10 @@ MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
 def _read_and_check_job(job: Path) -> str:
     if wrong := missing_job(job):
         raise UserError(wrong)
-    imports.require_bundled_imports(job)
+    try:
+        imports.require_bundled_imports(job)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UserError(f"{one_line(job)} is no Python: {one_line(error)}") from None
     return job.read_text(encoding="utf-8")
 
 
