@@ -39,9 +39,9 @@ class TakenOver(UserError):
 
 
 def claim(folder: str, name: str = "start", also: str = "") -> list[str]:
-    """Claim a folder for this process. An earlier process that has claimed it under this `name` can no longer write in it.
+    """Claim a folder for this process. An earlier one that claimed it by this `name` can no longer write there by this module.
 
-    `also`: a folder to claim with it. Returns the unfinished files of earlier starts, which remain until tidy() is called.
+    `also`: a folder to claim with it. Returns unfinished files of earlier starts found in `folder`; they remain until tidy().
     """
     folder = os.path.realpath(folder)
     own = os.path.join(folder, f".{name}-{secrets.token_hex(6)}")

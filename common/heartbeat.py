@@ -88,7 +88,7 @@ class Wait:
         return _WAIT.unpack_from(self._memory, self._at)
 
     def report_begin(self, what: str, since: float, until: float) -> bool:
-        """Report a wait, new or going on, no hang before `until`. Return whether to log it: not soon after one for `what`."""
+        """Report a wait that is a hang after `until`. Return whether to log it: not if it goes on, or recurs too soon."""
         now, name = time.monotonic(), what.encode()[:160].ljust(160, b"\0")
         began, over, before, known = self._read()
         if began and (over < now or name != known):  # an earlier wait, whose end was not reported

@@ -4,7 +4,7 @@ LONGEST_LIST = 200
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the first words in which two texts differ; both texts if one begins with the other."""
+    """Return the first words in which two texts differ; both texts if one consists of the other's first words."""
     for left, right in zip(one.split(" "), other.split(" ")):
         if left != right:
             return left, right

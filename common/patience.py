@@ -59,7 +59,7 @@ class Patience:
         return over
 
     def pause(self, what: str, say: Say, line: str) -> None:
-        """Sleep before the next attempt: up to 8 s at random, less after few failures. `say` logs `line` once for each wait."""
+        """Sleep before the next attempt, up to 8 s at random, less at first. `say` logs `line` at most once for a wait."""
         with self._lock:
             self._failures += 1
             until = self._since + self.seconds

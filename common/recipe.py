@@ -34,7 +34,7 @@ def with_recipe(
 ) -> tuple[argparse.Namespace, Optional[str]]:
     """Return the arguments with a recipe for so many pictures and the options that it sets, and a line for the log or None.
 
-    Given options stay, and so do the recipe and settings of a run that goes on. `before`: that run's arguments; empty if new.
+    Given options stay. A run that goes on keeps its recipe and settings, perhaps not batch_size. `before`: its arguments or {}.
     """
     if "recipe" not in args.given:
         recipe = (before.get("recipe") or "imagenet") if before else "small" if pictures <= SMALL_SET else "imagenet"

@@ -83,7 +83,7 @@ class Dataset:
         self._train_loader = self._loader(self._train, self._sampler)
 
     def reset(self) -> None:
-        """Start the next epoch, in another order of the pictures. If the process has grown by a quarter, free unused memory."""
+        """Start the next epoch, in a new order. Free unused memory if the process grew by a quarter since the first reset()."""
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
         self._resident = self._resident or resident_bytes()

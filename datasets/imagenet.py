@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from common import arguments, devices, moments, progress, recipe, storage
+from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
-from common.run import restore
 from common.stops import STOPS
 from common.world.folders import is_address
 from datasets import crops, dpex, kspeed

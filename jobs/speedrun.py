@@ -45,11 +45,11 @@ from torch import nn
 from torch.nn import functional
 
 from common import arguments, devices, progress, storage, world
+from common.checkpoints import bucket_run
 from common.errors import UserError
 from common.files import append, drop_half_a_line
 from common.job import run_job
 from common.models import resnet18
-from common.run import bucket_run
 from datasets import cifar10
 
 # {(network, target): (batch size, label smoothing, momentum of the filters, {image size: passes over the training images})}.

@@ -34,13 +34,14 @@ from torch import distributed
 
 from common import arguments, devices, exact, recipe
 from common.arguments import COUNT, POSITIVE, boolean, number
+from common.checkpoints import bucket_run, checkpoint, restore
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job
 from common.models import Average, classifiers
 from common.progress import say
-from common.ranks import group, norms
-from common.run import Run, Scaler, Scores, bucket_run, checkpoint, restore
+from common.ranks import barrier, group, norms
+from common.run import Run, Scaler, Scores
 from datasets import imagenet
 from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
@@ -327,7 +328,7 @@ def evaluate_alone(args, network, loader, classes, autocast):
     """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json."""
     about = checkpoint.about_weights(bucket_run.local_weights(args.weights, args.input_dir, say)) if args.weights else {}
     if not args.weights:
-        found = restore.from_rank_0(lambda: restore.to_evaluate(args, print))
+        found = barrier.from_rank_0(lambda: restore.to_evaluate(args, print))
         if not found:
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found

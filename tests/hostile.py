@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from common import tensors
+from common.checkpoints import checkpoint
 from common.errors import UserError
-from common.run import checkpoint
 
 CANARY = "canary"  # which a file would make in the current folder, if anything in it were run
 

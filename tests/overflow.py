@@ -2,7 +2,8 @@
 
 import torch
 
-from common.run import Scaler, restore
+from common.checkpoints import restore
+from common.run import Scaler
 
 
 def overflowing(device, scale, steps=12):

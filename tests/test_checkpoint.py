@@ -19,10 +19,10 @@ import pytest
 import torch
 import torchvision
 
+from common.checkpoints import checkpoint
+from common.checkpoints.position import Position
+from common.checkpoints.saver import Saving
 from common.errors import TrainingFailed, UserError
-from common.run import checkpoint
-from common.run.position import Position
-from common.run.saving.saver import Saving
 
 
 def state(value=0.0):

@@ -13,11 +13,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import files, heartbeat, job
+from common.checkpoints import checkpoint, evidence, output
+from common.checkpoints.position import Position
 from common.errors import SampleError, TrainingFailed, UserError
 from common.run import side_files
 from common.run.observers import tensorboard
-from common.run.position import Position
-from common.run.saving import checkpoint, evidence, output
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
 from datasets.sampler import InOrder
@@ -189,7 +189,7 @@ KILLED = """
 import os, runpy, signal, sys
 from common.run.observers.files import Files
 from common.run.observers.report import Report
-from common.run.saving.saver import Saving
+from common.checkpoints.saver import Saving
 save = Saving.save
 Saving.save = lambda self, *given: (save(self, *given), self.wait())
 kind = {"text": Report, "curves": Files}[sys.argv[1]]

@@ -16,9 +16,9 @@ import pytest
 import torch
 from PIL import Image
 
+from common.checkpoints import checkpoint
 from common.errors import TrainingFailed
 from common.models import resnet18
-from common.run import checkpoint
 from datasets import cifar10, imagenet, synthetic
 from datasets.photos import decode, tree
 from datasets.photos.labelled import Photos

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from common.run import checkpoint
+from common.checkpoints import checkpoint
 from common.storage.index import Index, Parts
 from common.world.folders import FETCHING
 from datasets.photos import decode, packed, tree

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from common import arguments
+from common.checkpoints import bucket_run
 from common.errors import UserError
 from common.models.classifiers import classifier
-from common.run import bucket_run
 from datasets import augment, drop_in, imagenet
 from datasets.photos import tree
 from datasets.photos.labelled import Photos

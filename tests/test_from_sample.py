@@ -6,9 +6,9 @@ import types
 import pytest
 import torch
 
+from common.checkpoints import checkpoint
 from common.errors import UserError
 from common.models import resnet18
-from common.run import checkpoint
 from datasets import cifar10
 from launch import blocks
 from tests.from_page import assert_each_is_checked, typed_here

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from common import files
-from common.run import checkpoint
-from common.run.saving import starts
+from common.checkpoints import checkpoint, starts
 from common.storage import bucket, upload
 from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
 from tests.jobs import FIGURES, TINY, assert_same_bits, command, final_state, in_rehearsal, run_forked

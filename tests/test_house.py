@@ -25,6 +25,7 @@ FLOORS = [
     ["common.wire"],
     ["common.watching"],
     ["common.ranks"],
+    ["common.checkpoints"],
     ["common.run"],
     ["common.doctor", "common.elastic", "common.exact", "common.report"],
     ["common.job"],
@@ -70,7 +71,7 @@ HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 def room(module):
-    """common.run for common.run.saving, common.errors for itself, jobs for any job."""
+    """common.run for common.checkpoints, common.errors for itself, jobs for any job."""
     parts = module.split(".")
     return parts[0] if parts[0] == "jobs" else ".".join(parts[:2])
 

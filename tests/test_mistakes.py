@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from common import heartbeat
+from common.checkpoints import checkpoint, manifest, output
+from common.checkpoints.position import Position
+from common.checkpoints.saver import Saving
 from common.errors import UserError
 from common.models import classifiers
-from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import checkpoint, manifest, output
-from common.run.saving.saver import Saving
 from tests.jobs import FIGURES, ROOT, TINY, forked, module_of, run_forked, run_job
 from tests.ranks import free_port
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoints.position import Position
 from common.run.observers import Observers, console, of_a_rank
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
 from common.run.observers.tensorboard import TensorBoard
-from common.run.position import Position
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 from tests import observed

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler, swa_utils
 
+from common.checkpoints import checkpoint, parts
 from common.errors import UserError
-from common.run import Scaler, checkpoint
-from common.run.saving import parts
+from common.run import Scaler
 from common.tensors import read
 from tests.jobs import ROOT, assert_same_bits, final_state, in_rehearsal, run_forked
 
@@ -308,7 +308,7 @@ def test_gradients_that_wait_at_the_end_of_an_epoch_belong_to_its_checkpoint(pla
 
 
 def run_of(build):
-    """What common/run/saving/parts.py needs of a Run."""
+    """What common/checkpoints/parts.py needs of a Run."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     made = types.SimpleNamespace(

@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 import torch
 
+from common.checkpoints.position import Position
 from common.errors import TrainingFailed
 from common.run.losses import Losses
 from common.run.plan import Plan
-from common.run.position import Position
 from common.run.results import Results
 from datasets.sampler import EpochSampler
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common import patience, storage
+from common.checkpoints import bucket_run, checkpoint, output
 from common.errors import TrainingFailed, UserError
-from common.run.saving import bucket_run, checkpoint, output
 from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from common import job, moments, progress, report
+from common.checkpoints.position import Position
 from common.report import left, page
 from common.run import clock, scores, side_files
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
-from common.run.position import Position
 from datasets.loader import torch_batches
 from datasets.sampler import InOrder
 from launch.report import main

@@ -12,7 +12,7 @@ RUN = """
 import errno, os, signal, sys
 sys.path.insert(0, {root!r})
 from common.run import agreement, losses
-from common.run.saving import checkpoint, evidence, saver
+from common.checkpoints import checkpoint, evidence, saver
 from common.run.observers import files
 
 def sixth(room, name, happens):

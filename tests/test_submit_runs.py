@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from common.checkpoints.position import Position
 from common.run.observers.console import Console
-from common.run.position import Position
 from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests
 from launch.submit.request import Request

@@ -15,7 +15,7 @@ import torch
 
 from common import arguments
 from common.models.resnet import FEW, Across, resnet18
-from common.run import restore
+from common.run import first_lines
 from common.run.run import Run
 from common.version import VERSION
 from datasets import cifar10
@@ -368,7 +368,7 @@ def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     script = command("train", *TINY, "--output_dir", tmp_path / "out")[1:]
     impatient = (
-        f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.run.saving import output; "
+        f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.checkpoints import output; "
     )
     impatient += "output.LOCK_SECONDS = 0.1; runpy.run_path(sys.argv[0], run_name='__main__')"
     done = run([sys.executable, "-c", impatient], cwd=tmp_path, env=environment())
@@ -443,7 +443,7 @@ def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wra
     run.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
-    said = list(restore.first_lines(run, None, None))
+    said = list(first_lines.of_run(run, None, None))
     assert said[0].startswith(f"{args.job}: anyrank {VERSION}, cuda:0 (fake)")
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 

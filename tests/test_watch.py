@@ -43,7 +43,7 @@ def test_who_holds_the_others_up(what, statuses, culprit):
 PATCHED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from common.run import checkpoint
+from common.checkpoints import checkpoint
 from datasets import loader, sampler
 batches, write, in_order = loader.DeviceLoader.__iter__, checkpoint.write, sampler.InOrder.__iter__
 

@@ -16,7 +16,7 @@ TO_THE_CPU = "--enable_gpu false to train on the CPU"
 
 
 def choose(args: argparse.Namespace) -> torch.device:
-    """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or there is none and none was promised."""
+    """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or unset and none is there or promised."""
     here, cut, name = args.world, slices(), kinds.accelerator()
     if here.local_rank < len(cut):
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
@@ -84,7 +84,7 @@ def require_one_each(args: argparse.Namespace) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """Return a name that no other device on this machine has; empty for a CPU, which ranks may share."""
+    """Return a name for the device, to notice ranks that share it; empty for a CPU, which ranks may share."""
     if not kinds.is_accelerator(device):
         return ""
     if kinds.is_nvidia(device):

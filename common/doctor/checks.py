@@ -144,7 +144,7 @@ def check_clock(ahead: float, other: str) -> Finding:
 
 
 def nccl_shm_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of /dev/shm that NCCL may need on this node; batches can do without it (datasets/loader.py)."""
+    """Return the bytes of /dev/shm that NCCL may need on this node. Loaders' batches are not counted: they can use pipes."""
     ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
 

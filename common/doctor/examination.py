@@ -20,11 +20,11 @@ from typing import Any, Optional
 import torch
 
 from common import devices, heartbeat, naming
+from common.checkpoints import checkpoint
 from common.doctor import checks, measure, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
 from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
-from common.run import checkpoint
 from common.secrets import mask
 from common.storage import bucket
 from common.world import folders

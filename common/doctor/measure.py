@@ -10,9 +10,9 @@ import torch
 from torch import distributed
 
 from common import devices
+from common.checkpoints import checkpoint
 from common.doctor.checks import PREFETCHED
 from common.ranks.collectives import rank_and_size, reduce
-from common.run import checkpoint
 
 LOADER_SECONDS, MODEL_SECONDS = 1.0, 1.5  # of measuring
 HANG_SECONDS = 120  # for both together; after that the job is taken to hang

@@ -78,7 +78,7 @@ class Leader:
     # --- The next generation ---
 
     def _decide(self, now):
-        """Form a new group of ranks at the start and when ranks join, are lost or break off; with too few, wait or stop."""
+        """Form a new group when ranks start, join, are lost or break off a step; wait or stop if too few nodes are left."""
         parent, last = self._parent, self._parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
         there = quorum.next_members(last["number"], ranks, self._reports.values())
@@ -134,8 +134,8 @@ class Leader:
             self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
 
     def _announce(self, ranks, why, stop=False, writes=None):
-        """Send the next generation, with these ranks, to all nodes. `stop`: the rank that writes saves the run, and all end.
-        `writes`: the rank that writes from now on, if the one before is lost."""
+        """Send the next generation (group of ranks), with these ranks, to all nodes. `stop`: the run is to end.
+        `writes`: the rank that writes the files from now on, if the one before is lost; None: the first of the ranks."""
         parent, last = self._parent, self._parent.generation
         if self._lighthouse:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
@@ -180,7 +180,7 @@ class Leader:
                 parent.may_leave = True
 
     def _seek_node_0(self, now):
-        """While node 0 is lost, try every SEEK_SECONDS to tell it who leads: started again, it waits for the other nodes."""
+        """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""
         if self._parent.node and 0 not in self._parent.hub.connections and now - self._sought > SEEK_SECONDS:
             self._sought = now
             threading.Thread(target=self._tell_node_0, daemon=True).start()

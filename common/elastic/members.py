@@ -56,7 +56,7 @@ class Members:
         moments.listen(AtOnce())
 
     def form(self, place: int, state: Callable[[], dict], take: Callable[[dict], None]) -> None:
-        """Become a member of the next generation; return when its group works. Raise Stopped if the run is to end.
+        """Become a member of the next generation (group of ranks); return when it works. Raise Stopped if the run is to end.
 
         `place`: how far this rank is. A rank that is behind calls `take` with the `state()` of the rank that is furthest.
         """
@@ -192,7 +192,7 @@ class Work:
 
 
 def torchft() -> Any:
-    """Return torchft with its logs off, as its failures are tried again; raise UserError if it is missing or torch too old."""
+    """Return torchft with few log lines, as its failures are tried again; raise UserError if it is missing or torch too old."""
     if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
         raise UserError(f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: leave it out")
     os.environ.setdefault("RUST_LOG", "error")

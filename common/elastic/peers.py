@@ -13,10 +13,10 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from common.checkpoints import checkpoint, manifest, restore
 from common.elastic.members import Members
 from common.errors import TrainingFailed, UserError
 from common.ranks import collectives
-from common.run import checkpoint, manifest, restore
 from common.run.peers import Fixed
 
 
@@ -47,7 +47,7 @@ class Elastic(Fixed):
         self._form()
 
     def _form(self):
-        """Join the next group of ranks. If the run is to stop, exit instead; the rank that writes the files saves first."""
+        """Join the next group of ranks; if the run is to stop instead, stop it and exit."""
         run, here = self._run, self._run.position
         run.enter("join")
         place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # a finished evaluation counts as well
@@ -95,7 +95,7 @@ class Elastic(Fixed):
             self._behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
             return
         restore.refuse_another_run(about["identity"], run.saving.identity, "what the other nodes train")
-        restore.into(run, given["state"], about, "the state of the other nodes")
+        run.load(given["state"], about, "the state of the other nodes")
         self._counted = given["counted"]
 
     def _exchange(self):
@@ -121,7 +121,7 @@ class Elastic(Fixed):
         self._members.note_step()
 
     def _write_if_chosen(self):
-        """If chosen to write the files (not in a trial), take over unless done before, and note the last step in the ledger."""
+        """If this rank is to write the files (not in a trial), take them over, once; note the last step in a ledger, if any."""
         run = self._run
         if not self._members.writes or run.trial:
             return

@@ -18,7 +18,7 @@ class NextMembers:
 
 
 def next_members(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> NextMembers:
-    """Return the next group: ranks of `last` (group number `generation`) that live, and a new node's once all of them wait."""
+    """Return the next group: living ranks of `last` (group number `generation`), and ranks of a new node once all wait."""
     ranks: list[int] = []
     stuck, done = False, set()
     for report in reports:

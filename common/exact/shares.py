@@ -130,7 +130,7 @@ class Shares:
                 yield tensors
 
     def _on_gradient(self, weight):
-        """Hook after each gradient: in this rank's last share, begin to send each group whose gradients are complete."""
+        """Hook after each gradient: in this rank's last share, begin to send complete groups of gradients, in their order."""
         if self._share != self._own[-1] or self.number == 1:
             return
         part = self._part_of[weight]

@@ -44,7 +44,7 @@ class Part:
     """A group of tensors that are averaged together: one flat vector for each share, exchanged after the last share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
-        """`shares`: their number, of all ranks; `group`: the ranks, a collectives.All or an elastic job's Members."""
+        """`shares`: the number of shares of all ranks; `group`: the ranks, a collectives.All or an elastic job's Members."""
         self._group, ranks = group, group.size
         self.tensors = list(tensors)
         self._shares, self._ranks = shares, ranks

@@ -23,7 +23,7 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Add a network to the average: floating-point tensors are averaged; counters, and all of the first, are copied."""
+        """Add a network to the average. The first is copied; later, floating-point tensors are averaged, counters copied."""
         pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
         for averaged in (True, False):  # floating-point tensors, then counters
             chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]

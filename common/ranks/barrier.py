@@ -3,14 +3,17 @@
 It uses no collective: a waiting rank reads the keys of the job's store, so it can name the rank that it waits for.
 """
 
+import io
 import json
 import threading
 import time
 from typing import Any, Callable
 
-from common import heartbeat
+import torch
+
+from common import heartbeat, tensors
 from common.errors import TrainingFailed, UserError, one_line
-from common.ranks.collectives import GROUP, rank_and_size
+from common.ranks.collectives import GROUP, broadcast, rank_and_size
 from common.ranks.store import count
 
 POLL_SECONDS, LINE_SECONDS = 0.1, 10
@@ -18,7 +21,7 @@ BEAT_SECONDS, SILENCE_SECONDS = 1.0, 15.0  # a rank without a beat for this long
 
 
 def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
-    """Return this rank's `work()` once it has ended on every rank; if one fails, all raise an error. `what`: for its text."""
+    """Return this rank's `work()` once it has ended on every rank; if one fails, all raise an error. `what` names the work."""
     rank, world_size = rank_and_size()
     if world_size == 1:
         return work()
@@ -32,6 +35,32 @@ def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
         board.stop_beating()
     board.wait(world_size)
     return result
+
+
+def from_rank_0(choose: Callable[[], Any], what: str = "checkpoint") -> Any:
+    """Call choose() on rank 0, whose disk has the checkpoints; every rank returns its result or raises its UserError.
+
+    The result may hold tensors and plain values. `what`: names the work while other ranks wait for it.
+    """
+    if rank_and_size()[1] == 1:
+        return choose()
+
+    def encoded():
+        answer: dict[str, Any] = {"found": None, "refused": None}
+        content = io.BytesIO()
+        try:
+            if rank_and_size()[0] == 0:
+                answer["found"] = choose()
+        except UserError as error:
+            answer["refused"] = str(error)
+        torch.save(answer, content)
+        return content.getvalue()
+
+    content = on_every_rank(what, encoded)  # no collective waits for it, as fetching may take long
+    answer = tensors.read(broadcast(content), verified=True)
+    if answer["refused"]:
+        raise UserError(answer["refused"])
+    return answer["found"]
 
 
 class Board:

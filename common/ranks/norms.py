@@ -29,7 +29,7 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def over_all_ranks(args: argparse.Namespace) -> bool:
-    """Whether batch norms are over all ranks: as --sync_bn says or, unset, with fewer than FEW samples each. False for one."""
+    """Whether batch norms are over all ranks: as --sync_bn says; unset, if a rank's batch is below FEW. Never with one rank."""
     return distributed.get_world_size() > 1 and (args.batch_size < FEW if args.sync_bn is None else args.sync_bn)
 
 

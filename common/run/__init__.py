@@ -3,9 +3,8 @@
 from common.run import peers
 from common.run.observers.console import STARVED
 from common.run.run import Run
-from common.run.saving import bucket_run, checkpoint, manifest, restore
 from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.timing import Stopwatch
 
-__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "bucket_run", "checkpoint", "manifest", "peers", "restore"]
+__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "peers"]

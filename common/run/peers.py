@@ -7,9 +7,9 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import world
-from common.ranks import collectives
+from common.checkpoints import restore
+from common.ranks import barrier, collectives
 from common.run.agreement import Agreement
-from common.run.saving import restore
 
 
 class Fixed:
@@ -30,7 +30,7 @@ class Fixed:
         """Return rank 0's `look()`, a checkpoint or None, on all ranks. UserError if the ranks differ in `identity`."""
         if self.size > 1:
             collectives.require_equal(identity)
-        return restore.from_rank_0(look)
+        return barrier.from_rank_0(look)
 
     def meet(self, run: Any) -> None:
         """Begin to exchange with the other ranks what is due. Called when the run has been restored."""

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any, Optional
 
-from common.run.position import Position
+from common.checkpoints.position import Position
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from common.checkpoints.position import Position
 from common.errors import UserError
-from common.run.position import Position
 
 
 class Results:

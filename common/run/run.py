@@ -25,18 +25,18 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices, files, moments
+from common.checkpoints import checkpoint, manifest, output, parts, restore
+from common.checkpoints.evidence import Evidence
+from common.checkpoints.position import Position
+from common.checkpoints.saver import Saving
 from common.errors import STOP_SIGNALS
-from common.run import timing
+from common.run import first_lines, timing
 from common.run.clock import Clock
 from common.run.losses import Losses
 from common.run.observers import Facts, Observers
 from common.run.peers import Fixed
 from common.run.plan import Plan
-from common.run.position import Position
 from common.run.results import Results
-from common.run.saving import checkpoint, manifest, output, parts, restore
-from common.run.saving.evidence import Evidence
-from common.run.saving.saver import Saving
 from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
@@ -104,7 +104,7 @@ class Run:
     # --- Observers ---
 
     def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
-        """If this rank writes, write uint8 (3, H, W) as examples/NAME.png and to TensorBoard, and `what` to the journal."""
+        """If this rank writes, put `pixels`, uint8 (3, H, W), in examples/NAME.png and TensorBoard, `what` in the journal."""
         self.tell("picture", name=name, pixels=pixels, what=what)
 
     def tell(self, moment: str, **more: Any) -> None:
@@ -123,13 +123,13 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """Fraction of the run's samples seen at the middle of the coming step, for a schedule of the learning rate."""
+        """Fraction of the samples of all --epochs seen at the middle of the coming step, to schedule the learning rate."""
         self._require_resumed("run.progress")
         return self.plan.progress(self.position)
 
     @property
     def goes_on(self) -> bool:
-        """Whether this start resumed from a checkpoint; also true in a trial, which skips what only a new run does."""
+        """Whether this start goes on with a run that had begun; also true in a trial, which skips what only a new run does."""
         self._require_resumed("run.goes_on")
         return self.saving.goes_on or self.plan.resumed_at.total_steps > 0 or self.trial
 
@@ -167,7 +167,7 @@ class Run:
         self.made, self.groups = parts.made(self), parts.groups(self)
         found = None if self.trial else self.saving.find(self.peers)
         if found:
-            restore.into(self, *found)
+            self.load(*found)
         if self.side_files.writes and self.args.checkpoints:
             output.require_room(self.args, checkpoint.estimated_size(state := self.state()))
             checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts}))
@@ -187,7 +187,7 @@ class Run:
         self.enter("start")
         self.tell("resumed")
         if not self.trial:
-            for line in restore.first_lines(self, found, self.evidence.attempt):
+            for line in first_lines.of_run(self, found, self.evidence.attempt):
                 self.say(line)
             about = manifest.of_this_start(self, found[2] if found else None) if writes else {}
             self.tell("began", about=about)
@@ -226,7 +226,7 @@ class Run:
                 "any data set and a collate_fn (docs/your_own.md)"
             )
         if self.restored and self.position.consumed:
-            restore.into(self, *self.restored, again=True)
+            self.load(*self.restored, again=True)
         self.loader, self.restored = loader, None
         others = moments.announce("batches", self, loader)
         batches = others or iter(loader)
@@ -314,7 +314,7 @@ class Run:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
-        """Record the metrics of an epoch, unless --max_steps cut it short, and its `scores` for the report. The checkpoint
+        """Show an epoch's metrics, and its `scores` in the report; count it unless --max_steps cut it short. The checkpoint
         is made when the loop asks for the next epoch."""
         if not self.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
@@ -347,6 +347,18 @@ class Run:
 
     # --- Saving and restoring ---
 
+    def load(self, state: dict, about: dict, path: str, again: bool = False) -> None:
+        """Restore the run from a checkpoint. `again`: once more, as the job may have changed the parts before run.steps()."""
+        self.restored = None if again else (state, about, path)
+        parts.restore(self, state, path, within_epoch=about["consumed"] > 0 and not again)
+        self.position = Position.of(about)
+        self.saving.id = about.get("run", self.saving.id)
+        self.losses.load_state_dict(state["run"])
+        self.results.history = state["run"]["history"]
+        sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(self.args))]
+        if sizes[0] == sizes[1]:
+            self.sampler.set_global_batch(about["global_batch"])
+
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Save in the background, unless done already, in a trial or with --checkpoints false. Every rank has to call this."""
         self.losses.check(self.args.lr, self.saving.last_good)
@@ -378,8 +390,8 @@ class Run:
     # --- Ending ---
 
     def allow_stop(self, evaluates: bool = False) -> None:
-        """Let a stop signal end this process at once where that is safe: always with one rank; with several ranks on rank 0 in
-        an evaluation. Between steps, several ranks first agree to stop (peers.due())."""
+        """Let a stop signal end this process at once where that is safe: always with one rank; with several, on the one that
+        writes, in an evaluation. Between steps, several ranks first agree to stop (peers.due())."""
         self.evaluates = evaluates
         STOPS.may_end = self.peers.size == 1 or (evaluates and self.side_files.writes)
 

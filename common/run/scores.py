@@ -39,7 +39,7 @@ class Mistake:
 
 
 class Scores:
-    """Counts are integers; losses are added in float64 if the device has it. Nothing waits for it before all_reduce()."""
+    """Counts of the confusion are integers, other sums float64 if the device has it. add() does not wait for the device."""
 
     def __init__(
         self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None,
@@ -107,7 +107,7 @@ class Scores:
         return own[order], order.tolist()
 
     def _pictures(self, group, highest, own, places):
-        """Return the pictures of mistakes. `places`: rank * SHOWN + index in that rank's mistakes; `own`: this rank's."""
+        """Return pictures of mistakes. `own`: this rank's sample numbers; `places`: rank * SHOWN + index in its `own`."""
         kept, first = highest.pictures(), group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for number, place in enumerate(places):
@@ -200,7 +200,7 @@ class Scores:
         }  # fmt: skip
 
     def picture(self) -> Optional[torch.Tensor]:
-        """Draw the mistakes with the highest losses above those with the highest confidences; None if there are none."""
+        """Draw the mistakes of highest loss above those of highest confidence; None without any, or without `pixels`."""
         if not self._pixels or not self.mistakes["all"]:
             return None
         sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
@@ -216,7 +216,7 @@ def _finite(value):
 
 
 class _Highest:
-    """Small pictures of the samples with the highest values so far. Nothing waits for the device."""
+    """Small pictures of the samples with the highest values so far. add() does not wait for the device."""
 
     def __init__(self, pixels: Any):
         self._pixels, self._seen = pixels, 0

@@ -55,7 +55,7 @@ class Publisher:
     """Copies the changes of a folder, or of one file, to a bucket.
 
     start() publishes in the background; finish() publishes the rest. `ours`: the names whose unfinished uploads by an earlier
-    start are removed from the bucket. `starts`: the numbered starts of a run (common/run/saving/starts.py).
+    start are removed from the bucket. `starts`: the numbered starts of a run (common/checkpoints/starts.py).
     """
 
     def __init__(self, folder: str, url: str, say: Say = print, ours: "re.Pattern[str]" = NOTHING, starts: Any = None) -> None:

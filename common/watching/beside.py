@@ -44,7 +44,7 @@ class Rank:
     def poll(self) -> Optional[int]:
         """Return None while the process runs; then its exit code or, as Popen does, minus the signal that has ended it.
 
-        Only a parent is told the signal. Here it is guessed: that of a crash, SIGTERM if that had no handler, or SIGKILL.
+        Only a parent is told the signal. Here it is guessed: SIGSEGV etc. after a crash, else SIGTERM if unhandled, or SIGKILL.
         """
         if os.getppid() == self.pid:
             with contextlib.suppress(OSError):

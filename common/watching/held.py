@@ -32,7 +32,7 @@ class Held:
 
 
 def least_seconds() -> float:
-    """Return after how many seconds a blocked thread counts; a disk that is only busy answers sooner."""
+    """Return how many seconds a thread must be blocked before look() reports it; a disk that is only busy answers sooner."""
     return min(3.0, patience.limit() / 100)
 
 

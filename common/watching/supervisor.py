@@ -225,7 +225,7 @@ class Supervisor(Watch):
             self.stop_signal = int(number)
 
     def _continue_stop(self):
-        """Pass a stop signal on. Return the exit code if all workers, or the saving one, ended or time is over; else None."""
+        """Pass a stop signal on. Return the exit code if this node need not wait for its workers any longer; else None."""
         now = time.monotonic()
         if self.stop_began is None:
             self.stop_began = now
@@ -277,7 +277,7 @@ class Supervisor(Watch):
 
 
 def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:
-    """Start a Python process for each key of the dicts with torch, whose logs go into `folder`/logs; return torch's handle."""
+    """Let torch start a Python process for each key of the dicts, with its logs in `folder`/logs; return torch's handle."""
     from torch.distributed.elastic import multiprocessing
 
     logs = os.path.join(folder, "logs")

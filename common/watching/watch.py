@@ -78,7 +78,7 @@ class Watch:
             self.verdict = report
 
     def suspect(self, worker: Worker) -> None:
-        """Unless the job stops, report once a worker that failed or is in state T; call stopped() if a stop signal ended it."""
+        """Unless the job stops, report a failed worker (or one in state T) once; call stopped() if a stop signal ended it."""
         if worker.reported or self.stop_signal:
             return
         report: Any = worker.fault(self.home)
@@ -107,7 +107,7 @@ class Watch:
                 self.finished.add(OWN)
 
     def judge(self, stalls: bool) -> None:
-        """On node 0, set and send a verdict if a worker failed (later if another may be the cause) or, if `stalls`, hangs."""
+        """Set the verdict, and send it to the other nodes, if the job has failed. `stalls`: whether to look for a hang, too."""
         now = time.monotonic()
         causes = [report for _, report in self.suspects if report["direct"]]
         victims = [(since, report) for since, report in self.suspects if not report["direct"]]

@@ -71,7 +71,7 @@ class Watcher(Watch):
         self._carry_out()
 
     def _leave(self, seconds):
-        """Whether to end `seconds` after the rank did. Rank 0's watcher waits for the others, a failed rank's for a verdict."""
+        """Whether this watcher may end, `seconds` after its rank has: it may have to wait for the others or a verdict."""
         if self.own_finished():
             if self.connection:
                 self.connection.tell(finished=True)

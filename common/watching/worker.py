@@ -59,7 +59,7 @@ class Worker:
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
     def _look_for_a_disk(self, now):
-        """Note in the shared memory, and log, when the kernel begins or ceases to block the rank on a disk; the rank cannot."""
+        """Report (shared memory, log) when the kernel begins or ceases to block the rank on a disk; the rank itself cannot."""
         disk, longest = self.pulse.disk, patience.limit()
         idle = self.code is None and (now - self.changed > held.least_seconds() or disk.lasts())
         since = self.held.look(self.process.pid) if idle else None
@@ -87,7 +87,7 @@ class Worker:
         }  # fmt: skip
 
     def fault(self, home: str) -> Union[dict[str, Any], str, None]:
-        """Return a cause() if the worker has a fault, STOP if a stop signal ended it, else None. `home`: its node or host."""
+        """Return a report of the fault of the worker, STOP if a stop signal ended it, else None. `home`: its node or host."""
         phase, steps = self.last
         name, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
         if self.code is None:
@@ -116,7 +116,7 @@ class Worker:
         return None
 
     def stack(self) -> str:
-        """Return the stack trace that an ended worker left (perhaps empty), or one that a running worker writes within 2 s."""
+        """Return the stack that an ended worker left (perhaps empty) or a running one writes; a line that says so if not."""
         if self.code is not None:
             return heartbeat.crash(self.files)
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ def _progress(status):
 
 
 def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """Return a stalled worker's status, in training that of the one furthest behind. None also while one waits for a disk."""
+    """Return the status of a worker that hangs (in training, the furthest behind); None also if one waits for store or disk."""
     if any(node["waiting"] for node in summaries):  # a rank waits for a store or a disk, and the others for that rank
         return None
     late = next((node["late"] for node in summaries if node["late"]), None)

@@ -85,7 +85,7 @@ class Connection:
             self.send(**message)
 
     def receive(self) -> list[dict]:
-        """Return the messages that have come; raise ConnectionLost if the connection is closed or one is no JSON object."""
+        """Return the messages that have come; raise ConnectionLost if the peer is gone or a message is no JSON object."""
         try:
             chunk = self.socket.recv(65536)
         except BlockingIOError:
@@ -183,7 +183,7 @@ def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
 def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", opened: Any = None
 ) -> tuple[Connection, dict]:
-    """Join node 0, or the leader that it names; return the connection and the start message. `opened`: the socket to use."""
+    """Join node 0, or the leader that it names; return (connection, start message). `opened`: a socket to use at first."""
     for attempt in range(ATTEMPTS):
         connection = Connection(opened or connect(address, port, seconds, say))
         opened = None
@@ -212,7 +212,7 @@ def join(
 
 
 def prove(connection: Connection, key: bytes) -> None:
-    """Prove to node 0 that this node has the secret, and let node 0 prove it too; raise ConnectionLost if node 0 does not."""
+    """Exchange proofs of the secret with node 0; raise UserError if node 0 refuses, ConnectionLost if its proof is wrong."""
     theirs, mine = _next(connection, "nonce"), secret.nonce()
     if not messages.text(64)(theirs):
         raise ConnectionLost(NOT_OURS)

@@ -190,7 +190,7 @@ class Hub:
         connection.trust()
 
     def _introduce(self, connection, hello):
-        """Accept or refuse a node. Until all have come, raise UserError if it contradicts them, Elsewhere if it leads a run."""
+        """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError or Elsewhere may be raised."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
         mine, node, host = self._hello, hello["node"], one_line(hello["host"])[:80]

@@ -81,12 +81,12 @@ OF_THE_MACHINE = re.compile(
 
 
 def is_fault_of_picture(error: Exception) -> bool:
-    """Return whether DALI's error may be a picture's fault: its text names neither memory, GPU nor disk, which end a run."""
+    """Return whether DALI's error may be a picture's fault: its text is not that of an error of the machine."""
     return not OF_THE_MACHINE.search(str(error))
 
 
 class DaliBatches(PipelineBatches):
-    """Batches of photographs with labels. Without `decode_on_gpu` DALI only decodes them, and torch does the rest."""
+    """Batches of photographs with labels. Without `decode_on_gpu` DALI decodes pictures or windows; torch does the rest."""
 
     _data: Photos
 
@@ -105,7 +105,7 @@ class DaliBatches(PipelineBatches):
         return self._resized_here(pictures, numbers, ids, epoch), labels
 
     def _resized_here(self, pictures, numbers, ids, epoch):
-        """Resize decoded pictures with torch, on a CPU faster than DALI. In training `numbers` says which are flipped."""
+        """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `numbers`: the flips, in training."""
         data, numbers = self._data, np.array(numbers.as_tensor())
         images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
         for place, number in enumerate(ids):

@@ -28,7 +28,7 @@ class ClusterLost(Exception):
 
 
 def bridge(head_address: str) -> "Bridge":
-    """Return this process's Bridge, a child process that uses Ray. The first call starts it, or a later one if Ray failed."""
+    """Return this process's Bridge to this cluster. Start one if there is none, or if Ray failed to start in it."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -105,7 +105,7 @@ def _end(process, owner):
 
 
 class Workers:
-    """The workers of one iterator, which end with this object. Each batch is requested by its number from one of them."""
+    """The workers of one iterator at a time, which end with this object. Each batch is requested by number from one of them."""
 
     def __init__(self, bridge: Bridge):
         self._owner = os.getpid()
@@ -114,7 +114,7 @@ class Workers:
         self._bridge, self._connection = bridge, bridge.connect()
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
-        """Begin an epoch with new copies of `task` (data set, collate_fn ...) in `count` workers; send it only if changed."""
+        """Begin an epoch with new copies of `task` (data set, ...) in `count` workers. Send `task` if the bridge lacks it."""
         try:
             packed = pack(task)
         except (RuntimeError, TypeError, ValueError, pickle.PicklingError) as error:

@@ -27,7 +27,7 @@ OWN = {"address": "local", "num_cpus": 1, "include_dashboard": False}
 
 
 def connect(head_address: str) -> "Cluster":
-    """Join the cluster at `head_address`, or for "local", or "auto" without one, start one that ends with this process."""
+    """Join the cluster at `head_address`. For "local", or if "auto" finds none, start one that ends with this process."""
     address = _users_address(head_address)
     if address is None:
         _prepare_our_own()
@@ -139,7 +139,7 @@ class Cluster:
         return chosen
 
     def start_worker(self, node: str, packages: Iterable[str], again: bool = False) -> Any:
-        """Start a Ray actor on the node; return it. `packages`: source folders to upload; `again`: it replaces a lost one."""
+        """Start a Ray actor on the node. `packages`: source folders to upload unless `own`; `again`: it replaces a lost one."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

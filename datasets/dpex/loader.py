@@ -84,7 +84,7 @@ class DpexDataLoader(DataLoader[Sample]):
 
 @dataclasses.dataclass
 class Pass:
-    """State of one pass over the data set: the batches that were requested from the workers and have arrived."""
+    """State of one pass over the data set: which batches were requested from the workers, and which have arrived."""
 
     has_more: list[bool]  # for each worker; False once its IterableDataset has ended
     turns: Iterator[int]  # the workers in turn
@@ -97,7 +97,7 @@ class Pass:
 
 class RayIterator(_BaseDataLoaderIter):
     """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster. It requests batches
-    ahead, gives them in order (unless in_order=False), and handles the loss of the cluster."""
+    ahead, gives them in order unless in_order=False allows another, and handles the loss of the cluster."""
 
     def __init__(self, loader: DataLoader, bridge: Bridge, idle_workers: list[Workers], stop_when_lost: bool):
         generator = torch.default_generator if loader.generator is None else loader.generator

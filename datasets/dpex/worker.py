@@ -93,7 +93,7 @@ class LoaderWorker:
         return self._fetcher.fetch(index)
 
     def _catch_up(self, place):
-        """Skip an IterableDataset's batches before `place`, and their errors: they were requested before. Else do nothing."""
+        """Skip an IterableDataset's batches before `place`, and their errors. For other data sets, do nothing."""
         while self._is_stream and self._place[1] < place:
             self._place = self._place[0], self._place[1] + 1
             with contextlib.suppress(Exception):

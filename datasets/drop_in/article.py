@@ -152,7 +152,7 @@ def _labels_on_device(labels, place):
 
 
 class DaliIterator:
-    """Gives (images, labels) of a pipeline, or of a list with one pipeline. Each loop over it is one epoch.
+    """Gives (images, labels) of a pipeline, or of a list with one pipeline. A loop over it ends with the epoch.
 
     `size`: number of samples of this shard in an epoch. Other arguments, such as those of DaliIteratorCPU, are ignored.
     """
@@ -244,9 +244,9 @@ class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
 
 
 def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:
-    """Yield (images, labels, event) until the epoch ends; the event follows a side stream's work; None without one.
+    """Yield (images, labels, event) until the epoch ends. The event follows the work on a side stream; None without a stream.
 
-    A method would keep the iterator alive in its own thread, so that it could not be deleted.
+    As a method, it would keep its DaliIteratorCPU alive in the thread that runs it, so that it could not be deleted.
     """
     devices.use(device)
     stream = devices.side_stream(device)

@@ -146,7 +146,7 @@ class SampleCache:
         self._warn_once(server, DOWN, what)
 
     def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None:
-        """Count a wrong answer. At every MOST_WRONG of a server's raise Unfit, so that the server is left alone for a while."""
+        """Count a server's wrong answer. After every MOST_WRONG of them raise Unfit, so that it is left alone for a while."""
         self._wrong[server] += 1
         if self._wrong[server] % MOST_WRONG == 0:
             self.give_up(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")

@@ -44,7 +44,7 @@ def vendors_folder() -> Optional[type]:
 
 
 def sample_key(root: str, path: str, info: os.stat_result) -> str:
-    """Return a file's key: the last two names in `root` (train and val may have equal files), its path, size and time."""
+    """Return a file's key: the last two names in `root` (train and val may have equal files), path from there, size, time."""
     name = path[len(root) + 1 :] if path.startswith(root + os.sep) else os.path.relpath(path, root)
     return f"{_last_two_names(root)}\0{name}\0{info.st_size}\0{info.st_mtime_ns}"
 
@@ -55,7 +55,7 @@ def _last_two_names(root):
 
 
 def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) -> bytes:
-    """Return a file's bytes from the cache, else from the file, and cache them if it is unchanged. `asked`: skip the cache."""
+    """Return a file's bytes: the cache's (not if `asked`), else the file's, which are cached if it did not change meanwhile."""
     info = os.stat(path)
     key = sample_key(root, path, info)
     content = None if asked else _whole(cache.get(key), info)
@@ -156,7 +156,7 @@ def for_each(
 
 
 def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: bool = False) -> str:
-    """Store a file and return SampleCache.set's answer; THERE if it is cached. `verify`: fetch a cached sample to check it."""
+    """Store a file unless it is cached; return the outcome (STORED, THERE ...). `verify`: fetch a cached sample to check it."""
     if len(cache.get(key) or b"") == info.st_size if verify else cache.has(key):
         return THERE
     content = files.read(path)

@@ -20,9 +20,9 @@ from typing import Any, Optional
 import torch
 
 from common.arguments import number
+from common.checkpoints import checkpoint
 from common.errors import UserError, one_line
 from common.files import write_atomically
-from common.run import checkpoint
 from common.world.folders import is_address
 from datasets import cifar10, imagenet
 from datasets.photos import decode

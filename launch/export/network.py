@@ -13,9 +13,9 @@ from typing import Any, Optional
 import torch
 
 from common import devices
+from common.checkpoints import checkpoint
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
-from common.run import checkpoint
 
 OPSET = 17  # of ONNX; every runtime of the last years supports it
 TOLERANCE = 1e-3  # the largest difference between the outputs of the network and of its file

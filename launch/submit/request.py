@@ -192,7 +192,7 @@ def _addresses(request: Request) -> Iterator[str]:
 
 
 def _nested(request: Request) -> Iterator[str]:
-    """Yield a line for each address inside another: a platform copies each of them whole, so the inner one twice."""
+    """Yield a line for each folder of a bucket inside another, as it would be copied twice. A whole bucket is not looked at."""
     names = ("code_url", "data_url", "output_url", "log_url")
     values = {name: str(getattr(request, name)) for name in names}
     values = {name: value for name, value in values.items() if (found := ADDRESS.fullmatch(value)) and found[3]}

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from common import malloc
+from common.checkpoints.position import Position
+from common.checkpoints.saver import Saving
 from common.models.resnet import resnet18
-from common.run.position import Position
-from common.run.saving.saver import Saving
 from datasets import cifar10, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows

@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common.checkpoints import checkpoint
 from common.errors import UserError
-from common.run import checkpoint
 from tests.chaos.victims import digest
 from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
 from tests.jobs import final_state

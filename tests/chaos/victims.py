@@ -167,7 +167,7 @@ class Published(Job):
         copied(self._client, f"{folder.name}/", folder / name)
 
     def result(self, folder):
-        from common.run.saving.checkpoint import read_verified
+        from common.checkpoints.checkpoint import read_verified
 
         found = {}
         for name in ("out", "further"):

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from common import optional, progress
+from common.checkpoints import manifest, output
 from common.errors import UserError, count
 from common.run.clock import TRAINING_PHASES
 from common.run.observers.records import Facts
-from common.run.saving import manifest, output
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
@@ -129,7 +129,7 @@ def of_which(skipped: int) -> str:
 
 
 def advice(remedies: Sequence[str], waiting: float) -> Optional[str]:
-    """Return a line with the remedies if `waiting`, the fraction of the time without data, is at least STARVED; else None."""
+    """Return a line with the remedies if there are any and `waiting`, the fraction of time without data, is STARVED or more."""
     if not remedies or waiting < STARVED:
         return None
     cause = f"the network waited for data {waiting:.0%} of the time, the loader is the bottleneck"

@@ -100,7 +100,7 @@ class Journal:
 
 
 def rate_before(folder: str) -> Optional[float]:
-    """Return the median images per second in the last rows of speed.jsonl, from earlier starts; None if it has none."""
+    """Return the median images per second in the last rows of speed.jsonl, from earlier starts; None if they tell none."""
     rates = []
     with contextlib.suppress(OSError, ValueError, AttributeError), open_regular(os.path.join(folder, "speed.jsonl")) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

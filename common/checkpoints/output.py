@@ -109,7 +109,7 @@ def claim_folders(args: argparse.Namespace) -> list[str]:
 
 
 def describe_files(args: argparse.Namespace) -> str:
-    """Return text for the log: the names of the result files that exist, and the folders of them and of TensorBoard's files."""
+    """Return text for the log: which result files there are, in which folder or bucket, and where TensorBoard's files are."""
     folder, url = args.output_dir, args.output_url
     shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
     there = [name for name in shown if os.path.exists(os.path.join(folder, name))]

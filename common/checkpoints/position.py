@@ -26,5 +26,5 @@ class Position:
         return dataclasses.replace(self, epoch=self.epoch + 1, consumed=0, best=best)
 
     def row(self, epoch: int) -> dict[str, int]:
-        """Return the first fields of a row of metrics.jsonl or of the journal. `epoch`: the epoch that the row is about."""
+        """Return where the run stands, as fields for metrics.jsonl or the journal. `epoch`: the epoch that the row is about."""
         return {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}

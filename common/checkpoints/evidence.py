@@ -30,7 +30,7 @@ class Evidence:
         self._ledger: Any = None
 
     def keep(self, rank: int, attempt: bool, ledger: bool) -> None:
-        """Begin the file of the step under way (`attempt`) and, with --ledger true, a `ledger`, unless they have begun."""
+        """Begin the records: the Attempt if `attempt`, the ledger if `ledger` and --ledger true. Each is begun once."""
         if attempt and not self.attempt:
             self.attempt = Attempt(self._args.checkpoint_dir, self._say)
         if ledger and self._args.ledger and not self._ledger:

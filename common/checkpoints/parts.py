@@ -129,7 +129,7 @@ def _state(part):
 
 
 def _plain(value):
-    """Return a copy in plain dicts and lists, without functions, which each start creates anew."""
+    """Return a copy in plain dicts and lists, without the functions in dicts, which each start creates anew."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if not callable(item)}
     return [_plain(item) for item in value] if isinstance(value, list) else value
@@ -147,7 +147,7 @@ def _frozen(run):
 
 
 def _added(run, name):
-    """Return the names of the weights in each parameter group that was added to the optimizer `name` after its creation."""
+    """Return, for each parameter group that optimizer `name` has got since Run.resume(), the names of its weights."""
     names = {weight: one for one, weight in _weights(run).items()}
     groups = [group["params"] for group in run.parts[name].param_groups[len(run.made[name]) :]]
     if any(weight not in names for group in groups for weight in group):
@@ -159,7 +159,7 @@ def _added(run, name):
 
 
 def _merged(run, name, saved, made, before):
-    """Return the `saved` options, with this start's (`made`) where they are not the last one's (`before`); fill run.changed."""
+    """Return options: `saved`, but this start's (`made`) where they differ from the last one's (`before`); fill run.changed."""
     others = {key for key in made.keys() & before.keys() if not bool(torch.as_tensor(made[key] == before[key]).all())}
     for key in others - NOT_LISTED:
         if not key.startswith("_"):

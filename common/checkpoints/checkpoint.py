@@ -147,7 +147,7 @@ def evaluated_weights(state: dict) -> dict[str, torch.Tensor]:
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
     """Load `state`, which was read from `path`; return the names of those whose shapes differ, which are not loaded.
 
-    With `new_head`, up to two may differ, as those of a last layer for other classes; any other mismatch raises UserError.
+    With `new_head`, up to two may differ, as for other classes. Other mismatches raise UserError, but for num_batches_tracked.
     """
     own = network.state_dict()
     state = {_plain(name, own): tensor for name, tensor in state.items()}
@@ -258,7 +258,7 @@ def path_of(folder: str, number: int) -> str:
 
 
 def read(path: str) -> tuple[dict, dict]:
-    """Return (state, manifest) of the checkpoint `path`, a .pt file with its .json next to it; UserError if it is damaged."""
+    """Return (state, manifest without digest and size) of a .pt file with its .json next to it; UserError if it is damaged."""
     manifest, content = read_verified(path)
     return parse(content, manifest, path)
 

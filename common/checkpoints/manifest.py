@@ -61,7 +61,7 @@ def restart_command(args: argparse.Namespace, words: list[str], without: Collect
 
 def export_command(folder: str) -> Optional[str]:
     """Return the command that exports an output folder's best network for other programs; None in a bundle without launch/."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "launch").is_dir():
         return None
     here = os.getcwd() == str(root)

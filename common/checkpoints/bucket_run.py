@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Callable
 
 from common import storage
+from common.checkpoints import checkpoint, output, starts
 from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY
-from common.run.saving import checkpoint, output, starts
 from common.storage import bucket, download, index, once
 from common.world.folders import local_folder
 

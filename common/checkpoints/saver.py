@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 from common import files, moments
+from common.checkpoints import bucket_run, checkpoint, output, restore, starts
+from common.checkpoints.position import Position
 from common.errors import TrainingFailed, UserError, one_line
-from common.run.position import Position
-from common.run.saving import bucket_run, checkpoint, output, restore, starts
 from common.storage import bucket
 from common.storage.upload import FAILURE_SECONDS, Publisher
 

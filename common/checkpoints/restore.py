@@ -1,0 +1,140 @@
+"""Restore a run from its folder: which checkpoint to load, and which options may differ from those of the run."""
+
+import argparse
+import hashlib
+import os
+from typing import Any, Callable, Optional
+
+import torch
+
+from common.checkpoints import bucket_run, checkpoint
+from common.errors import UserError
+from common.ranks.barrier import from_rank_0
+
+Checkpoint = tuple[dict, dict, str]  # (state, about, path)
+
+
+def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, parts: dict) -> dict:
+    """Return what two starts must have in common to belong to one run, as values that an error can quote."""
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
+    return {
+        "model": f"{type(model).__name__} of {parameters:,} parameters ({digest})",
+        "data set": f"{'synthetic' if args.input.synthetic else 'real'}, {sampler.num_samples} samples",
+        "seed": args.seed,
+        "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
+    }
+
+
+def create_momentum_buffers(parts: dict) -> None:
+    """Create the momentum buffers of SGD as zeros. Torch's fused SGD needs one for all weights or none, but in the first step,
+    some may have no gradient; and if a scaler skips that step, the buffers would be uninitialised memory."""
+    if isinstance(parts.get("optimizer"), torch.optim.SGD):
+        for group in parts["optimizer"].param_groups:
+            for parameter in group["params"] if group["momentum"] else []:
+                parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def find_checkpoint(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
+    """Return the checkpoint to go on from, or None to begin anew. UserError if another run or the options forbid it."""
+    folder, here = args.checkpoint_dir, args.world
+    afresh = args.resume == "never" and not here.restart_count
+    in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
+    has_run = bool(checkpoint.numbers(folder)) or in_bucket
+    if in_bucket and not afresh:
+        bucket_run.fetch_growing_files(args, say)
+    if has_run and here.restart_count:  # a restart of the same command: the first start has obeyed --resume and --overwrite
+        found = checkpoint.newest(folder, say)
+        # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.
+        if found and (args.resume != "never" or found[1].get("job", "") == here.job_id):
+            refuse_another_run(found[1]["identity"], ours, f"checkpoint {found[2]}")
+            return found
+    if args.resume == "never":
+        if has_run and not args.overwrite:
+            raise UserError(
+                f"{args.output_url or args.output_dir} holds a run and --resume is never: "
+                "give another --output_dir, or --overwrite true to delete that run"
+            )
+        return None
+    if args.resume == "auto":
+        found = checkpoint.newest(folder, say)
+    else:
+        found = _from_path(args, say)
+        own = checkpoint.newest(folder, say) if has_run and not _inside(found[2], folder) else None
+        if own and own[1]["run"] == found[1]["run"]:  # an earlier start of this command has gone on from there
+            say(f"{args.output_dir} already went on from --resume {args.resume}")
+            found = own
+        elif own:
+            raise UserError(
+                f"{args.output_dir} holds another run than --resume {args.resume}: give another --output_dir, "
+                "or first delete that run with --resume never --overwrite true"
+            )
+    if found:
+        refuse_another_run(found[1]["identity"], ours, f"checkpoint {found[2]}")
+    return found
+
+
+def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]:
+    """Return the checkpoint of --resume PATH, else the newest in the output folder or its bucket; None if there is none."""
+    if args.resume not in ("auto", "never"):
+        return _named(args, say)
+    if args.output_url:
+        bucket_run.bring_newest(args, say)
+    return checkpoint.newest(args.checkpoint_dir, say)
+
+
+def settings_before(args: argparse.Namespace, say: Callable) -> dict:
+    """Return, on every rank, the arguments of the run that this start continues; {} for a new run or with --doctor."""
+    if args.doctor or (args.resume == "never" and not args.world.restart_count):
+        return {}
+
+    def look():
+        found = to_evaluate(args, say)
+        return ({}, {"arguments": found[1]["arguments"]}, found[2]) if found else None
+
+    found = from_rank_0(look, "settings")
+    return found[1]["arguments"] if found else {}
+
+
+def _from_path(args, say):
+    """Return the checkpoint of --resume PATH; UserError if this run's folder has it and later ones, without --overwrite."""
+    state, about, path = _named(args, say)
+    later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
+    newer = later if _inside(path, args.checkpoint_dir) else []
+    if newer and not args.overwrite:
+        raise UserError(
+            f"--resume {path} has {len(newer)} later checkpoints in its folder: "
+            "give --overwrite true to delete those, or another --output_dir"
+        )
+    return state, about, path
+
+
+def _named(args, say):
+    """Return the checkpoint of --resume PATH: a file, or the newest in a folder."""
+    path = bucket_run.local_checkpoint(args.resume, args.input_dir, say)
+    if os.path.isdir(path):
+        inner = os.path.join(path, "checkpoints")
+        found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)
+        if not found:
+            raise UserError(
+                f"--resume {path} holds no checkpoint: "
+                "give a .pt file that has its .json next to it, or the output folder of a run"
+            )
+        return found
+    if not os.path.isfile(path):
+        raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
+    return (*checkpoint.read(path), path)
+
+
+def _inside(path, folder):
+    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(folder)
+
+
+def refuse_another_run(theirs, ours, path):
+    different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in ours if ours[what] != theirs.get(what)]
+    if different:
+        raise UserError(
+            f"{path} belongs to another run: {'; '.join(different)}; "
+            "give another --output_dir, or --resume never --overwrite true"
+        )

@@ -1,0 +1,122 @@
+"""The first lines of a run's log: on what it trains, where it goes on, and what a user may not expect."""
+
+import datetime
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+
+from common import arguments, devices
+from common.checkpoints import output, parts
+from common.checkpoints.evidence import Attempt
+from common.checkpoints.restore import Checkpoint
+from common.errors import count
+from common.ranks.collectives import has_process_group
+from common.run.observers import journal
+from common.version import VERSION
+from common.world import folders
+
+# Options whose changes between two starts of one run are listed in a warning; the new value counts from then on.
+CHANGEABLE = [
+    "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
+    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema", "image_size", "resize", "crop",
+    "crop_scale", "data_backend",
+]  # fmt: skip
+
+
+def changes(then: dict, now: dict) -> list[str]:
+    """Return ["lr 0.1 -> 0.2", ...] for the options of CHANGEABLE that changed since the checkpoint."""
+    return [
+        f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
+    ]
+
+
+def _not_gone_on_from(args, found):
+    """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
+    files, weights = output.names(args.checkpoint_dir), output.names(args.output_dir)
+    for name in files:
+        manifest = name.replace(".pt", ".json")
+        if re.fullmatch(r"\d{12}\.pt", name) and manifest not in files:
+            yield f"warning: {name} in {args.checkpoint_dir} has no manifest ({manifest}), so it is no checkpoint"
+    weights = [name for name in weights if re.fullmatch(r"epoch_\d+\.pth", name)]
+    if weights and not found:
+        shown = ", ".join(weights[:3])
+        yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
+
+
+def _course(run):
+    """Return words for the log: how long the run trains, on what, and where it writes."""
+    args, sampler = run.args, run.sampler
+    steps = sampler.samples_per_epoch // sampler.global_batch
+    classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""
+    source = f", from {args.data_url or args.input_dir}"
+    if args.input.synthetic:
+        source = ", made up" + (" (--custom_data true)" if args.custom_data else "")
+    elif not args.data_url and args.input == arguments.Input():  # a job that creates its own data
+        source = ""
+    samples = f"{sampler.num_samples} training samples{classes}{source}"
+    return (
+        f"{count(args.epochs, 'epoch')} of {count(steps, 'step')}, {samples}; results in {args.output_url or args.output_dir}"
+    )
+
+
+def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
+    """Yield the first lines of the log. `found`: the checkpoint that was restored; `attempt`: in which steps starts died."""
+    args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
+    yield (
+        f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "
+        f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {global_batch}"
+    )
+    if found:
+        _, about, path = found
+        changed = changes(about["arguments"], vars(args))
+        named = {text.split()[0] for text in changed}
+        changed += [f"{name} {how}" for name, how in run.changed.items() if name.split()[0] not in named]
+        if changed:
+            yield f"warning: going on with other settings than before: {', '.join(changed)}"
+        within = f"epoch {run.epoch + 1}, after {run.position.consumed} of its samples"
+        place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
+        yield f"going on from {path}: {place}, step {run.total_steps}"
+        yield _course(run)
+        factor = global_batch / args.batch_size
+        if not has_process_group() and factor != 1:
+            yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+    else:
+        yield f"a new run: {_course(run)}"
+    yield from _not_gone_on_from(args, found)
+    again = os.environ.get("MA_SCHEDULE_CNT", "")
+    if not found and again.isdigit() and int(again) > 1:
+        yield (
+            f"warning: this is start {again} of the job, and its output folder has no checkpoint: for ModelArts to bring it "
+            "back, Predownload of the Output has to be Yes"
+        )
+    if why := folders.not_kept(args, os.environ):
+        yield f"warning: {why}; declare an output there, or everything is lost with this container"
+    gpus = devices.count() if devices.is_accelerator(run.device) else 0
+    if run.peers.size == 1 and gpus > 1 and not run.uses_all_gpus:
+        yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
+    if args.input.synthetic:
+        yield "warning: the images are synthetic: the accuracy means nothing"
+    if not any(weight.requires_grad for weight in run.model.parameters()):
+        yield "warning: no weight of the network requires a gradient: nothing is trained"
+    groups = [group for optimizer in parts.optimizers(run).values() for group in optimizer.param_groups]
+    if any("initial_lr" in group for group in groups) and not any(map(parts.is_schedule, run.parts.values())):
+        yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
+    left = run.sampler.num_samples % global_batch
+    if left:
+        yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
+    if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
+        epoch, consumed = attempt.died_twice_in
+        place = f"in epoch {epoch + 1} after {consumed} samples"
+        ids = run.sampler.step_ids(epoch, consumed).tolist()
+        yield f"warning: the last two starts both died in one step, {place}; its sample ids are {ids}"
+    elif attempt and attempt.left:
+        yield (
+            "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
+            "of memory: lower --workers or --batch_size"
+        )
+    if found and (rate := journal.rate_before(args.output_dir)):
+        left = datetime.timedelta(seconds=int(run.plan.samples_left(run.position) / rate))
+        yield f"about {left} left at the {rate:.0f} images a second of the last start"
