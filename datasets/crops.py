@@ -22,7 +22,7 @@ LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
 def random_windows(
     ids: Any, widths: Any, heights: Any, seed: int, epoch: int, area: tuple[float, float] = AREA
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return crops (top, left, height, width), int64 (N, 4), and flips, bool (N,). `area`: limits of a crop's share."""
+    """Return crops (top, left, height, width), int64 (N, 4), and flips, bool (N,). `area`: shares of a picture to draw from."""
     widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
     ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
     missing = np.arange(len(ids))
@@ -45,7 +45,7 @@ def random_windows(
 
 
 def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) -> Any:
-    """Scale a window of a picture of size `whole` to the smaller size `stored`, in whole pixels; sizes are (height, width)."""
+    """Return the window for the same part of a picture that was resized from `whole` to `stored`, both (height, width)."""
     if stored == whole:
         return window
     top, left, height, width = window.tolist()

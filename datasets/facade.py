@@ -40,8 +40,8 @@ class Dataset:
         world_size: int = 1, cuda: bool = True, mean: Optional[Sequence[float]] = None, std: Optional[Sequence[float]] = None,
         pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """The first seven arguments are in the order of the article's own call, which passes them by position. The others are
-        keyword-only: a call in the order of the article's repository (size is third) fails and sets no other batch size.
+        """The first seven arguments are in the order of the article's own call, which passes them by position, and not of the
+        article's repository, where size is third. The others are keyword-only.
 
         `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs a process group.
         """

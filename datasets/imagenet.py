@@ -173,7 +173,7 @@ def _before(args):
 
 
 def _settled(args, found, before):
-    """Apply the recipe for so many pictures, unless --weights are evaluated; return (arguments, line for the log or None)."""
+    """Apply a recipe, except where --weights are evaluated without --recipe; return (arguments, line for the log or None)."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
     pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])

@@ -38,7 +38,7 @@ class EpochSampler:
         self.set_global_batch(global_batch)
 
     def set_global_batch(self, global_batch: int) -> None:
-        """Set all ranks' samples per step. UserError if ranks or shares cannot have equal parts, or an epoch has fewer."""
+        """Set the samples per step of all ranks; UserError unless all parts are equal and there are so many samples."""
         if global_batch % self.shares:
             allowed = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
             raise UserError(
@@ -109,8 +109,8 @@ class InOrder:
         self.shard(0, 1)
 
     def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None:
-        """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so that a batch has
-        equal samples at every number of ranks. All ranks together see each sample exactly once."""
+        """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so that batches
+        have the same samples at every number of ranks. All ranks together see each sample exactly once."""
         _require_within(range(rank, rank + 1), world_size, "ranks")
         self.rank, self.world_size = rank, world_size
         self.whole_batches = whole_batches

@@ -149,7 +149,7 @@ def clock(device, since=0.0):
 
 
 def run(args, device, train, seed, steps_of_a_size=None, compiled=None):
-    """Train a new network, in the model `compiled` if given, and return it. `steps_of_a_size` replaces the recipe's steps."""
+    """Train a new network, or `compiled` with new weights, and return it. `steps_of_a_size` replaces the recipe's steps."""
     images, labels = train
     torch.manual_seed(seed)
     batch, smoothing, momentum, passes = RECIPES[args.net, args.target]
@@ -275,7 +275,7 @@ class Muon:
 def orthogonal(groups):
     """Return the matrices with singular values near 1: three Newton-Schulz steps X -> P X, P a polynomial of G = X X'.
 
-    The three factors P are multiplied first, as they are smaller than X; the next G is P G P. Consecutive groups whose matrices
+    The three factors P are multiplied first, as most are smaller than X; the next G is P G P. Consecutive groups whose matrices
     have the same number of rows are computed together.
     """
     scaled = [one.bfloat16() / one.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16() for one in groups]

@@ -259,7 +259,7 @@ def with_options_of_weights(args):
 
 
 def build(args, classes):
-    """Return the network, with --weights if given; for other classes, its last layer begins anew (--evaluate: UserError)."""
+    """Return the network, with --weights if given; for weights of other classes, a new last layer or (--evaluate) UserError."""
     if args.num_classes and args.num_classes < classes:
         raise UserError(
             f"--num_classes {args.num_classes} are fewer than the {classes} classes of the data: leave the option out"

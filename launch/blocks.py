@@ -215,7 +215,7 @@ def rebase(path: Path, base: list[str]) -> list[str]:
 
 
 def _refuse_other_bases(paths: list[Path]) -> None:
-    """Raise BlockError if jobs differ outside their blocks: such an edit would be lost, and belongs in the base."""
+    """Raise BlockError if jobs differ outside their blocks: rebase would lose the difference, which belongs in train.py."""
     first, *others = paths
     lines = read(first)[0]
     for path in others:
@@ -264,7 +264,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show_or_write(text: str, output: Optional[str]) -> None:
-    """Print or write the text; BlockError if `output` exists and is not train.py with blocks, or jobs/ would lose blocks."""
+    """Print or write the text; BlockError if `output` exists and its base is not train.py, or jobs/ would lose blocks."""
     if not output:
         print(text, end="" if text.endswith("\n") else "\n")
         return

@@ -195,7 +195,7 @@ def _run_nodes(nodes, kill_at, return_at, start_node):
 
 
 def _codes(processes, events, lost):
-    """Run the events when due, wait for all nodes, and return exit codes: 0 for a killed one of `lost` if the rest succeed."""
+    """Kill and start nodes as `events` say and wait. Return exit codes, 0 for a killed node of `lost` if the rest succeed."""
     began = time.monotonic()
     while True:
         running = [node for node, started in processes.items() if any(process.poll() is None for process in started)]

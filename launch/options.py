@@ -51,7 +51,7 @@ def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Option
 
 
 def run_for_exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) -> int:
-    """Call `work`, which writes to `place`, and return an exit code. A user's or system error becomes one line on stderr."""
+    """Call `work` and return an exit code. An expected error becomes one line on stderr, about `place` if it names no file."""
     try:
         return work() or 0
     except (UserError, TrainingFailed) as error:

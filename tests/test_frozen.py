@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from common import files
-from common.checkpoints import checkpoint, starts
-from common.storage import bucket, upload
+from common.checkpoints import checkpoint, publisher, starts
+from common.storage import bucket
 from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
 from tests.jobs import FIGURES, TINY, assert_same_bits, command, final_state, in_rehearsal, run_forked
 from tests.ranks import TWO
@@ -223,14 +223,14 @@ def test_what_the_last_look_has_overwritten_is_made_good(store, reachable, tmp_p
     (tmp_path / "metrics.jsonl").write_text("of the first")
     one, other = (starts.Starts(bucket.Bucket("s3://data/runs/good")) for _ in range(2))
     one.take(afresh=False)
-    late = upload.Publisher(str(tmp_path), "s3://data/runs/good", starts=one)
+    late = publisher.Publisher(str(tmp_path), "s3://data/runs/good", starts=one)
     look = late._look
 
     def stands_still(background):
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "metrics.jsonl").write_text("of the second")
         other.take(afresh=False)
-        upload.Publisher(str(tmp_path / "other"), "s3://data/runs/good", starts=other).finish()
+        publisher.Publisher(str(tmp_path / "other"), "s3://data/runs/good", starts=other).finish()
         look(background)
 
     late._look = stands_still

@@ -248,6 +248,20 @@ def test_no_object_is_ever_pickled_or_unpickled_but_by_the_reader_of_batches():
         assert not found, (path, found)
 
 
+def test_one_file_knows_the_names_of_checkpoints_and_weights():
+    """Nothing else matches or makes them: not by twelve digits, and not by the number of an epoch."""
+    spelled = re.compile(r":012d|\\d\{\{?12|epoch_\{|epoch_\(?\\d")
+    found = {str(path) for path in FILES for line in (ROOT / path).read_text().splitlines() if spelled.search(line)}
+    assert found == {
+        "common/checkpoints/names.py",
+        "common/checkpoints/output.py",
+        "jobs/train_restore.py",
+    }  # examples/epoch_N.png
+    assert [
+        str(path) for path in FILES if room(name_of(path)) == "common.storage" and "checkpoint" in (ROOT / path).read_text()
+    ] == []
+
+
 # --- How large things may be ---------------------------------------------------------------------------------------------
 
 MOST_ATTRIBUTES, MOST_WITH_INHERITED, MOST_LINES, MOST_FILES = 15, 25, 60, 14

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from common import patience, storage
-from common.checkpoints import bucket_run, checkpoint, output
+from common.checkpoints import bucket_run, checkpoint, output, publisher
 from common.errors import TrainingFailed, UserError
-from common.storage import bucket, upload
+from common.storage import bucket
 from common.world.folders import FETCHING
 from tests.faultproxy import faults
 from tests.jobs import PATIENCE, TINY, Popen, assert_same_bits, command, environment, final_state, run, run_forked, wait_for
@@ -76,7 +76,7 @@ def test_a_good_checkpoint_is_in_the_bucket_at_every_moment_while_its_number_is_
                 return "denied" if request.method != "GET" and next(changes) >= number else None
 
             with faults(store, plan, monkeypatch), contextlib.suppress(UserError):
-                storage.publish(str(folder), url)
+                publisher.Publisher(str(folder), url).finish()
         (empty := tmp_path / f"{number}-next").mkdir()
         assert bucket_run.bring_newest(
             argparse.Namespace(output_url=url, output_dir=str(folder), checkpoint_dir=str(empty)), print
@@ -204,12 +204,12 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
         "epoch_best/x.pth",
         "tensorboard/x/events.out.tfevents.1",
     ]
-    assert [name for name in ours + theirs if output.LEFT_BY_A_RUN.fullmatch(name)] == ours
+    assert [name for name in ours + theirs if output.is_of_a_run(name)] == ours
     client = store.client()
     for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
         client.create_multipart_upload(Bucket="data", Key=key)
     (tmp_path / "checkpoints").mkdir()
-    publishing = upload.Publisher(str(tmp_path), "s3://data/up", ours=output.LEFT_BY_A_RUN)
+    publishing = publisher.Publisher(str(tmp_path), "s3://data/up")
     publishing.start()
     left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="data", Prefix="up/").get("Uploads", [])]
     assert left == ["up/team/file"], "uploads of others go on"
@@ -238,10 +238,10 @@ def test_an_unreachable_bucket_refuses_the_start_and_a_lost_one_keeps_the_result
     (tmp_path / "results/metrics.jsonl").write_text("{}")
     said = []
     with faults(store, lambda request: None, monkeypatch) as proxy:
-        publishing = upload.Publisher(str(tmp_path / "results"), "s3://data/lost", said.append)
+        publishing = publisher.Publisher(str(tmp_path / "results"), "s3://data/lost", said.append)
         publishing.start()
         proxy.plan = lambda request: "503"
-        monkeypatch.setattr(upload, "STOP_SECONDS", 1)
+        monkeypatch.setattr(publisher, "STOP_SECONDS", 1)
         with pytest.raises(TrainingFailed, match="no good answer for 1 s, the last was: 503 SlowDown"):
             publishing.finish(in_a_hurry=True)
         proxy.plan = lambda request: None
@@ -253,7 +253,7 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
     """The other ranks hear of it only afterwards."""
     (tmp_path / "metrics.jsonl").write_text("{}")
     with faults(store, lambda request: None, monkeypatch) as proxy:
-        publishing = upload.Publisher(str(tmp_path), "s3://data/slow")
+        publishing = publisher.Publisher(str(tmp_path), "s3://data/slow")
         publishing.start()
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
@@ -263,23 +263,23 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
 
 
 def test_a_credential_that_expires_is_one_warning_and_then_the_end(store, monkeypatch, tmp_path):
-    monkeypatch.setattr(upload, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(publisher, "INTERVAL_SECONDS", 0.02)
     monkeypatch.setenv(patience.VARIABLE, "1")
     fault, said, saved = [None], [], threading.Event()
     with faults(store, lambda request: fault[0], monkeypatch):
-        publisher = upload.Publisher(str(tmp_path), "s3://data/runs/expires", said.append)
-        publisher.start()
+        publishing = publisher.Publisher(str(tmp_path), "s3://data/runs/expires", said.append)
+        publishing.start()
         fault[0] = "expired"
         monkeypatch.setattr(bucket, "_client", None)  # whatever goes wrong where a new credential is looked for
         for number in itertools.count():
             (tmp_path / f"{number}").write_text("another file to send each time")
-            publisher.saved(lambda names: [])
-            if saved.wait(0.05) or publisher.failures.refused:
+            publishing.saved(lambda names: [])
+            if saved.wait(0.05) or publishing.failures.refused:
                 break
-        assert publisher.failures.refused.startswith("403 ExpiredToken")
+        assert publishing.failures.refused.startswith("403 ExpiredToken")
         assert [line[:60] for line in said] == ["warning: results cannot be published now, the next attempt f"]
         fault[0] = None
-        publisher.finish()
+        publishing.finish()
     assert f"{number}" in remote_names(store, "runs/expires/")
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Callable
 
 from common import storage
-from common.checkpoints import checkpoint, output, starts
+from common.checkpoints import checkpoint, names, output, starts
 from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY
 from common.storage import bucket, download, index, once
 from common.world.folders import local_folder
 
-FOLDERS = ("checkpoints/", starts.FOLDER)
+FOLDERS = (names.FOLDER, starts.FOLDER)
 GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
 OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png")  # an evaluation leaves them, and report.html shows them
 
@@ -39,7 +39,7 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
             say(f"warning: {error}; trying the one before it")
             checkpoint.delete(args.checkpoint_dir, samples)
         else:
-            say(f"fetched checkpoint {starts.stem(samples, start)}.pt from {args.output_url}")
+            say(f"fetched checkpoint {names.of_checkpoint(samples, 'pt', start)} from {args.output_url}")
             return True
     if there and not here:
         raise UserError(f"all {len(there)} checkpoints in {args.output_url} are damaged; {checkpoint.AFRESH}")
@@ -48,12 +48,12 @@ def bring_newest(args: argparse.Namespace, say: Callable, only_look: bool = Fals
 
 def _bring(place, items, start, samples, folder):
     """Fetch checkpoint N-START.pt (or N.pt) of the bucket as N.pt; raise Damaged if it is incomplete or damaged."""
-    theirs, ours = _files_of(starts.stem(samples, start)), _files_of(f"{samples:012d}")
-    if f"checkpoints/{theirs[0]}" not in items:
+    theirs, ours = _files_of(names.of_checkpoint(samples, "pt", start)), _files_of(names.of_checkpoint(samples, "pt"))
+    if names.FOLDER + theirs[0] not in items:
         raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
     for there, here in zip(theirs, ours):  # the manifest last, as when it was written
-        if f"checkpoints/{there}" in items:
-            download.fetch_items(place, {here: items[f"checkpoints/{there}"]}, folder)
+        if names.FOLDER + there in items:
+            download.fetch_items(place, {here: items[names.FOLDER + there]}, folder)
     try:
         checkpoint.read_verified(os.path.join(folder, ours[0]))
     except UserError as error:
@@ -62,14 +62,15 @@ def _bring(place, items, start, samples, folder):
 
 def _files_of(name):
     """Return the names of a checkpoint's files: tensors, a manifest that a killed start did not rename, and the manifest."""
-    return [f"{name}.pt", f"{name}.json{TEMPORARY}", f"{name}.json"]
+    return [name, *(re.sub(r"pt$", ending, name) for ending in (names.UNFINISHED, "json"))]
 
 
 def _refuse_another_history(place, theirs, ours, args):
     """Raise UserError if the manifests of checkpoints `theirs`, in the bucket, and `ours`, on the disk, name different runs."""
-    key = f"{place.below()}checkpoints/{starts.stem(theirs[1], theirs[0])}.json"
+    key = place.below() + names.FOLDER + names.of_checkpoint(theirs[1], "json", theirs[0])
     content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
-    if _run_id(content) != _run_id(Path(args.checkpoint_dir, f"{ours:012d}.json").read_bytes()):
+    mine = Path(checkpoint.path_of(args.checkpoint_dir, ours)).with_suffix(".json")
+    if _run_id(content) != _run_id(mine.read_bytes()):
         raise UserError(
             f"{args.output_dir} holds another run than {args.output_url}: delete that folder, "
             "or start afresh with --resume never --overwrite true"
@@ -91,14 +92,14 @@ def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
         return storage.fetch(path, say=say, inputs=inputs)
     url, name = os.path.split(path)
     place, folder = bucket.Bucket(url, say), local_folder(url, inputs)
-    names = _files_of(name.removesuffix(".pt"))
+    wanted = _files_of(name)
     items = {place.relative(item.key): item for item in place.items(place.below())}
-    for needed in (names[0], names[-1]):
+    for needed in (wanted[0], wanted[-1]):
         if needed not in items:
             raise UserError(f"--resume {path}: there is no {needed} in {url}; give a .pt that has its .json there")
     os.makedirs(folder, exist_ok=True)
-    download.fetch_items(place, {name: items[name] for name in names if name in items}, folder)
-    return os.path.join(folder, names[0])
+    download.fetch_items(place, {name: items[name] for name in wanted if name in items}, folder)
+    return os.path.join(folder, name)
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
@@ -144,7 +145,7 @@ def fetch_growing_files_if_possible(args: argparse.Namespace, say: Callable) -> 
 def delete(args: argparse.Namespace, say: Callable) -> None:
     """Delete the files of a run from the bucket, manifests first. The objects that number its starts, and other files, stay."""
     place = bucket.Bucket(args.output_url, say)
-    names = [place.relative(item.key) for item in place.items(place.below())]
-    ours = [name for name in names if output.LEFT_BY_A_RUN.fullmatch(name.removesuffix(TEMPORARY))]
+    there = [place.relative(item.key) for item in place.items(place.below())]
+    ours = [name for name in there if output.is_of_a_run(name.removesuffix(TEMPORARY))]
     for name in sorted(ours, key=lambda name: not name.removesuffix(TEMPORARY).endswith(".json")):
         place.ask("delete_object", place.below() + name)

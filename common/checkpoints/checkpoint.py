@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from common import files, progress
+from common.checkpoints import names
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, give_name, raising_taken_over, remove, temporary, unfinished, write_aside, write_atomically
 from common.ranks import collectives
@@ -29,7 +30,6 @@ from common.tensors import BEGINNINGS, OldForm, Refused, check
 from common.tensors import read as read_tensors
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-NAME = re.compile(r"(\d{12})(?:-(\d+))?\.json")  # the second number is that of the start, in a bucket (starts.py)
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
 # Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options among them.
@@ -84,7 +84,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 def _read_weights(path):
     try:
-        if NAME.fullmatch(os.path.basename(manifest := re.sub(r"\.pt$", ".json", path))) and os.path.exists(manifest):
+        its = names.parse(os.path.basename(path))
+        if its and its.ending == "pt" and os.path.exists(re.sub(r"pt$", "json", path)):
             return read_verified(path)[1], True
         content = _weights(path)
         if not os.path.exists(path + DIGEST):
@@ -224,26 +225,28 @@ def require_plain(state: dict) -> None:
 def write(folder: str, state: dict, about: dict) -> None:
     """Write a checkpoint of `state`, with `about` as its manifest; its number is about["samples_seen"]."""
     about = json.loads(json.dumps(about))  # plain types only, or common/tensors.py would refuse them at the next start
-    path = os.path.join(folder, f"{about['samples_seen']:012d}")
+    path, manifest_path = (
+        os.path.join(folder, names.of_checkpoint(about["samples_seen"], ending)) for ending in ("pt", "json")
+    )
     require_plain(state)
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    write_aside(f"{path}.pt", content)
-    write_aside(f"{path}.json", _encode_manifest(manifest))
+    write_aside(path, content)
+    write_aside(manifest_path, _encode_manifest(manifest))
     try:
-        give_name(f"{path}.pt")  # from here on the manifest counts, although it still has its temporary name
+        give_name(path)  # from here on the manifest counts, although it still has its temporary name
     except OSError:
-        for suffix in (".pt", ".json"):
+        for one in (path, manifest_path):
             with contextlib.suppress(OSError):
-                os.unlink(temporary(path + suffix))
+                os.unlink(temporary(one))
         raise
-    give_name(f"{path}.json")
+    give_name(manifest_path)
 
 
 def _manifests(folder):
     """Return sorted [(start's number, samples seen, name)] of the manifests. Only names from a bucket have numbers above 1."""
-    there = map(NAME.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ())
-    return sorted((int(match[2] or 1), int(match[1]), match[0]) for match in there if match)
+    there = [(names.parse(name), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    return sorted((its.start, its.samples, name) for its, name in there if its and its.ending == "json")
 
 
 def numbers(folder: str) -> list[int]:
@@ -253,8 +256,8 @@ def numbers(folder: str) -> list[int]:
 
 def path_of(folder: str, number: int) -> str:
     """Return the path of the .pt file of checkpoint `number`; if several starts have saved it, of the latest start's file."""
-    names = [name for _, its, name in _manifests(folder) if its == number] or [f"{number:012d}.json"]
-    return os.path.join(folder, re.sub(r"json$", "pt", names[-1]))
+    starts = [start for start, samples, _ in _manifests(folder) if samples == number] or [1]
+    return os.path.join(folder, names.of_checkpoint(number, "pt", starts[-1]))
 
 
 def read(path: str) -> tuple[dict, dict]:
@@ -292,8 +295,8 @@ def _read_manifest(path, content):
         raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
     if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
         raise ValueError("its bytes are not those that were written (SHA-256 differs)")
-    number = re.match(r"\d{12}(?=\.json)", os.path.basename(path))
-    if number and int(number[0]) != manifest["samples_seen"]:
+    its = names.parse(os.path.basename(path))
+    if its and its.samples != manifest["samples_seen"]:
         raise ValueError(f"it is that after {manifest['samples_seen']} samples")
     return manifest
 
@@ -338,8 +341,8 @@ def newest(folder: str, say: Callable = print, remedy: str = AFRESH) -> Optional
 
 
 def delete(folder: str, number: int) -> None:
-    for suffix in (".json", ".pt"):  # the manifest first: no manifest, no checkpoint
-        remove(os.path.join(folder, f"{number:012d}{suffix}"))
+    for ending in ("json", "pt"):  # the manifest first: no manifest, no checkpoint
+        remove(os.path.join(folder, names.of_checkpoint(number, ending)))
 
 
 def sweep(folder: str, left: Iterable[str] = ()) -> None:
@@ -355,9 +358,9 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
                 os.replace(place, path)
             else:
                 os.unlink(place)
-        for start, number, name in _manifests(folder):
+        for start, number, _ in _manifests(folder):
             for ending in ("pt", "json") if start > 1 else ():  # in a copy of a bucket
-                numbered, plain = re.sub(r"json$", ending, name), f"{number:012d}.{ending}"
+                numbered, plain = names.of_checkpoint(number, ending, start), names.of_checkpoint(number, ending)
                 os.replace(os.path.join(folder, numbered), os.path.join(folder, plain))
 
 
@@ -370,21 +373,22 @@ def _is_the_right_one(path, place):
         except _DAMAGE:
             return False
 
-    return bool(NAME.fullmatch(os.path.basename(path))) and describes(place) and not describes(path)
+    its = names.parse(os.path.basename(path))
+    return its is not None and its.ending == "json" and describes(place) and not describes(path)
 
 
-def surplus(names: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
+def surplus(there: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
     """Return which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
 
     `about`: the manifest of the checkpoint just written or restored. Higher numbers stay unless they are in `damaged`.
     """
     best, now = about["best"] or {}, about["samples_seen"]
-    form = re.compile(r"(?:checkpoints/)?(\d{12})\.(json|pt|json\.unfinished)")  # unfinished: in a bucket, after a kill
-    found = [(name, match) for name in names if (match := form.fullmatch(name))]
-    numbers = sorted({int(match[1]) for _, match in found if match[2] == "json"} - {*damaged})
+    there = list(there)
+    found = [(name, its) for name in there if (its := names.parse(name.removeprefix(names.FOLDER))) and its.start == 1]
+    numbers = sorted({its.samples for _, its in found if its.ending == "json"} - {*damaged})
     kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}
-    old = [name for name, match in found if int(match[1]) not in kept and (int(match[1]) in damaged or int(match[1]) < now)]
-    weights = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"epoch_(\d+)\.(pth(\.sha256)?|json)", name))]
+    old = [name for name, its in found if its.samples not in kept and (its.samples in damaged or its.samples < now)]
+    weights = [(epoch, name) for name in there if (epoch := names.epoch_of(name)) is not None]
     weights = [(epoch, name) for epoch, name in weights if epoch <= about.get("epoch", epoch)]
     kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}
     old_weights = [name for epoch, name in sorted(weights) if epoch not in kept_epochs]

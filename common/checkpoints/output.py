@@ -9,17 +9,24 @@ import shutil
 import time
 
 from common import optional
+from common.checkpoints import names
 from common.errors import UserError, of_a_file
 from common.files import MIB, TEMPORARY, claim, remove, write_atomically
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
 # What a run writes, and nothing else: only this is ever deleted.
-LEFT_BY_A_RUN = re.compile(
-    r"checkpoints/(\d{12}(-\d+)?\.(pt|json)|\.attempt)|\.starts/\d+/.*|epoch_\d+\.(pth(\.sha256)?|json)|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
+_OTHERS = re.compile(
+    r"checkpoints/\.attempt|\.starts/\d+/.*|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
     r"curves\.png|report\.(txt|json|html)|nodes\.json|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
+
+
+def is_of_a_run(name: str) -> bool:
+    """Whether a run writes files of this name below its output folder. A temporary name is not one of them."""
+    its = names.parse(name, names.FOLDER)
+    return bool((its and its.ending != names.UNFINISHED) or names.epoch_of(name) is not None or _OTHERS.fullmatch(name))
 
 
 def make_folders(args: argparse.Namespace) -> None:
@@ -85,7 +92,7 @@ def _let_go(held):
         os.close(held.pop())
 
 
-def names(folder: str) -> list[str]:
+def listed(folder: str) -> list[str]:
     """Return the sorted names in a folder; none if it does not exist."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
@@ -94,9 +101,9 @@ def delete_run(args: argparse.Namespace) -> None:
     folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
     folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
     for place, folder in folders.items():
-        for name in names(folder):
+        for name in listed(folder):
             whole = name[: -len(TEMPORARY)] if name.endswith(TEMPORARY) else name
-            if LEFT_BY_A_RUN.fullmatch(place + whole):
+            if is_of_a_run(place + whole):
                 remove(os.path.join(folder, name))
 
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 from common import files, moments
-from common.checkpoints import bucket_run, checkpoint, output, restore, starts
+from common.checkpoints import bucket_run, checkpoint, names, output, restore, starts
 from common.checkpoints.position import Position
+from common.checkpoints.publisher import FAILURE_SECONDS, Publisher
 from common.errors import TrainingFailed, UserError, one_line
 from common.storage import bucket
-from common.storage.upload import FAILURE_SECONDS, Publisher
 
 
 class Saving:
@@ -110,8 +110,8 @@ class Saving:
     def last_good(self) -> str:
         url, folder = self._args.output_url, self._args.checkpoint_dir
         if numbers := checkpoint.numbers(folder):
-            name = starts.stem(numbers[-1], self._starts.number if self._starts else 1)
-            return f"last checkpoint {url.rstrip('/') + '/checkpoints' if url else folder}/{name}.pt"
+            name = names.of_checkpoint(numbers[-1], "pt", self._starts.number if self._starts else 1)
+            return f"last checkpoint {url.rstrip('/') + '/checkpoints' if url else folder}/{name}"
         return "no checkpoint yet" if self._args.checkpoints else "no checkpoint, as --checkpoints false wants it"
 
     # --- Writing ---
@@ -137,7 +137,7 @@ class Saving:
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         try:
             if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks its weights
-                path = os.path.join(output_dir, f"epoch_{weights_of_epoch}.pth")
+                path = os.path.join(output_dir, names.weights(weights_of_epoch))
                 checkpoint.write_weights(path, checkpoint.evaluated_weights(state), _of_the_epoch(state, about))
             checkpoint.write(folder, state, about)
             self._damaged.discard(about["samples_seen"])
@@ -170,15 +170,15 @@ class Saving:
     def _start_publishing(self):
         if self._starts:
             where = self._args.output_dir, self._args.output_url
-            self._publisher = Publisher(*where, self._say, output.LEFT_BY_A_RUN, self._starts)
+            self._publisher = Publisher(*where, self._say, self._starts)
             self._publisher.start()
             moments.listen(self)
 
     def _tell_surplus(self, about):
-        def choose(names):
-            return checkpoint.surplus(names, self._args.keep, about, self._damaged)
+        def choose(there):
+            return checkpoint.surplus(there, self._args.keep, about, self._damaged)
 
-        self._publisher.saved(lambda names: self._starts.surplus(names, choose))
+        self._publisher.saved(lambda there: self._starts.surplus(there, choose))
 
     def failure(self, _error: BaseException) -> None:
         """Publish what can be published in a few seconds, as the job is about to fail (common/moments.py)."""

@@ -16,40 +16,40 @@ import secrets
 from collections.abc import Iterable
 from typing import Callable, Optional
 
+from common.checkpoints import names
 from common.patience import Patience
 from common.storage.bucket import Bucket
 
 FOLDER = ".starts/"
 MARKER = re.compile(r"\.starts/(\d+)-([0-9a-f]{8})(-afresh)?")
 COPY = re.compile(r"\.starts/(\d+)/(.+)")
-NUMBERED = re.compile(r"checkpoints/(\d{12})(?:-(\d+))?\.(pt|json|json\.unfinished)")
 ITS_OWN = re.compile(r"checkpoints/.*|tensorboard/.*")  # names that no other start writes
 
 
-def stem(samples: int, number: int) -> str:
-    """Return the name of a checkpoint in a bucket, without its ending. `number`: of the start that saved it, left out if 1."""
-    return f"{samples:012d}" + (f"-{number}" if number > 1 else "")
+def parse(name: str) -> Optional[names.Name]:
+    """Return the parts of the name of a checkpoint's file in a bucket; None for any other object."""
+    return names.parse(name, names.FOLDER)
 
 
-def first_that_counts(names: Iterable[str]) -> int:
-    """Return the number of the last start that discarded all earlier ones, or 1. `names`: of objects in the bucket."""
-    return max((int(match[1]) for match in map(MARKER.fullmatch, names) if match and match[3]), default=1)
+def first_that_counts(there: Iterable[str]) -> int:
+    """Return the number of the last start that discarded all earlier ones, or 1. `there`: names of objects in the bucket."""
+    return max((int(match[1]) for match in map(MARKER.fullmatch, there) if match and match[3]), default=1)
 
 
-def checkpoints(names: Iterable[str]) -> list[tuple[int, int]]:
+def checkpoints(there: Iterable[str]) -> list[tuple[int, int]]:
     """Return [(start, samples seen)] of the checkpoints with a manifest, oldest first, unless discarded or written late."""
-    names = list(names)
-    first = first_that_counts(names)
-    found = [(int(match[2] or 1), int(match[1])) for match in map(NUMBERED.fullmatch, names) if match and match[3] == "json"]
+    there = list(there)
+    first = first_that_counts(there)
+    found = [(its.start, its.samples) for its in map(parse, there) if its and its.ending == "json"]
     start, last = max(found, default=(1, 0))  # one of an earlier start with more samples came late and does not count
     return sorted(pair for pair in found if pair[0] >= first and (pair[0] == start or pair[1] <= last))
 
 
-def copies(names: Iterable[str]) -> dict[str, str]:
+def copies(there: Iterable[str]) -> dict[str, str]:
     """Return {name: copy by the latest start that has one}, without the copies of starts that a later start discarded."""
-    names = list(names)
-    first = first_that_counts(names)
-    found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, names) if match)
+    there = list(there)
+    first = first_that_counts(there)
+    found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, there) if match)
     return {name: copy for number, name, copy in found if number >= first}
 
 
@@ -58,7 +58,7 @@ class Starts:
 
     def __init__(self, bucket: Bucket):
         self.bucket = bucket
-        self.number = 0
+        self.number = 1  # until take(); right where no other start can write
         self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
 
     def take(self, afresh: bool) -> None:
@@ -70,7 +70,7 @@ class Starts:
             if alike == [own]:
                 break
             numbers = [int(match[1]) for match in (MARKER.fullmatch(name) or COPY.fullmatch(name) for name in there) if match]
-            numbers += [int(match[2] or 1) for match in map(NUMBERED.fullmatch, self._names("checkpoints/")) if match]
+            numbers += [its.start for its in map(parse, self._names(names.FOLDER)) if its]
             self.number = max(numbers, default=0) + 1
             marker = f"{FOLDER}{self.number}-{own}{'-afresh' if afresh and self.number > 1 else ''}"
             self.bucket.ask("put_object", self.bucket.below() + marker, Body=b"")
@@ -81,19 +81,19 @@ class Starts:
         return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.below() + below, patience)]
 
     def checkpoints(self) -> list[tuple[int, int]]:
-        return checkpoints([*self._names(), *self._names("checkpoints/")])
+        return checkpoints([*self._names(), *self._names(names.FOLDER)])
 
     def named(self, name: str) -> str:
         """Return the name in the bucket of a file in the folder; a checkpoint's gets the number of this start if above 1."""
-        match = NUMBERED.fullmatch(name)
-        return f"checkpoints/{stem(int(match[1]), self.number)}.{match[3]}" if match else name
+        its = parse(name)
+        return names.FOLDER + names.of_checkpoint(its.samples, its.ending, self.number) if its else name
 
     def here(self, name: str) -> Optional[str]:
         """Return the name in the folder of an object in the bucket; None for a checkpoint of another start."""
-        match = NUMBERED.fullmatch(name)
-        if not match:
+        its = parse(name)
+        if not its:
             return name
-        return f"checkpoints/{match[1]}.{match[3]}" if int(match[2] or 1) == self.number else None
+        return names.FOLDER + names.of_checkpoint(its.samples, its.ending) if its.start == self.number else None
 
     def copy_of(self, name: str) -> Optional[str]:
         """Return the name under which a copy of a file is uploaded first; None if no earlier start writes this file."""
@@ -109,19 +109,19 @@ class Starts:
     def copies(self, patience: Patience) -> dict[str, str]:
         return copies(self._names(patience=patience))
 
-    def surplus(self, names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
+    def surplus(self, there: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
         """Return objects to delete: those that `choose` picks by their names in the folder, and duplicates by older starts."""
         known: dict[str, str] = {}  # {name in the folder: name in the bucket}
-        of_samples: dict[str, dict[int, dict[str, str]]] = {}
-        for name in names:
-            match = NUMBERED.fullmatch(name)
-            if not match:
+        of_samples: dict[int, dict[int, dict[str, str]]] = {}
+        for name in there:
+            its = parse(name)
+            if not its:
                 known[name] = name
-            elif int(match[2] or 1) <= self.number:
-                of_samples.setdefault(match[1], {}).setdefault(int(match[2] or 1), {})[match[3]] = name
+            elif its.start <= self.number:
+                of_samples.setdefault(its.samples, {}).setdefault(its.start, {})[its.ending] = name
         twice = []
         for samples, starts in of_samples.items():
             counts = max((number for number in starts if "json" in starts[number]), default=max(starts))
-            known.update({f"checkpoints/{samples}.{ending}": name for ending, name in starts[counts].items()})
+            known.update({names.FOLDER + names.of_checkpoint(samples, ending): name for ending, name in starts[counts].items()})
             twice += [name for number in starts if number < counts for _, name in sorted(starts[number].items())]
         return [*twice, *(known[name] for name in choose(list(known)))]

@@ -173,7 +173,7 @@ def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> F
 
 
 def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: float, samples: int, overlap: bool) -> Finding:
-    """Compare the seconds to load `samples` with those of a step. `overlap`: it loads during a step; `remedies`: the advice."""
+    """Compare the seconds to load `samples` with those of a step. `overlap`: both at the same time; `remedies`: the advice."""
     found = f"{samples / load_seconds:,.0f} images/s, the model takes {samples / step_seconds:,.0f} (each rank)"
     waiting = max(0, load_seconds - step_seconds) / load_seconds if overlap else load_seconds / (load_seconds + step_seconds)
     if waiting < STARVED:
@@ -183,7 +183,7 @@ def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: flo
 
 
 def check_network(rate: float, gradients: Optional[int], step_seconds: Optional[float], ranks: int) -> Finding:
-    """Compare the seconds that `gradients` bytes take at `rate` bytes per second with those of a step; None: not yet known."""
+    """Compare the seconds to all-reduce `gradients` bytes, at `rate` bytes per second, with those of a step; None: unknown."""
     found = f"{rate / MIB:,.1f} MiB/s in an all-reduce of all ranks"
     if gradients is None or step_seconds is None:
         return good("network", found)

@@ -35,7 +35,7 @@ Located = tuple[Optional[int], Finding]  # (node or None for the whole job, Find
 
 
 class Examination:
-    """Listens to the moments of a job, and collects findings."""
+    """The doctor of one job: checks and measures at the moments that the job announces (common/moments.py)."""
 
     def __init__(self, args: argparse.Namespace):
         self.findings: list[Located] = []
@@ -200,7 +200,7 @@ class Examination:
         os._exit(1)
 
     def end(self) -> None:
-        """End the process, after rank 0 has shown the table or, if it has a parent process, written its findings for it."""
+        """End the process. Rank 0 first writes its findings for its parent process or, without a parent, shows the table."""
         code = 0
         if heartbeat.has_parent():
             if self.here.rank == 0:

@@ -84,5 +84,5 @@ def room_to_save(run: Any) -> int:
     """Return the bytes to keep free for saving: --keep + 2 checkpoints and weights, less the checkpoints that are there."""
     state, folder = run.state(), run.args.checkpoint_dir
     need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.evaluated_weights(state)))
-    files = [os.path.join(folder, f"{number:012d}.pt") for number in checkpoint.numbers(folder)]
+    files = [checkpoint.path_of(folder, number) for number in checkpoint.numbers(folder)]
     return max(0, need - sum(os.path.getsize(path) for path in files if os.path.exists(path)))

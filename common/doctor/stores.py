@@ -141,7 +141,7 @@ def _list(place, patience):
 
 
 def check_web(url: str) -> Finding:
-    """Check that the server has the file, and that the job would accept it."""
+    """Check that the server answers with a file, not with a web page, and states its length."""
     try:
         https.refuse_unsafe(url)
         with urllib.request.build_opener(https.SafeRedirects).open(url, timeout=ANSWER_SECONDS) as answer:

@@ -61,7 +61,7 @@ class RunFiles:
         return end if end.get("time", 0) >= self.start.get("time", 0) else {}
 
     def trained(self) -> list[dict]:
-        """Return the rows of `speed`, without those of steps that a restart from an earlier checkpoint has repeated."""
+        """Return the rows of `speed`, without those of earlier starts past the sample from which a later start went on."""
         starts, kept = self.events("start")[1:], []
         for row in self.speed:
             while starts and starts[0].get("time", 0) <= row.get("time", 0):
@@ -118,7 +118,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _scores_for_page(scores: dict) -> dict:
-    """Return what the page needs of report.json; empty if any of it is missing or malformed."""
+    """Return what the page needs of report.json; empty if that is malformed."""
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
         names = [one_line(str(row["class"])) for row in scores["classes"]]
         by_class = [

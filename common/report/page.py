@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from common import optional
+from common.checkpoints import names
 from common.errors import UserError, count, one_line
 from common.report import figures, template
 from common.report.left import RunFiles
@@ -66,7 +67,7 @@ def rendered(text: str, title: str, **facts: Any) -> str:
 def outcome(left: RunFiles) -> dict[str, Any]:
     """Return the facts in the first sentence of the page (`result` in template.py)."""
     (by, best), machine = left.best(), left.start.get("machine")
-    file = f"epoch_{best.get('epoch')}.pth"
+    file = names.weights(best.get("epoch", 0))
     lowest = " (lowest)" if by and left.start.get("best_is") == "lowest" else ""
     last = max((row.get("time", 0) for row in left.journal + left.speed), default=0)
     return {

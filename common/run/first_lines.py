@@ -2,14 +2,13 @@
 
 import datetime
 import os
-import re
 from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
 
 from common import arguments, devices
-from common.checkpoints import output, parts
+from common.checkpoints import names, output, parts
 from common.checkpoints.evidence import Attempt
 from common.checkpoints.restore import Checkpoint
 from common.errors import count
@@ -35,12 +34,12 @@ def changes(then: dict, now: dict) -> list[str]:
 
 def _not_gone_on_from(args, found):
     """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
-    files, weights = output.names(args.checkpoint_dir), output.names(args.output_dir)
+    files, weights = output.listed(args.checkpoint_dir), output.listed(args.output_dir)
     for name in files:
-        manifest = name.replace(".pt", ".json")
-        if re.fullmatch(r"\d{12}\.pt", name) and manifest not in files:
+        its = names.parse(name)
+        if its and its.ending == "pt" and (manifest := names.of_checkpoint(its.samples, "json", its.start)) not in files:
             yield f"warning: {name} in {args.checkpoint_dir} has no manifest ({manifest}), so it is no checkpoint"
-    weights = [name for name in weights if re.fullmatch(r"epoch_\d+\.pth", name)]
+    weights = [name for name in weights if name.endswith(".pth") and names.epoch_of(name) is not None]
     if weights and not found:
         shown = ", ".join(weights[:3])
         yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"

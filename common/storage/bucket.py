@@ -130,7 +130,7 @@ class Bucket:
     ) -> Any:
         """Return boto3's answer to `operation`, or what `work` makes of it. Temporary errors are retried for `patience`.
 
-        `work` reads the answer's body, so that an answer that breaks off is retried, too. A refusal raises UserError at once.
+        `work` reads the answer's body, so one that breaks off is retried, too. A refusal raises UserError or ObjectChanged.
         """
         patience = patience or Patience()
         place = f"{self.scheme}://{self.name} at {self.endpoint}"

@@ -70,7 +70,7 @@ def _progress(url: str, items: dict[str, Item], tell: Optional[Tell] = None) -> 
 
 
 class Damaged(TrainingFailed):
-    """An object or checkpoint in a bucket is damaged or incomplete, or has changed at every attempt to read it."""
+    """An object in a bucket, or what it belongs to, is damaged or incomplete, or has changed at every attempt to read it."""
 
 
 class Transfer:

@@ -47,7 +47,7 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
 def publish(path: str, url: str, say: Say = print) -> None:
     """Copy a file or folder to a path, or to a bucket, which gets no hidden files. Each file gets its name when it is whole."""
     if bucket.is_address(url):
-        upload.Publisher(path, url, say).finish()
+        upload.upload(path, url, say)
     elif is_address(url):
         raise UserError(f"{one_line(url)[:200]}: only a folder or s3://, obs://, oss:// can be written to")
     elif os.path.isdir(path):

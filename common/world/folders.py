@@ -134,7 +134,7 @@ def is_of_the_platform(value: str) -> bool:
 
 
 def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
-    """Return why ModelArts or SageMaker would lose this run's results with its container; None if not, or elsewhere."""
+    """Return why ModelArts or SageMaker would lose the results with the container; None if not, or on another platform."""
     for variable, kept in KEPT.items():
         kept = (*kept, *filter(None, [environ.get("SM_MODEL_DIR")]))
         if variable in environ and not args.output_url and not _is_below(args.output_dir, kept):

@@ -51,7 +51,7 @@ def process(platform: str, rule: str, rank: int, size: int, local_rank: int, loc
 
 def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
          master: Optional[str] = None, port: Optional[int] = None, promised: int = 0) -> World:  # fmt: skip
-    """Return a node's place. --nproc_per_node unset: one worker per GPU, unless NPROC_PER_NODE or `promised` says otherwise."""
+    """Return a node's place. --nproc_per_node unset: at most one worker per GPU; without GPUs, NPROC_PER_NODE or 1."""
     if nodes > 1 and not master:
         raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
     workers, local_rank = given.args.nproc_per_node, 0

@@ -23,5 +23,5 @@ class World:
     restart_count: int = 0
 
     def owns_the_only(self, gpus: int) -> bool:
-        """Whether the launcher gave this process its own GPU or NPU (srun --gpus-per-task=1). `gpus`: how many are seen."""
+        """Whether the launcher seems to have given this process its own GPU or NPU (srun --gpus-per-task=1), of `gpus` seen."""
         return gpus == 1 and self.level == "process" and self.platform in ("slurm", "openmpi", "ascend")

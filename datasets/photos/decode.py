@@ -55,7 +55,7 @@ class Substitutes:
     def decode(
         self, number: int, count: int, decode: Callable[[int], Decoded], name: Callable[[int], str]
     ) -> tuple[int, Decoded]:
-        """Return (id, decode(id)) of `number` or the next of `count` ids that can be decoded; TrainingFailed after `most`."""
+        """Return (id, decode(id)) of `number` or the next of `count` ids that can be decoded; raise after `most` failures."""
         for step in range(self._most):
             used = (number + step) % count
             try:
@@ -91,7 +91,7 @@ class Pixels:
 
 
 class Tiled:
-    """A picture in tiles (tiles.py): only the tiles that the box touches are decoded, and their rows checked."""
+    """A picture in tiles (tiles.py): only the tiles that the box needs are decoded, and their rows checked."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -202,7 +202,7 @@ def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear
 
 
 def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
-    """Decode a box (None: all) to uint8 (3, H, W). A `special` file needs Pillow. Errors but the disk's become Undecodable."""
+    """Decode a box (None: all) to uint8 (3, H, W), a `special` file with Pillow. Errors but the system's become Undecodable."""
     try:
         if not isinstance(content, bytes):
             return content.cut(box)

@@ -56,7 +56,7 @@ def _is_of_a_job(entry: "os.DirEntry[str]") -> bool:
 
 
 def images_below(folder: str, label: str = "", others: Optional[dict[str, list[str]]] = None) -> list[str]:
-    """Return the pictures of class `label`, or of all classes, as paths below `folder` in the order of torchvision's
+    """Return the paths below `folder` of its pictures; if `label` is given, only of that class, in the order of torchvision's
     ImageFolder. Files that are not named like pictures, unless hidden, are added to `others`, by extension."""
     paths = []
     for where, folders, names in sorted(os.walk(os.path.join(folder, label), onerror=_refuse, followlinks=True)):

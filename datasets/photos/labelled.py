@@ -44,7 +44,7 @@ class Photos:
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
     def file_of(self, number: int) -> str:
-        """Return the path of a sample's file below the folder of the split, for reports of wrong predictions."""
+        """Return the path of a sample's file below the folder of the tree, for reports of wrong predictions."""
         return self.tree.names[number]
 
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -158,7 +158,7 @@ def verify_once(files: Packed) -> None:
 
 
 def _state(files):
-    """Return the index's SHA-256, size and time of each shard, by which a later call sees whether one has changed."""
+    """Return, for each shard, its SHA-256 in the index and its file's size and time, by which a later call sees a change."""
     found = [os.stat(os.path.join(files.folder, shard["name"])) for shard in files.shards]
     return [[shard["sha256"], status.st_size, status.st_mtime_ns] for shard, status in zip(files.shards, found)]
 
@@ -229,7 +229,7 @@ def _kinds(form):
 
 
 def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Write a split's index. `files`: the packed tree; `about`: shards, identity and form; `arrays`: each sample's place."""
+    """Write a split's index of `files`. `about`: shards, identity and form; `arrays`: what the tree lacks or has otherwise."""
     words = {**about, "format": FORMATS[about["form"]], "split": split, "classes": files.classes, "left_out": files.left_out}
     arrays = {**{name: getattr(files, name) for name in PER_SAMPLE.keys() - arrays.keys()}, **arrays}
     stored: dict[str, Any] = {
@@ -243,7 +243,7 @@ def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any]
 
 
 def read_index(path: str, folder: str, split: str) -> Packed:
-    """Check and return the index at `path` of the shards in `folder`; UserError if it is damaged or leads out of them."""
+    """Check and return the index at `path` of the shards in `folder`; UserError if it is damaged or of an unknown format."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):

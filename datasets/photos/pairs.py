@@ -24,7 +24,7 @@ SYNTHETIC, SYNTHETIC_SIZE = {"train": 256, "test": 32}, 72
 
 
 class Pairs:
-    """The pairs of a split. `resize`: height of the resized pictures; 0: they are only enlarged, if the crop does not fit."""
+    """The pairs of a split, resized to the height `resize` (0: as they are), and larger if the crop would not fit."""
 
     def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS) -> None:
         self.folder = folder

@@ -41,7 +41,7 @@ def is_unsplit(root: str) -> bool:
 
 
 def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
-    """Return (training, validation): a hash of seed and name holds out about a fifth of each class; new pictures move few."""
+    """Return (training, validation), with about a fifth, but at least one picture, of each class of two or more held out."""
     draws = [hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).digest() for name in whole.names]
     order = np.array(sorted(range(len(whole)), key=lambda number: (whole.labels[number], draws[number])))
     labels, counts = whole.labels[order], np.bincount(whole.labels, minlength=len(whole.classes))

@@ -77,7 +77,7 @@ def bundle(job: Union[str, Path]) -> str:
 
 
 def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
-    """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (number of files, bytes)."""
+    """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (files, bytes)."""
     job, out = Path(job), Path(out)
     _read_and_check_job(job)
     ours = (out / MARKER).is_file()

@@ -31,7 +31,7 @@ def modules_of(job: Union[str, Path]) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def option_names(job: Union[str, Path]) -> list[str]:
-    """Return the names in strings such as --epochs of the job and its modules: the job's options, and a few other words."""
+    """Return each NAME for which the job or its modules have a string --NAME: the job's options, and a few other words."""
     paths = [Path(job), *(ROOT / place for place in modules_of(job))]
     return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
 
@@ -64,7 +64,7 @@ def names_in(path: Path) -> Iterator[str]:
 
 
 def _files_of(name: str) -> set[str]:
-    """Return this repository's files that Python runs to import `name`: the module and its packages; empty for other code."""
+    """Return the files of common or datasets that Python runs to import `name`: the module and its packages; else empty."""
     words = name.split(".")
     paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
     places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
@@ -97,7 +97,7 @@ def _is_pythons(name: str) -> bool:
 
 
 def files_beside(path: Path) -> list[Path]:
-    """Return the non-Python files beside a module that its strings name, also by folder, if it uses __file__ or the like."""
+    """Return the non-Python files beside a module that its strings name, or whose folder, if it uses __file__ or the like."""
     source = "".join(line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path."))
     if not READS_BESIDE.search(source):
         return []

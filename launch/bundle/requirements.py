@@ -36,7 +36,7 @@ UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
 def text(job: Union[str, Path], at_addresses: bool = False) -> str:
-    """Return the requirements.txt of a job; a relative path is below ROOT. `at_addresses`: require boto3, for its bucket."""
+    """Return the requirements.txt of a job; a relative path is below ROOT. `at_addresses`: boto3 too, for buckets."""
     lines = [wanted(package_of(name)) for name in sorted(needed(imports.ROOT / job))]
     if (boto3 := wanted(OF_ADDRESSES)) not in lines:
         lines.append(boto3 if at_addresses else UNUSED + boto3)

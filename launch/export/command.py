@@ -20,7 +20,7 @@ from typing import Any, Optional
 import torch
 
 from common.arguments import number
-from common.checkpoints import checkpoint
+from common.checkpoints import checkpoint, names
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.world.folders import is_address
@@ -69,20 +69,20 @@ def find(run: str) -> ExportedRun:
         raise UserError(f"{one_line(run)} does not exist: give the output folder of a run, a checkpoint or an epoch_N.pth")
     if os.path.exists(re.sub(r"\.pt$", "", run) + ".json"):
         return _of_checkpoint(*checkpoint.read(run), run)
-    epoch = re.fullmatch(r"epoch_(\d+)\.pth", os.path.basename(run))
+    epoch = names.epoch_of(os.path.basename(run)) if run.endswith(".pth") else None
     weights = checkpoint.read_weights(run)
     if about := checkpoint.about_weights(run):
         accuracy = about.get("metrics", {}).get("accuracy")
         return ExportedRun(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
     there = None
-    if epoch:
+    if epoch is not None:
         with contextlib.suppress(UserError):  # all checkpoints are damaged; they would only say more about the weights
             there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
     if not there:
         return ExportedRun(run, weights, {}, [], None, None)
     state, about, _ = there
-    accuracy = next((row.get("accuracy") for row in _history(state) if row["epoch"] == int(epoch[1])), None) if epoch else None
-    return ExportedRun(run, weights, about["arguments"], about.get("classes", []), accuracy, int(epoch[1]) if epoch else None)
+    accuracy = next((row.get("accuracy") for row in _history(state) if row["epoch"] == epoch), None)
+    return ExportedRun(run, weights, about["arguments"], about.get("classes", []), accuracy, epoch)
 
 
 def _best(run):

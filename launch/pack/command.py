@@ -143,7 +143,7 @@ def _clear(folder: str, plans: list[ShardPlan], overwrite: bool) -> None:
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
-    """Return the digest of a pack's photographs and settings from .SPLIT-pack.json or, if fetched, from its index; or None."""
+    """Return the digest of a pack's photographs and settings from .SPLIT-pack.json, else from its index, else None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(_marker(folder, split)) as file:
         return json.load(file)["identity"]
     with contextlib.suppress(UserError):

@@ -86,7 +86,7 @@ class ShardPlan:
         return os.path.join(self.folder, f".{shard.name[:-4]}.json")
 
     def missing(self) -> list[Shard]:
-        """Return the shards that are missing or were made of other files; read the JSON notes of all into shard.made first."""
+        """Read the JSON notes of all shards into shard.made; return the shards that are missing or were made of other files."""
         for shard in self.shards:
             shard.made = self._note(shard)
         return [shard for shard in self.shards if not shard.made]

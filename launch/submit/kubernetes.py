@@ -70,7 +70,7 @@ def _pytorch_job(request: Request) -> dict[str, Any]:
 
 
 def _volcano_job(request: Request) -> dict[str, Any]:
-    """Return a Volcano Job's spec. With --retries a failed pod restarts all (--min_nodes: itself); exit code 2 ends the job."""
+    """Return a Volcano Job's spec. With --retries, a failure restarts all pods (--min_nodes: that pod), but not exit code 2."""
     pod = requests.given(**_template(request)["spec"], restartPolicy="Never", activeDeadlineSeconds=request.seconds)
     tasks: list[dict[str, Any]] = [
         {"name": name.lower(), "replicas": count, "template": {"spec": pod}} for name, count in _tasks(request).items()
@@ -92,7 +92,7 @@ def _volcano_job(request: Request) -> dict[str, Any]:
 
 
 def _train_job(request: Request) -> dict[str, Any]:
-    """Return the spec of a TrainJob. Its --runtime sets the pod, restarts and grace period; a patch adds volumes to the pod."""
+    """Return the spec of a TrainJob. Its --runtime sets restarts and the grace period; a patch adds volumes to the pods."""
     container = _container(request)
     trainer = requests.given(
         numNodes=request.nodes,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from common import optional, progress
-from common.checkpoints import manifest, output
+from common.checkpoints import manifest, names, output
 from common.errors import UserError, count
 from common.run.clock import TRAINING_PHASES
 from common.run.observers.records import Facts
@@ -113,7 +113,7 @@ class Console:
             if goes_on:
                 again = "with more of them, or without it, " if plan.steps_used_up(at) else ""
                 more = f"{why} is reached, {at.epoch} of {args.epochs} epochs are done: the same command {again}goes on. "
-            name = f"epoch_{(at.best or {}).get('epoch')}.pth"
+            name = names.weights((at.best or {}).get("epoch", 0))
             weights = name if os.path.exists(os.path.join(args.output_dir, name)) else None
             self._say(f"done: {facts.results.summary(at, weights)}{more}{last_good}")
         self._say(f"files: {output.describe_files(args)}")

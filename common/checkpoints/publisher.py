@@ -1,0 +1,243 @@
+"""Publish a run's output folder to a bucket, in the background while the training goes on.
+
+The manifest of a checkpoint is sent after its file, so a reader of the bucket never sees half a checkpoint. Files that the run
+no longer keeps are also removed from the bucket.
+"""
+
+import contextlib
+import os
+import re
+import threading
+import time
+from typing import Callable, Optional
+
+from common.checkpoints import names, output
+from common.checkpoints.starts import Starts
+from common.errors import TrainingFailed, UserError, one_line
+from common.files import TEMPORARY, TakenOver, unfinished
+from common.patience import Say, limit
+from common.storage.upload import Files, Uploads, changed, require_read
+
+INTERVAL_SECONDS = 30  # between two looks at the folder
+STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform is about to kill the job
+FAILURE_SECONDS = 5  # for all of the publishing after a rank has failed, as the other ranks wait to hear of it
+OF_AN_EVALUATION = re.compile(r"report\.(?:json|txt)|examples/.*")
+
+Surplus = Callable[[list[str]], list[str]]  # returns those of the given names that are no longer kept
+
+
+class Failures:
+    """Why the last attempt to publish failed. `refused`: the reason, once all for longer than --patience raised UserErrors."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._why = self.refused = ""
+        self._refused_since = 0.0
+
+    def add(self, error: Exception) -> bool:
+        """Record the error of an attempt to publish; return whether its reason differs from that of the attempt before."""
+        before, now = self._why, time.monotonic()
+        self._why = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
+        self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
+        self.refused = self._why if self._refused_since and now - self._refused_since > limit() else ""
+        return self._why != before
+
+
+class Publisher:
+    """Copies the changes of a run's output folder to a bucket: start() in the background, finish() the rest.
+
+    `starts`: the numbered starts of the run in that bucket; unset if no other start can write there.
+    """
+
+    def __init__(self, folder: str, url: str, say: Say = print, starts: Optional[Starts] = None) -> None:
+        self._folder = folder
+        self._say = say
+        self._uploads = Uploads(url, say)
+        self._there: Files = {}  # the files that the bucket has
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread: Optional[threading.Thread] = None
+        self._surplus: Optional[Surplus] = None
+        self._pruned: Optional[Surplus] = None
+        self._patience = self._uploads.patience
+        self._starts = starts or Starts(self._uploads.bucket)
+        self._later = self.taken_over = False  # there is a later start; and its version of shared files is restored
+        self.failures = Failures()
+
+    def start(self) -> None:
+        """Fail if the bucket cannot be written to; clean up after earlier starts; then publish in the background."""
+        self._uploads.put(".writable", b"")
+        self._uploads.delete(".writable")
+        self._uploads.abort_unfinished(output.is_of_a_run)
+        self._restore_shared_files()
+        self._patience.set_limit(limit(), in_the_way=False)
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def saved(self, surplus: Surplus) -> None:
+        """Publish soon, as a checkpoint was written or found. `surplus(names)` returns the objects that may be deleted."""
+        self._surplus = surplus
+        self._wake.set()
+
+    def finish(self, in_a_hurry: bool = False, at_most: Optional[float] = None) -> None:
+        """Publish what is left, and wait for it, no longer than `at_most` seconds if given; raise the error if that fails.
+
+        `in_a_hurry`: wait for the store at most `at_most` seconds, or else STOP_SECONDS. May be called again.
+        """
+        self._patience.set_limit(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
+        self._over.set()
+        self._wake.set()
+        failed: list[Exception] = []
+        last = threading.Thread(target=self._last_look, args=(self._thread, failed), name="last look", daemon=True)
+        last.start()
+        last.join(at_most)
+        if last.is_alive():
+            raise TrainingFailed(f"there was no more time than {at_most:g} s")
+        if failed:
+            raise failed[0]
+        self._thread = None
+
+    def _last_look(self, background: Optional[threading.Thread], failed: list[Exception]) -> None:
+        try:
+            if background:
+                background.join()
+            self._patience.succeeded()
+            self._sync()
+        except Exception as error:
+            failed.append(error)
+
+    def _run(self):
+        while not self._over.is_set():
+            self._wake.wait(INTERVAL_SECONDS)
+            self._wake.clear()
+            if self._over.is_set():
+                return
+            try:
+                self._patience.succeeded()
+                self._sync(background=True)
+                self.failures.end()
+            except TakenOver:  # the next save raises it
+                return
+            except Exception as error:  # the training goes on, and the next look at the folder tries again
+                if self.failures.add(error):
+                    self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
+                with contextlib.suppress(Exception):  # an AWS profile is just being written, for instance
+                    self._uploads.bucket.renew()
+                    self._starts.bucket.renew()
+
+    # --- One look at the folder ---
+
+    def _sync(self, background: bool = False) -> None:
+        if not self._has_later_start():
+            self._look(background)
+        if self._has_later_start():  # checked again after everything was sent
+            self._restore_shared_files()
+            self.taken_over = True
+            raise TakenOver(self._uploads.bucket.url(self._uploads.bucket.prefix))
+
+    def _has_later_start(self) -> bool:
+        self._later = self._later or self._starts.later(self._patience)
+        return self._later
+
+    def _restore_shared_files(self) -> None:
+        """Put back each file that all starts write under one name, from the latest start that has a copy; ignore UserErrors."""
+        for name, copy in self._starts.copies(self._patience).items():
+            with contextlib.suppress(UserError):  # the latest start has just replaced or deleted the copy
+                self._uploads.copy(copy, name)
+
+    def _look(self, background: bool) -> None:
+        surplus = self._surplus  # read first: what it keeps is in the folder now, so uploaded before others are deleted
+        unread: list[OSError] = []
+        files = changed(self._folder, self._there, unread)
+        manifests = {name: _content(self._path(name)) for name in files if _ending(name) == "json"}
+        for name in sorted(files, key=_order):
+            if background and self._over.is_set():
+                return  # finish() looks again, and begins with what is newest then
+            content = manifests.get(name)
+            if name in manifests and not self._has_file_of(name):
+                continue
+            try:
+                self._send_temporary_manifest(name)
+                self._upload(name, content)
+                self._delete_temporary_manifest(name)
+            except FileNotFoundError:  # deleted meanwhile, as it is no longer kept
+                continue
+            except OSError as error:  # of the file: requests to the store raise other errors
+                unread.append(error)
+                continue
+            self._there[name] = files[name]
+        if surplus and surplus is not self._pruned:
+            self._prune(surplus)
+            self._pruned = surplus
+        require_read(self._folder, unread)
+
+    def _send_temporary_manifest(self, name: str) -> None:
+        """If `name` is a checkpoint's file, first send its manifest under a temporary name: the bucket may have an older file.
+
+        A reader of the new file uses the temporary one until the manifest itself is replaced.
+        """
+        if _ending(name) == "pt":
+            manifest = re.sub(r"pt$", "json", name)
+            places = (*unfinished(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
+            content = next(filter(None, map(_content, places)), None)
+            if content:
+                self._uploads.put(self._starts.named(manifest + TEMPORARY), content)
+
+    def _delete_temporary_manifest(self, name: str) -> None:
+        if _ending(name) == "json":
+            self._uploads.delete(self._starts.named(name + TEMPORARY))
+
+    def _has_file_of(self, manifest: str) -> bool:
+        """Whether the checkpoint of this manifest was sent, and its file in the folder has not changed since."""
+        name = re.sub(r"json$", "pt", manifest)
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(os.path.join(self._folder, name))
+            return self._there.get(name) == (status.st_size, status.st_mtime_ns)
+        return False
+
+    def _path(self, name):
+        return os.path.join(self._folder, name) if name else self._folder
+
+    def _upload(self, name, content):
+        copy = self._starts.copy_of(name)
+        to = copy or self._starts.named(name)
+        if content is None:
+            self._uploads.send(self._path(name), to)
+        else:
+            self._uploads.put(to, content)
+        if copy:
+            self._uploads.copy(copy, name)
+            for outdated in self._starts.pop_outdated(name):
+                self._uploads.delete(outdated)
+
+    def _prune(self, surplus: Surplus) -> None:
+        for name in surplus(self._uploads.names()):
+            here = self._starts.here(name)
+            if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
+                continue
+            for one in filter(None, (name, self._starts.copy_of(name), *self._starts.pop_outdated(name))):
+                self._uploads.delete(one)
+            self._there.pop(here or "", None)
+
+
+def _order(name: str) -> tuple:
+    """Return a sort key for uploads: files of an epoch, checkpoints from the newest, each before its manifest, then the rest.
+
+    A stop may leave little time, and a start that goes on from a checkpoint does not make the files of its epoch again.
+    """
+    if names.epoch_of(name) is not None or OF_AN_EVALUATION.fullmatch(name):
+        return -1, 0, name
+    its = names.parse(name, names.FOLDER)
+    return (0, -its.samples, its.ending == "json") if its else (1, 0, name)
+
+
+def _ending(name):
+    its = names.parse(name, names.FOLDER)
+    return its and its.ending
+
+
+def _content(path: str) -> Optional[bytes]:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return None
