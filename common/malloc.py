@@ -31,7 +31,7 @@ def tuned(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep() -> None:
-    """Set three of SETTINGS, none larger, for this process by mallopt(); not if GLIBC_TUNABLES is set, or without glibc."""
+    """Set three of SETTINGS, at most to the values there, by mallopt(); not if GLIBC_TUNABLES is set, or without glibc."""
     if VARIABLE in os.environ or platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt

@@ -269,6 +269,8 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
         print(text, end="" if text.endswith("\n") else "\n")
         return
     path = Path(output)
+    if path.resolve() == BASE.resolve():
+        raise BlockError(f"{path} is what every job is made from: give another name")
     base, blocks = read(path) if path.exists() else (None, [])
     if base not in (None, BASE.read_text().split("\n")):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")

@@ -244,6 +244,8 @@ def test_what_somebody_wrote_is_never_lost(house, capsys, tmp_path):
 def test_the_file_that_a_feature_is_read_from_does_not_lose_it(house, capsys, tmp_path):
     job = house / "train_ddp.py"
     before = job.read_text()
+    assert blocks.main(["compose", "DP", "-o", str(house / "train.py")]) == 2
+    assert "train.py is what every job is made from" in capsys.readouterr().err
     for words in (["revert", str(job)], ["compose", "DP"]):
         assert blocks.main([*words, "-o", str(job)]) == 2
         assert "train_ddp.py would lose blocks that compose and rebase read from there" in capsys.readouterr().err

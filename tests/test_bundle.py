@@ -342,6 +342,9 @@ def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
     bundle.write_folder(ROOT / "jobs" / "train_ddp.py", empty / "code", overwrite=True)
     started(empty, empty / "code" / "jobs" / "train_ddp.py", *TINY, "--max_steps", 2)
     assert not (empty / "code" / "jobs" / "train.py").exists()
+    with pytest.raises(UserError, match=r"train_ddp\.py is in .*code, which the bundle replaces: give another folder"):
+        bundle.write_folder(empty / "code" / "jobs" / "train_ddp.py", empty / "code", overwrite=True)
+    assert (empty / "code" / "jobs" / "train_ddp.py").exists()
     (empty / "mine").mkdir()
     (empty / "mine" / "thesis.txt").write_text("my own work")
     with pytest.raises(UserError, match="is not empty: give another folder; launch bundle replaces only what it has written"):

@@ -94,6 +94,14 @@ def test_every_kind_of_file_is_judged(tmp_path, name):
     assert tree.judge(str(tmp_path / name)) == verdict
 
 
+@pytest.mark.parametrize("place", [tree.HEAD - 9, tree.HEAD - 4, tree.HEAD])
+def test_a_frame_header_may_lie_across_two_reads(tmp_path, place):
+    begins = JPEG.index(b"\xff\xc0")
+    comment = b"\xff\xfe" + (place - begins - 2).to_bytes(2, "big") + bytes(place - begins - 4)
+    (tmp_path / "long.jpg").write_bytes(JPEG[:begins] + comment + JPEG[begins:])
+    assert tree.judge(str(tmp_path / "long.jpg")) == (tree.GOOD, 60, 40)
+
+
 def test_the_order_and_labels_are_those_of_torchvision(folder):
     found = tree.load(str(folder))
     theirs = torchvision.datasets.ImageFolder(str(folder))

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def closed(results, *scores, name="accuracy"):
         ("accuracy", None, (0.1, 0.3, 0.2), 2),
         ("accuracy", None, (0.3, 0.3), 1),  # the first of equal ones
         ("accuracy", None, (0.0,), 1),
+        ("accuracy", None, (math.nan, 0.1, 0.2, math.nan), 3),
         ("error", "lowest", (0.3, 0.1, 0.2), 2),
         ("error", "highest", (0.3, 0.1, 0.2), 1),
     ],

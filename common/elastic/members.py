@@ -121,7 +121,7 @@ class Members:
             faults.append(one_line(error))
 
     def note_step(self) -> None:
-        """Note that all ranks of the group have finished a step, and clear `news`, which tells the changes before it."""
+        """Note that all ranks of the group have finished a step. Clear `news`, the nodes lost or joined before that step."""
         self.news, self._told = "", self._number
 
     @contextlib.contextmanager

@@ -279,7 +279,8 @@ def _examples(left: RunFiles) -> Optional[dict]:
     for event in reversed(left.events("picture")):
         name, high, columns = os.path.basename(str(event.get("name"))), int(event.get("rows", 0)), event.get("columns")
         strip = _picture(left, name)
-        if strip and 1 <= high <= 16 and isinstance(columns, list) and len(columns) == 3:
+        fits = strip and 1 <= high <= min(16, strip.height) and strip.width >= 3
+        if fits and isinstance(columns, list) and len(columns) == 3:
             width, height = strip.width // 3, strip.height // high
             boxes = [[(x * width, y * height, (x + 1) * width, (y + 1) * height) for x in range(3)] for y in range(high)]
             rows = [[_encoded(strip.crop(box)) for box in row] for row in boxes]
@@ -318,4 +319,4 @@ def short(value: Any) -> str:
 
 
 def _time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.datetime.fromtimestamp(max(0.0, seconds), datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

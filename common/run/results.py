@@ -1,5 +1,6 @@
 """The results of a run's epochs, one row per epoch, and which epoch is the best."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Optional
@@ -24,7 +25,9 @@ class Results:
         """Add the row of an epoch whose last step ended at `at`; returns the position after the epoch."""
         epoch, score, before = at.epoch + 1, metrics.get(self.best_by), (at.best or {}).get(self.best_by)
         self.history.append({**at.row(epoch), "train_loss": train_loss, **metrics})
-        if score is None or not (before is None or (score < before if self.best_is == "lowest" else score > before)):
+        if score is None or math.isnan(score):
+            return at.after_epoch(at.best)
+        if not (before is None or math.isnan(before) or (score < before if self.best_is == "lowest" else score > before)):
             return at.after_epoch(at.best)
         return at.after_epoch({"epoch": epoch, "samples_seen": at.samples_seen, self.best_by: score})
 

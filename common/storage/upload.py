@@ -76,7 +76,7 @@ class Uploads:
             raise
 
     def abort_unfinished(self, ours: Callable[[str], bool]) -> None:
-        """Abort uploads that a killed start left, if their names match `ours`; ignore errors, as not every store lists them."""
+        """Abort the uploads that a killed start left of `ours(name)`; ignore errors, as not every store lists uploads."""
         with contextlib.suppress(Exception):  # not every store can list them
             client, name = self.bucket.client, self.bucket.name
             answer = client.list_multipart_uploads(Bucket=name, Prefix=self.bucket.below())

@@ -220,11 +220,11 @@ def judge(path: str) -> Verdict:
 
 
 def _judge_jpeg(file, head, tail) -> Verdict:
-    """Walk the segments up to the data; the end marker has to be near the file's end. SPECIAL if only Pillow may decode it:
-    not 8 bits, 4 components, or something between the segments, where nvImageCodec gives up; a reason if it is damaged."""
+    """Walk the segments up to the data, and look for the end marker near the file's end. Return a reason if it is damaged;
+    SPECIAL, for Pillow alone, if it has 4 components, not 8 bits, or stray bytes between segments."""
     at, frame, odd = 2, None, False
     while True:
-        if at + 4 > len(head):
+        if at + 10 > len(head):  # of a frame header, or of any other segment as much as there is
             file.seek(len(head))
             more = file.read(HEAD)
             if not more or len(head) > MOST_HEADER:
@@ -245,8 +245,6 @@ def _judge_jpeg(file, head, tail) -> Verdict:
             if frame:
                 break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            if at + 10 > len(head):
-                return "damaged header"
             frame = struct.unpack(">BHHB", head[at + 4 : at + 10])
         if kind in (0xD9, 0xDA):
             break

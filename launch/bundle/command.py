@@ -84,6 +84,8 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
+    if out.resolve() in job.resolve().parents:
+        raise UserError(f"{one_line(job)} is in {one_line(out)}, which the bundle replaces: give another folder")
     places = {f"jobs/{job.name}": job, **{place: imports.ROOT / place for place in modules_of(job)}}
     for place, path in list(places.items()):
         beside = imports.files_beside(path)
