@@ -23,6 +23,12 @@ def states() -> tuple:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
+def are_different(one: tuple, other: tuple) -> bool:
+    """Return whether something was drawn between two calls of states()."""
+    alike = one[0] == other[0] and all(map(np.array_equal, one[1], other[1])) and torch.equal(one[2], other[2])
+    return not alike
+
+
 @contextlib.contextmanager
 def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
     """Seed the CPU's generators for a batch that is loaded inside `with`, and restore their states afterwards."""

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import pickle
 import queue
 import shutil
 import signal
@@ -28,7 +27,7 @@ from torch.utils.data._utils import collate, worker
 from common import devices, malloc, progress
 from common.errors import STOP_SIGNALS, SampleError, TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import scratch_folder
-from common.seeds import seeded_batch, states
+from common.seeds import are_different, seeded_batch, states
 from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
@@ -331,12 +330,12 @@ class HandsOnErrors(torch.utils.data.Dataset):
             raise SampleError(text) from error
 
     def _load(self, epoch, ids):
-        if threading.current_thread().name != THREAD_NAME:
+        if worker.get_worker_info() or threading.current_thread().name != THREAD_NAME:  # a worker keeps its parent's name
             with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
                 return self._data_set[epoch, ids]
-        before, self._looked = None if self._looked else pickle.dumps(states()), True  # no training step runs meanwhile
+        before, self._looked = None if self._looked else states(), True  # no training step runs meanwhile
         batch = self._data_set[epoch, ids]
-        if before and before != pickle.dumps(states()):
+        if before and are_different(before, states()):
             progress.warn(DRAWS)
         return batch
 
