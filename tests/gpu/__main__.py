@@ -121,12 +121,14 @@ def result_of(name, seconds, folder, environment):
     began, answer = time.monotonic(), folder / "result.json"
     answer.unlink(missing_ok=True)
     with open(folder / "log", "a") as log:
-        words = [sys.executable, "-m", "tests.gpu.one", name, str(folder)]
+        words = [sys.executable, "-X", "faulthandler", "-m", "tests.gpu.one", name, str(folder)]
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            pass
+            process.send_signal(signal.SIGABRT)  # the log then shows where it is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
         finally:
             end(process)
     row = {"row": name, "seconds": round(time.monotonic() - began, 1), "at": f"{datetime.datetime.now():%Y-%m-%d %H:%M}"}
