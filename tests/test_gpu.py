@@ -135,6 +135,19 @@ def test_a_row_ends_with_its_time_and_what_it_has_started_ends_with_it(tmp_path)
     assert row["verdict"] == "cut off" and "see quality/log" in row["why"]
 
 
+def test_what_a_row_has_found_before_it_is_cut_off_is_kept(tmp_path, monkeypatch):
+    hangs = """
+import os, pathlib, signal, sys
+from tests.gpu.rows import Row
+row = Row("quality", pathlib.Path(sys.argv[2]), figures={"first": "7 images/s"})
+row.run("true")
+os.kill(os.getpid(), signal.SIGABRT)
+"""
+    monkeypatch.setattr(runner, "ONE", ["-c", hangs])
+    row = runner.result_of("quality", PATIENCE, tmp_path, dict(os.environ))
+    assert row["verdict"] == "cut off" and row["figures"] == {"first": "7 images/s"}
+
+
 def test_a_row_without_a_gpu_fails_with_its_reason(tmp_path):
     row = runner.result_of("quality", PATIENCE, tmp_path / "quality", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert row["verdict"] == "failed" and row["why"]

@@ -29,6 +29,7 @@ from tests.gpu.table import ROWS, SLICES
 from tests.jobs import ROOT
 
 DONE = ("passed", "missing", "not judged")
+ONE = ["-m", "tests.gpu.one"]
 WRITING = threading.Lock()  # of the lanes
 
 
@@ -121,7 +122,7 @@ def result_of(name, seconds, folder, environment):
     began, answer = time.monotonic(), folder / "result.json"
     answer.unlink(missing_ok=True)
     with open(folder / "log", "a") as log:
-        words = [sys.executable, "-X", "faulthandler", "-m", "tests.gpu.one", name, str(folder)]
+        words = [sys.executable, "-X", "faulthandler", *ONE, name, str(folder)]
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             process.wait(seconds)
@@ -132,9 +133,10 @@ def result_of(name, seconds, folder, environment):
         finally:
             end(process)
     row = {"row": name, "seconds": round(time.monotonic() - began, 1), "at": f"{datetime.datetime.now():%Y-%m-%d %H:%M}"}
-    if answer.exists():
-        return row | verdict(json.loads(answer.read_text()))
-    return row | {"verdict": "cut off", "why": f"no result after {row['seconds']} s; see {folder.name}/log"}
+    found = json.loads(answer.read_text()) if answer.exists() else {}
+    if process.returncode == 0 and found:
+        return row | verdict(found)
+    return row | found | {"verdict": "cut off", "why": f"it had not ended after {row['seconds']} s; see {folder.name}/log"}
 
 
 def end(process):

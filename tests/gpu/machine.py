@@ -64,25 +64,24 @@ def pictures(samples):
 
 def a_step_is_that_of_the_cpu(row):
     """Its loss, and by how much it moves the weights, beside the same in float64, in which the weights themselves would hide a
-    wrong gradient. The first gradients of so deep a network magnify what is rounded, so the limit of the update is 1.5 times the
-    CPU's error in a type of as many digits: TF32 has those of float16."""
+    wrong gradient. The first gradients of so deep a network magnify what is rounded: a CPU's update is 0.013 away in float32, 0.11 in
+    float16, which has the digits of TF32, and 0.31 in bfloat16. The limits are 1.5 times these."""
     (images, labels), *_ = batches(CPU, samples=128)
     torch.manual_seed(0)
     model = resnet18().to(memory_format=torch.channels_last)
     exact = one_step(model.double(), images.double(), labels, CPU)
     model = model.float()
     tensor_cores = torch.backends.cudnn.allow_tf32
-    for name, dtype, limit, tf32, digits in (
-        ("float32", None, 1e-3, False, None),
-        ("float32 as the jobs have it", None, 2e-2, tensor_cores, torch.float16),
-        ("bfloat16", torch.bfloat16, 1e-1, tensor_cores, torch.bfloat16),
+    for name, dtype, of_the_loss, of_the_update, tf32 in (
+        ("float32", None, 1e-3, 0.02, False),
+        ("float32 as the jobs have it", None, 2e-2, 0.165, tensor_cores),
+        ("bfloat16", torch.bfloat16, 1e-1, 0.465, tensor_cores),
     ):
         torch.backends.cudnn.allow_tf32 = tf32
         loss, moved = one_step(model, images, labels, GPU, dtype)
-        usual = distance(one_step(model, images, labels, CPU, digits)[1], exact[1])
-        row.judge(f"{name}: the loss", judge.below(abs(loss - exact[0]) / exact[0], limit))
-        row.judge(f"{name}: the update", judge.below(distance(moved, exact[1]), 1.5 * usual))
-        row.figures[f"{name}: error of the update"] = f"{distance(moved, exact[1]):.2g}, {usual:.2g} on the CPU"
+        row.judge(f"{name}: the loss", judge.below(abs(loss - exact[0]) / exact[0], of_the_loss))
+        row.judge(f"{name}: the update", judge.below(distance(moved, exact[1]), of_the_update))
+        row.figures[f"{name}: error of the update"] = f"{distance(moved, exact[1]):.2g}"
     torch.backends.cudnn.allow_tf32 = tensor_cores
 
 
@@ -114,6 +113,7 @@ def buffers_are_not_read_after_they_were_given_back(row):
         images.fill_(torch.nan)
         labels.fill_(-1)
         del images, labels
+    torch.set_num_threads(1)  # for so small operations 16 threads take many times as long
     expected = [
         torch.stack([images.view(torch.int32).sum(), labels.sum()]) for images, labels in batches(CPU, 12800, 64, epochs=10)
     ]

@@ -1,6 +1,5 @@
 """One row in this process: python -m tests.gpu.one ROW FOLDER. What it found goes to FOLDER/result.json."""
 
-import json
 import sys
 import traceback
 from pathlib import Path
@@ -18,10 +17,7 @@ def main(name, folder):
     except Exception as error:
         traceback.print_exc()
         answer["error"] = f"{type(error).__name__}: {error}"[:2000]
-    answer |= {"judged": row.judged, "figures": row.figures}
-    temporary = row.folder / "result.json.writing"
-    temporary.write_text(json.dumps(answer))
-    temporary.rename(row.folder / "result.json")
+    row.save(**answer)
 
 
 if __name__ == "__main__":

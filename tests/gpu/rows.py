@@ -32,6 +32,12 @@ class Row:
         """`wrong`: a verdict of judge.py. `number`: it is about what the GPU has computed, not about how a program behaves."""
         self.judged.append({"what": what, "wrong": wrong, "number": number})
 
+    def save(self, **more: str) -> None:
+        """What was found so far, for the table."""
+        temporary = self.folder / "result.json.writing"
+        temporary.write_text(json.dumps({**more, "judged": self.judged, "figures": self.figures}))
+        temporary.rename(self.folder / "result.json")
+
     def job(self, name: str, *options: object, **how: Any) -> str:
         """Run jobs/NAME.py, its output in folder/NAME; returns what it printed."""
         return self.run(*command(name, *options, "--output_dir", self.folder / name), **how)
@@ -46,6 +52,7 @@ class Row:
         done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with open(self.folder / "log", "a") as log:
             print(f"$ {' '.join(words)}\n{done.stdout}\n[{done.returncode} after {time.monotonic() - began:.1f} s]", file=log)
+        self.save()
         if done.returncode != expect:
             raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stdout[-1500:]}")
         return done.stdout

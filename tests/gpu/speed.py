@@ -40,9 +40,9 @@ def side_by_side(row, ours, peers, unit="images/s"):
     everyone, found = {**ours, **peers}, {}
     for _ in range(ROUNDS):
         for name, measure in everyone.items():
-            found.setdefault(name, []).extend(measure())
-    for name, values in found.items():
-        row.figures[name] = f"{statistics.median(values):,.0f} {unit} ({min(values):,.0f} to {max(values):,.0f})"
+            values = found.setdefault(name, [])
+            values.extend(measure())
+            row.figures[name] = f"{statistics.median(values):,.0f} {unit} ({min(values):,.0f} to {max(values):,.0f})"
     middle = {name: statistics.median(values) for name, values in found.items()}
     best = max(middle[name] for name in peers)
     return {name: (middle[name], middle[name] / best) for name in ours}
