@@ -204,6 +204,12 @@ def open_regular(path: str) -> BinaryIO:
     raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
+def contents(path: str) -> bytes:
+    """Return the bytes of a regular file; OSError for anything else."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sha256(path: str) -> str:
     digest = hashlib.sha256()
     with open_regular(path) as file:

@@ -45,7 +45,7 @@ from torch import nn
 from torch.nn import functional
 
 from common import arguments, devices, progress, storage, world
-from common.checkpoints import bucket_run
+from common.checkpoints.run_bucket import RunBucket
 from common.errors import UserError
 from common.files import append, drop_half_a_line
 from common.job import run_job
@@ -130,7 +130,7 @@ def record_run(args, device, row):
     about = {"net": args.net, "target": args.target, "held_out": args.held_out, "device": devices.describe(device)}
     os.makedirs(args.output_dir, exist_ok=True)
     if args.output_url:
-        bucket_run.fetch_growing_files(args)
+        RunBucket(args).fetch_growing_files()
     line = json.dumps({**row, **about, "torch": str(torch.__version__)}).encode()
     with open(os.path.join(args.output_dir, "runs.jsonl"), "a+b", buffering=0) as file:
         drop_half_a_line(file)

@@ -34,7 +34,8 @@ from torch import distributed
 
 from common import arguments, devices, exact, recipe
 from common.arguments import COUNT, POSITIVE, boolean, number
-from common.checkpoints import bucket_run, checkpoint, restore
+from common.checkpoints import restore
+from common.checkpoints.weights import about_weights, beside, evaluated_weights, fit, load_weights, local_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job
@@ -249,12 +250,12 @@ def add_short_runs(add):
 
 def with_options_of_weights(args):
     """Return the arguments with --arch, --image_size and, for --evaluate, more from the file beside --weights, unless given."""
-    path = bucket_run.local_weights(args.weights, args.input_dir, say)
+    path = local_weights(args.weights, args.input_dir, say)
     names = ("arch", "image_size", "resize", "interpolation", "seed") if args.evaluate else ("arch", "image_size")
-    about = checkpoint.about_weights(path)
+    about = about_weights(path)
     found = {name: about[name] for name in names if name in about and name not in args.given}
     if found and distributed.get_rank() == 0:
-        say(one_line(f"as {checkpoint.beside(path)} says: {' '.join(f'--{name} {value}' for name, value in found.items())}"))
+        say(one_line(f"as {beside(path)} says: {' '.join(f'--{name} {value}' for name, value in found.items())}"))
     return arguments.replaced(args, **found, given={**args.given, **(found if args.evaluate else {})})
 
 
@@ -266,8 +267,8 @@ def build(args, classes):
         )
     network = classifiers.classifier(args.arch, args.num_classes or classes, args.image_size, shallow=args.recipe != "small")
     if args.weights:
-        path = bucket_run.local_weights(args.weights, args.input_dir, say)
-        anew = checkpoint.load_weights(network, path, new_head=not args.evaluate)
+        path = local_weights(args.weights, args.input_dir, say)
+        anew = load_weights(network, path, new_head=not args.evaluate)
         if anew and distributed.get_rank() == 0:
             say(f"{args.weights} is for other classes: {' and '.join(anew)} begin anew")
     return network
@@ -326,13 +327,13 @@ def mix(images, labels, strength):
 
 def evaluate_alone(args, network, loader, classes, autocast):
     """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json."""
-    about = checkpoint.about_weights(bucket_run.local_weights(args.weights, args.input_dir, say)) if args.weights else {}
+    about = about_weights(local_weights(args.weights, args.input_dir, say)) if args.weights else {}
     if not args.weights:
         found = barrier.from_rank_0(lambda: restore.to_evaluate(args, print))
         if not found:
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
         state, about, path = found
-        checkpoint.fit(network, checkpoint.evaluated_weights(state), path, new_head=False)
+        fit(network, evaluated_weights(state), path, new_head=False)
         for name in ("image_size", "resize"):
             trained = about["arguments"].get(name, vars(args)[name])
             if trained != vars(args)[name] and distributed.get_rank() == 0:

@@ -21,6 +21,7 @@ from torch import nn
 
 from common import tensors
 from common.checkpoints import checkpoint
+from common.checkpoints.weights import read_weights
 from common.errors import UserError
 
 CANARY = "canary"  # which a file would make in the current folder, if anything in it were run
@@ -250,7 +251,7 @@ def refused_in_a_line(content):
         if digest:
             with open("weights.pth.sha256", "w") as file:
                 file.write(digest)
-        if not _refuses(checkpoint.read_weights, "weights.pth"):
+        if not _refuses(read_weights, "weights.pth"):
             return False
     manifest = {"samples_seen": 7, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     for name, body in (("000000000007.pt", content), ("000000000007.json", json.dumps(manifest, indent=1).encode())):
@@ -275,7 +276,7 @@ def right_or_refused(weights, times):
         with open("weights.pth", "wb") as file:
             file.write(mutated(good, draw))
         try:
-            found = checkpoint.read_weights("weights.pth")
+            found = read_weights("weights.pth")
             assert list(found) == list(weights) and all(torch.equal(found[name], weights[name]) for name in weights)
         except UserError as error:
             refused += 1

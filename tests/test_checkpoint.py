@@ -22,6 +22,7 @@ import torchvision
 from common.checkpoints import checkpoint
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
+from common.checkpoints.weights import evaluated_weights, fit, load_weights, read_weights, write_weights
 from common.errors import TrainingFailed, UserError
 
 
@@ -230,7 +231,7 @@ def test_a_save_that_was_killed_before_its_manifest_had_its_name_is_completed(fo
 
 def test_the_last_and_the_best_are_kept(folder):
     for epoch in range(1, 12):
-        checkpoint.write_weights(str(folder / f"epoch_{epoch}.pth"), {})
+        write_weights(str(folder / f"epoch_{epoch}.pth"), {})
     checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 300, "best": {"samples_seen": 100, "epoch": 2}})
     assert checkpoint.numbers(str(folder)) == [100, 300]
     assert {path.name for path in folder.glob("epoch_*")} == {
@@ -255,7 +256,7 @@ def network(tmp_path):
     """A network, and its weights as a run leaves them."""
     torch.manual_seed(0)
     network = torch.nn.Linear(20, 10)
-    checkpoint.write_weights(str(tmp_path / "epoch_3.pth"), network.state_dict())
+    write_weights(str(tmp_path / "epoch_3.pth"), network.state_dict())
     return network
 
 
@@ -267,9 +268,9 @@ def test_300_flipped_bits_of_weights_or_of_their_digest_are_all_refused(network,
         position = draw.randrange(len(good) * 8 if name.endswith("pth") else 64 * 8)
         victim.write_bytes(flipped(good, position))
         with pytest.raises(UserError, match=r"epoch_3\.pth is damaged: .*epoch_3\.pth\.sha256"):
-            checkpoint.load_weights(network, str(tmp_path / "epoch_3.pth"))
+            load_weights(network, str(tmp_path / "epoch_3.pth"))
     victim.write_bytes(good)
-    assert checkpoint.load_weights(network, str(tmp_path / "epoch_3.pth")) == [] and not capsys.readouterr().out
+    assert load_weights(network, str(tmp_path / "epoch_3.pth")) == [] and not capsys.readouterr().out
 
 
 def test_the_usual_program_checks_weights(network, tmp_path):
@@ -278,7 +279,7 @@ def test_the_usual_program_checks_weights(network, tmp_path):
 
 def test_weights_of_others_are_loaded_and_the_log_says_that_nothing_vouches_for_them(network, tmp_path, capsys):
     torch.save(network.state_dict(), path := tmp_path / "foreign.pth")
-    assert checkpoint.load_weights(network, str(path)) == []
+    assert load_weights(network, str(path)) == []
     assert capsys.readouterr().out == f"{path} is unverified: there is no {path}.sha256\n"
 
 
@@ -298,22 +299,22 @@ def test_files_of_torchvision_are_taken_as_they_come_and_compared_with_the_diges
         digest = hashlib.sha256(content).hexdigest()[:8]
     path = tmp_path / f"{arch}-{digest}.pth"
     path.write_bytes(content)
-    assert checkpoint.load_weights(ours, str(path)) == [] and not capsys.readouterr().out
+    assert load_weights(ours, str(path)) == [] and not capsys.readouterr().out
     assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters()))
     path.rename(dated := tmp_path / "flowers-20240131.pth")
     if zipped:
-        assert checkpoint.load_weights(ours, str(dated)) == []
+        assert load_weights(ours, str(dated)) == []
     else:
         with pytest.raises(UserError, match=r"in the form before torch 1\.6, in which no damage is noticed: save it again"):
-            checkpoint.load_weights(ours, str(dated))
+            load_weights(ours, str(dated))
         (tmp_path / f"{dated}.sha256").write_text(hashlib.sha256(content).hexdigest())
-        assert checkpoint.load_weights(ours, str(dated)) == []
+        assert load_weights(ours, str(dated)) == []
     assert ("unverified" in capsys.readouterr().out) == zipped or not zipped
     path.write_bytes(content[:-1])
     with pytest.raises(
         UserError, match=r"is damaged, or not the file of that name: its SHA-256 does not begin with [0-9a-f]{8}"
     ):
-        checkpoint.load_weights(ours, str(path))
+        load_weights(ours, str(path))
 
 
 @pytest.mark.parametrize("what", ["a pipe", "an endless file", "a file of 4 GB"])
@@ -329,17 +330,17 @@ def test_what_is_no_file_of_weights_is_not_read_to_its_end(tmp_path, what):
     with pytest.raises(
         UserError, match=r"cannot be read: it is not a regular file|holds no weights: it is no archive of torch\.save"
     ):
-        checkpoint.read_weights(str(path))
+        read_weights(str(path))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (100 << 10)
 
 
 def test_a_checkpoint_taken_for_its_weights_is_verified(network, tmp_path, capsys):
     checkpoint.write(str(tmp_path), {"model": network.state_dict()}, about(7))
     path = tmp_path / "000000000007.pt"
-    assert checkpoint.load_weights(network, str(path)) == [] and not capsys.readouterr().out
+    assert load_weights(network, str(path)) == [] and not capsys.readouterr().out
     path.write_bytes(flipped(path.read_bytes(), 4000))
     with pytest.raises(UserError, match="is damaged"):
-        checkpoint.load_weights(network, str(path))
+        load_weights(network, str(path))
 
 
 @pytest.mark.parametrize("wrappers", ["module.", "_orig_mod.", "module._orig_mod.", ""])
@@ -351,10 +352,10 @@ def test_the_prefixes_of_wrappers_are_taken_off_and_no_names_of_the_network(wrap
         network = network.module
     state = {f"{wrappers}{name}": tensor + 1 for name, tensor in network.state_dict().items()}
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    assert checkpoint.fit(network, state, "its file", new_head=False) == []
+    assert fit(network, state, "its file", new_head=False) == []
     assert all(torch.equal(tensor, before[name] + 1) for name, tensor in network.state_dict().items())
     averaged = {"model": before, "ema": {**{f"module.{name}": tensor for name, tensor in before.items()}, "n_averaged": 3}}
-    assert checkpoint.evaluated_weights(averaged).keys() == before.keys()
+    assert evaluated_weights(averaged).keys() == before.keys()
 
 
 def test_a_snapshot_is_safe_from_the_next_step():

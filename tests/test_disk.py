@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import files, heartbeat, job
-from common.checkpoints import checkpoint, evidence, output
+from common.checkpoints import checkpoint, evidence, run_folder
 from common.checkpoints.position import Position
 from common.errors import SampleError, TrainingFailed, UserError
 from common.run import side_files
@@ -173,7 +173,7 @@ def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch
     failing(monkeypatch, "fsync", number)
     args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
     with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
-        output.make_folders(args)
+        run_folder.make_folders(args)
 
 
 def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_path, monkeypatch):
@@ -275,24 +275,24 @@ def test_the_lock_ends_with_its_process_although_one_that_it_has_forked_lives_on
     silence, speak = os.pipe()
     if not (job_of_its_own := os.fork()):
         try:
-            output.lock(str(tmp_path))
+            run_folder.lock(str(tmp_path))
             if not os.fork():
                 os.close(speak)
                 os.read(silence, 1)
         finally:
             os._exit(0)
     os.waitpid(job_of_its_own, 0)
-    monkeypatch.setattr(output, "LOCK_SECONDS", 0)
-    output.lock(str(tmp_path))
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
+    run_folder.lock(str(tmp_path))
     os.close(speak)  # which ends it
     os.close(silence)
 
 
 def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch):
-    output.lock(str(tmp_path))
+    run_folder.lock(str(tmp_path))
     if not (loads := os.fork()):
         os._exit(0)
     os.waitpid(loads, 0)
-    monkeypatch.setattr(output, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
     with pytest.raises(UserError, match="is in use by another job that is still running"):
-        output.lock(str(tmp_path))
+        run_folder.lock(str(tmp_path))

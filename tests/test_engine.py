@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common import devices
-from common.checkpoints import checkpoint
+from common.checkpoints.weights import read_weights
 from common.devices import kinds
 from common.elastic import members
 from common.errors import UserError
@@ -88,9 +88,9 @@ def test_a_program_in_place_of_weights_is_refused_before_torch_looks_at_it(older
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", lambda *_, **__: {"taken": torch.zeros(1)})
         with pytest.raises(UserError, match="holds no weights: it is a program of TorchScript"):
-            checkpoint.read_weights(str(path))
+            read_weights(str(path))
     torch.save({"weight": torch.ones(2)}, path)
-    assert torch.equal(checkpoint.read_weights(str(path))["weight"], torch.ones(2))
+    assert torch.equal(read_weights(str(path))["weight"], torch.ones(2))
 
 
 def test_nodes_that_come_and_go_need_a_torch_that_torchft_takes(older):

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from common.checkpoints import checkpoint
+from common.checkpoints.weights import read_weights
 from common.errors import TrainingFailed
 from common.models import resnet18
 from datasets import cifar10, imagenet, synthetic
@@ -175,7 +176,7 @@ def test_preprocessing_is_told_as_data_and_the_weights_are_a_file_that_jobs_read
     how = json.loads((folder / "preprocessing.json").read_text())
     assert (how["size"], how["resize"], how["interpolation"]) == (32, 37, "bilinear")
     assert (tuple(how["mean"]), tuple(how["std"])) == (imagenet.MEAN, imagenet.STD)
-    weights = checkpoint.read_weights(str(folder / "weights.pth"))
+    weights = read_weights(str(folder / "weights.pth"))
     state, _ = checkpoint.read(command.find(str(trained[0] / "out")).path)
     assert torch.equal(weights["fc.weight"], state["ema"]["module.fc.weight"])  # those that are evaluated
     assert (folder / "weights.pth.sha256").exists()

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from common import arguments
-from common.checkpoints import bucket_run
+from common.checkpoints.weights import local_weights
 from common.errors import UserError
 from common.models.classifiers import classifier
 from datasets import augment, drop_in, imagenet
@@ -113,10 +113,10 @@ def test_weights_out_of_a_bucket_are_verified(trained, store, reachable, tmp_pat
         store.client().put_object(Bucket="data", Key=f"weights/{name}", Body=(trained[0] / name).read_bytes())
     said = []
     for _ in range(2):
-        path = bucket_run.local_weights("s3://data/weights/epoch_2.pth", str(tmp_path / "in"), said.append)
+        path = local_weights("s3://data/weights/epoch_2.pth", str(tmp_path / "in"), said.append)
         assert os.path.getsize(path) == (trained[0] / "epoch_2.pth").stat().st_size and os.path.exists(path + ".sha256")
     with pytest.raises(UserError, match=r"there is no epoch_9\.pth in s3://data/weights"):
-        bucket_run.local_weights("s3://data/weights/epoch_9.pth", str(tmp_path / "in"), said.append)
+        local_weights("s3://data/weights/epoch_9.pth", str(tmp_path / "in"), said.append)
 
 
 # --- The pictures --------------------------------------------------------------------------------------------------------

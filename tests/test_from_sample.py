@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from common.checkpoints import checkpoint
+from common.checkpoints.weights import load_weights
 from common.errors import UserError
 from common.models import resnet18
 from datasets import cifar10
@@ -188,12 +188,12 @@ def test_weights_of_the_sample_fit_our_network(prefix, three_epochs, tmp_path):
     """A file as the sample saves it: the state_dict of the network, or of the network inside DDP."""
     state = torch.load(three_epochs[0] / "epoch_3.pth", weights_only=True)
     torch.save({prefix + key: value for key, value in state.items()}, tmp_path / "epoch_3.pth")
-    assert typed_here(TITLE, LOADED)[0] == ["checkpoint.load_weights(resnet18(),", "epoch_3.pth)"]
+    assert typed_here(TITLE, LOADED)[0] == ["load_weights(resnet18(),", "epoch_3.pth)"]
     network = resnet18(width=4)
-    checkpoint.load_weights(network, str(tmp_path / "epoch_3.pth"), new_head=False)
+    load_weights(network, str(tmp_path / "epoch_3.pth"), new_head=False)
     assert all(torch.equal(value, network.state_dict()[key]) for key, value in state.items())
     with pytest.raises(UserError):
-        checkpoint.load_weights(resnet18(width=8), str(tmp_path / "epoch_3.pth"), new_head=False)
+        load_weights(resnet18(width=8), str(tmp_path / "epoch_3.pth"), new_head=False)
 
 
 def test_what_an_epoch_came_to_is_a_line(three_epochs):

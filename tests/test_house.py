@@ -115,6 +115,21 @@ def test_no_circles_inside_a_room():
     for name, path in MODULES.items():
         offers = {target for target in arrows(path) if room(target) == room(name) and target != room(name)}
         graph[name] = offers - {name}
+    no_circles(graph)
+
+
+def test_no_circles_between_the_rooms_and_files_of_a_room():
+    """Each room inside is one place there, whatever files it has."""
+    for name in rooms():
+        graph = {}
+        for module in [module for module in MODULES if module.startswith(f"{name}.")]:
+            place, offers = ".".join(module.split(".")[: name.count(".") + 2]), arrows(MODULES[module])
+            places = {".".join(one.split(".")[: name.count(".") + 2]) for one in offers if one.startswith(f"{name}.")}
+            graph.setdefault(place, set()).update(places - {place})
+        no_circles(graph)
+
+
+def no_circles(graph):
     done, under_way = set(), []
 
     def visit(name):
@@ -127,6 +142,11 @@ def test_no_circles_inside_a_room():
 
     for name in sorted(graph):
         visit(name)
+
+
+def test_a_circle_is_seen():
+    with pytest.raises(AssertionError, match="b -> c -> b"):
+        no_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}})
 
 
 def rooms():
@@ -254,7 +274,7 @@ def test_one_file_knows_the_names_of_checkpoints_and_weights():
     found = {str(path) for path in FILES for line in (ROOT / path).read_text().splitlines() if spelled.search(line)}
     assert found == {
         "common/checkpoints/names.py",
-        "common/checkpoints/output.py",
+        "common/checkpoints/run_folder.py",
         "jobs/train_restore.py",
     }  # examples/epoch_N.png
     assert [

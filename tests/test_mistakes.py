@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import heartbeat
-from common.checkpoints import checkpoint, manifest, output
+from common.checkpoints import checkpoint, manifest, run_folder
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.errors import UserError
@@ -169,9 +169,9 @@ def test_a_device_that_is_not_there_has_its_own_way_out(tmp_path):
 
 def test_checkpoints_that_will_not_fit_are_an_error_before_the_first_step(tmp_path):
     args = types.SimpleNamespace(checkpoint_dir=str(tmp_path), keep=2)
-    output.require_room(args, 2**10)
+    run_folder.require_room(args, 2**10)
     with pytest.raises(UserError, match=r"no room for 4 checkpoints: .* MiB are needed and .* MiB are free: delete .* --keep"):
-        output.require_room(args, 2**60)
+        run_folder.require_room(args, 2**60)
 
 
 def test_a_run_looks_for_that_room(trained, tmp_path):

@@ -14,6 +14,7 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from common.checkpoints import checkpoint, parts
+from common.checkpoints.weights import unwrapped
 from common.errors import UserError
 from common.run import Scaler
 from common.tensors import read
@@ -585,7 +586,7 @@ def test_what_has_no_state_is_refused():
 def test_only_the_wrappers_of_torch_are_taken_off(wrap):
     network = torch.nn.Module()
     network.module = torch.nn.Linear(1, 1)
-    assert checkpoint.unwrapped(wrap(network)) is network and checkpoint.unwrapped(network) is network
+    assert unwrapped(wrap(network)) is network and unwrapped(network) is network
 
 
 LONGER = {

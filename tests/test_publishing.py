@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from common import patience, storage
-from common.checkpoints import bucket_run, checkpoint, output, publisher
+from common.checkpoints import checkpoint, publisher, run_folder
+from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket
 from common.world.folders import FETCHING
@@ -78,9 +79,7 @@ def test_a_good_checkpoint_is_in_the_bucket_at_every_moment_while_its_number_is_
             with faults(store, plan, monkeypatch), contextlib.suppress(UserError):
                 publisher.Publisher(str(folder), url).finish()
         (empty := tmp_path / f"{number}-next").mkdir()
-        assert bucket_run.bring_newest(
-            argparse.Namespace(output_url=url, output_dir=str(folder), checkpoint_dir=str(empty)), print
-        )
+        assert RunBucket(argparse.Namespace(output_url=url, output_dir=str(folder), checkpoint_dir=str(empty))).bring_newest()
         state, _, _ = checkpoint.newest(str(empty))
         found.append(state["model"][0].item())
     assert found == sorted(found) and {1.0, 2.0} == set(found)
@@ -204,7 +203,7 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
         "epoch_best/x.pth",
         "tensorboard/x/events.out.tfevents.1",
     ]
-    assert [name for name in ours + theirs if output.is_of_a_run(name)] == ours
+    assert [name for name in ours + theirs if run_folder.is_of_a_run(name)] == ours
     client = store.client()
     for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
         client.create_multipart_upload(Bucket="data", Key=key)

@@ -367,10 +367,8 @@ def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
     process = start(tmp_path, *TINY, "--epochs", 500, "--save_steps", 1)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
     script = command("train", *TINY, "--output_dir", tmp_path / "out")[1:]
-    impatient = (
-        f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.checkpoints import output; "
-    )
-    impatient += "output.LOCK_SECONDS = 0.1; runpy.run_path(sys.argv[0], run_name='__main__')"
+    impatient = f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.checkpoints import run_folder; "
+    impatient += "run_folder.LOCK_SECONDS = 0.1; runpy.run_path(sys.argv[0], run_name='__main__')"
     done = run([sys.executable, "-c", impatient], cwd=tmp_path, env=environment())
     assert done.returncode == 2, done.stderr
     assert "is in use by another job that is still running" in done.stderr

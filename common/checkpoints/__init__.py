@@ -2,6 +2,6 @@
 
 # Modules.
 __all__ = [
-    "bucket_run", "checkpoint", "evidence", "manifest", "names", "output", "parts", "position", "publisher", "restore", "saver",
-    "starts",
+    "checkpoint", "evidence", "manifest", "names", "parts", "position", "publisher", "restore", "run_bucket", "run_folder",
+    "saver", "starts", "weights",
 ]  # fmt: skip

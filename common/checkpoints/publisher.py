@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Callable, Optional
 
-from common.checkpoints import names, output
+from common.checkpoints import names, run_folder
 from common.checkpoints.starts import Starts
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import TEMPORARY, TakenOver, unfinished
@@ -69,7 +69,7 @@ class Publisher:
         """Fail if the bucket cannot be written to; clean up after earlier starts; then publish in the background."""
         self._uploads.put(".writable", b"")
         self._uploads.delete(".writable")
-        self._uploads.abort_unfinished(output.is_of_a_run)
+        self._uploads.abort_unfinished(run_folder.is_of_a_run)
         self._restore_shared_files()
         self._patience.set_limit(limit(), in_the_way=False)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)

@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common.checkpoints import bucket_run, checkpoint
+from common.checkpoints import checkpoint, run_bucket
 from common.errors import UserError
 from common.ranks.barrier import from_rank_0
 
@@ -36,14 +36,15 @@ def create_momentum_buffers(parts: dict) -> None:
                 parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def find_checkpoint(args: argparse.Namespace, ours: dict, say: Callable) -> Optional[Checkpoint]:
-    """Return the checkpoint to go on from, or None to begin anew. UserError if another run or the options forbid it."""
+def find_checkpoint(args: argparse.Namespace, places: list, ours: dict, say: Callable) -> Optional[Checkpoint]:
+    """Return the checkpoint to go on from, or None to begin anew. UserError if another run or the options forbid it.
+
+    `places`: its RunFolder, and a RunBucket if it has one. `ours`: its identity().
+    """
     folder, here = args.checkpoint_dir, args.world
     afresh = args.resume == "never" and not here.restart_count
-    in_bucket = bool(args.output_url) and bucket_run.bring_newest(args, say, only_look=afresh)
-    has_run = bool(checkpoint.numbers(folder)) or in_bucket
-    if in_bucket and not afresh:
-        bucket_run.fetch_growing_files(args, say)
+    in_places = [place.bring_newest(only_look=afresh) for place in places]
+    has_run = any(in_places)
     if has_run and here.restart_count:  # a restart of the same command: the first start has obeyed --resume and --overwrite
         found = checkpoint.newest(folder, say)
         # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.
@@ -80,7 +81,7 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
     if args.resume not in ("auto", "never"):
         return _named(args, say)
     if args.output_url:
-        bucket_run.bring_newest(args, say)
+        run_bucket.RunBucket(args, say).bring_newest()
     return checkpoint.newest(args.checkpoint_dir, say)
 
 
@@ -112,7 +113,7 @@ def _from_path(args, say):
 
 def _named(args, say):
     """Return the checkpoint of --resume PATH: a file, or the newest in a folder."""
-    path = bucket_run.local_checkpoint(args.resume, args.input_dir, say)
+    path = run_bucket.local_checkpoint(args.resume, args.input_dir, say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
         found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)

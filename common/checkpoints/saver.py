@@ -5,20 +5,19 @@ They are written in the background: the training waits for the copy of the state
 
 import argparse
 import concurrent.futures
-import contextlib
 import errno
 import os
-import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
-from common import files, moments
-from common.checkpoints import bucket_run, checkpoint, names, output, restore, starts
+from common import files
+from common.checkpoints import checkpoint, names, restore, run_folder
 from common.checkpoints.position import Position
-from common.checkpoints.publisher import FAILURE_SECONDS, Publisher
+from common.checkpoints.run_bucket import RunBucket
+from common.checkpoints.run_folder import RunFolder
+from common.checkpoints.weights import OPTIONS, evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError, one_line
-from common.storage import bucket
 
 
 class Saving:
@@ -31,26 +30,21 @@ class Saving:
         self.saved_at: Optional[Position] = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._pending: Optional[concurrent.futures.Future] = None
-        self._publisher: Any = None  # a Publisher, if the output goes to a bucket
-        self._starts: Any = None  # starts.Starts of that bucket
+        self._folder = RunFolder(args)
+        self._copies: list[RunBucket] = []  # the bucket, if there is one and this rank writes
         self._damaged: set[int] = set()  # numbers newer than the checkpoint to go on from
 
     # --- Whose folder it is ---
 
-    def find(self, peers: Any) -> Optional[restore.Checkpoint]:
-        """Return the checkpoint that this rank has to restore, or None. On the rank that writes, also take the folders over."""
-        if found := peers.find(self._look, self.identity):
-            self.goes_on, self.saved_at = True, Position.of(found[1])
-        return found
+    @property
+    def _places(self) -> list[Any]:
+        return [self._folder, *self._copies]
 
-    def _look(self):
-        folder = self._args.checkpoint_dir
-        output.make_folders(self._args)
-        output.lock(folder)  # until this process ends
-        if self._args.output_url:
-            self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
+    def find(self) -> Optional[restore.Checkpoint]:
+        """Return the checkpoint to go on from, or None, and take the folders over. On the rank that writes."""
+        self._open()
         before = self._there()
-        found = restore.find_checkpoint(self._args, self.identity, self._say)
+        found = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
         afresh = not found and self._args.resume == "never"
         self._claim(afresh)  # now that nothing has been refused
         in_bucket = {number for number, start, _ in before if start}  # find_checkpoint() may have fetched them
@@ -58,60 +52,53 @@ class Saving:
         if _beyond(found, came):  # another start was still writing
             if afresh:
                 raise files.TakenOver(self._args.output_url or self._args.output_dir)
-            found = restore.find_checkpoint(self._args, self.identity, self._say)
+            found = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
         self._delete_what_is_not_wanted(found, afresh)
         self._damaged = {number for number, _, _ in _beyond(found, self._there())}
-        self._start_publishing()
-        if found and self._publisher:  # a killed start may have left a file without its manifest, and this one may save nothing
-            self._tell_surplus(found[1])
+        for copy in self._copies:
+            if not afresh:
+                copy.fetch_growing_files()
+            copy.begin()
+            if found:  # a killed start may have left a file without its manifest, and this one may save nothing
+                copy.saved(self._surplus(found[1]))
         return found
 
+    def _open(self):
+        self._copies = [RunBucket(self._args, self._say)] if self._args.output_url else []
+        self._folder.open()
+
     def _there(self):
-        """Return {(samples seen, 0, digest)} of the manifests on the disk, and {(samples seen, start, "")} of the bucket's."""
-        folder, there = self._args.checkpoint_dir, set()
-        for number in checkpoint.numbers(folder):
-            with contextlib.suppress(OSError):  # another start has just removed it
-                there.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
-        return there | {(samples, start, "") for start, samples in self._starts.checkpoints()} if self._starts else there
+        return set().union(*(place.manifests() for place in self._places))
 
     def _claim(self, afresh):
-        left = output.claim_folders(self._args)
-        if not afresh:
-            checkpoint.sweep(self._args.checkpoint_dir, left)
-        files.tidy()
-        if self._starts:
-            self._starts.take(afresh)
+        for place in self._places:
+            place.claim(afresh)
 
     def _delete_what_is_not_wanted(self, found, afresh):
         """Delete nodes.json; the whole run if `afresh`; checkpoints after PATH with --resume PATH --overwrite true."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
-        if afresh:
-            output.delete_run(self._args)
-            if self._args.output_url:
-                bucket_run.delete(self._args, self._say)
+        for place in self._places if afresh else ():
+            place.delete_run()
         if found and self._args.overwrite and self._args.resume not in ("auto", "never"):
-            for number in checkpoint.numbers(self._args.checkpoint_dir):
-                if number > found[1]["samples_seen"]:
-                    checkpoint.delete(self._args.checkpoint_dir, number)
+            self._folder.delete_after(found[1]["samples_seen"])
 
     def take_over(self) -> None:
         """Take over the folders and the publishing from the rank that wrote them, which was lost (common/elastic)."""
-        output.make_folders(self._args)
         try:
-            output.lock(self._args.checkpoint_dir)
+            self._open()
         except UserError as error:  # the lost rank may still hold the lock, on a frozen machine
             self._say(f"warning: {error}")
-        if self._args.output_url:
-            self._starts = starts.Starts(bucket.Bucket(self._args.output_url, self._say))
         self._claim(afresh=False)
-        bucket_run.fetch_growing_files_if_possible(self._args, self._say)
-        self._start_publishing()
+        for copy in self._copies:
+            try:
+                copy.fetch_growing_files()
+            except (UserError, TrainingFailed) as error:
+                self._say(f"warning: {error}")
+            copy.begin()
 
     def last_good(self) -> str:
-        url, folder = self._args.output_url, self._args.checkpoint_dir
-        if numbers := checkpoint.numbers(folder):
-            name = names.of_checkpoint(numbers[-1], "pt", self._starts.number if self._starts else 1)
-            return f"last checkpoint {url.rstrip('/') + '/checkpoints' if url else folder}/{name}"
+        if numbers := checkpoint.numbers(self._args.checkpoint_dir):
+            return f"last checkpoint {self._places[-1].address(numbers[-1])}"
         return "no checkpoint yet" if self._args.checkpoints else "no checkpoint, as --checkpoints false wants it"
 
     # --- Writing ---
@@ -138,71 +125,44 @@ class Saving:
         try:
             if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks its weights
                 path = os.path.join(output_dir, names.weights(weights_of_epoch))
-                checkpoint.write_weights(path, checkpoint.evaluated_weights(state), _of_the_epoch(state, about))
+                write_weights(path, evaluated_weights(state), _of_the_epoch(state, about))
             checkpoint.write(folder, state, about)
             self._damaged.discard(about["samples_seen"])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error.strerror = f"{error.strerror}, {output.describe_room(folder, checkpoint.size_of(state))}"
+                error.strerror = f"{error.strerror}, {run_folder.describe_room(folder, checkpoint.size_of(state))}"
             raise
         try:
             checkpoint.prune(folder, output_dir, self._args.keep, about, self._damaged)
         except OSError as error:
             self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
-        if self._publisher:
-            self._tell_surplus(about)
+        for copy in self._copies:
+            copy.saved(self._surplus(about))
+
+    def _surplus(self, about):
+        """Return a function of names that returns those that are no longer kept once the checkpoint of manifest `about` is."""
+        return lambda there: checkpoint.surplus(there, self._args.keep, about, self._damaged)
 
     def require_ours(self) -> None:
-        if files.is_taken_over() or (self._publisher and self._publisher.taken_over):
+        if any(place.is_taken_over() for place in self._places):
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
     def require_published(self) -> None:
         """If the bucket has refused the results for longer than --patience, wait for the last save, and raise UserError."""
-        if self._publisher and (why := self._publisher.failures.refused):
+        for why in filter(None, [copy.refused() for copy in self._copies]):
             self.wait()
-            raise UserError(
-                f"{self._args.output_url} refuses the results: {why}. Mend that and start again: the run "
-                f"goes on from the newest checkpoint there, or on this machine from that in {self._args.checkpoint_dir}"
-            )
-
-    # --- Publishing ---
-
-    def _start_publishing(self):
-        if self._starts:
-            where = self._args.output_dir, self._args.output_url
-            self._publisher = Publisher(*where, self._say, self._starts)
-            self._publisher.start()
-            moments.listen(self)
-
-    def _tell_surplus(self, about):
-        def choose(there):
-            return checkpoint.surplus(there, self._args.keep, about, self._damaged)
-
-        self._publisher.saved(lambda there: self._starts.surplus(there, choose))
-
-    def failure(self, _error: BaseException) -> None:
-        """Publish what can be published in a few seconds, as the job is about to fail (common/moments.py)."""
-        with contextlib.suppress(UserError, TrainingFailed):
-            self._publisher.finish(in_a_hurry=True, at_most=FAILURE_SECONDS)
+            raise UserError(why)
 
     def finish_publishing(self, in_a_hurry: bool) -> None:
-        if self._publisher is None:
-            return
-        try:
-            self._publisher.finish(in_a_hurry)
-        except files.TakenOver:
-            raise
-        except (UserError, TrainingFailed) as error:
-            there, wanted = self._args.output_dir, self._args.output_url
-            raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
-        self._say(f"published to {self._args.output_url}")
+        for copy in self._copies:
+            copy.finish(in_a_hurry)
 
 
 def _of_the_epoch(state, about):
     """Return the contents of the JSON file beside the weights of an epoch."""
     row, options = state["run"]["history"][-1], about["arguments"]
     metrics = {name: value for name, value in row.items() if name not in ("epoch", "steps", "samples")}
-    said = {name: options[name] for name in checkpoint.OPTIONS if options.get(name) is not None}
+    said = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     return {"epoch": row["epoch"], "metrics": metrics, "classes": about["classes"], **said}
 
 

@@ -11,6 +11,7 @@ from torch import distributed
 
 from common import devices
 from common.checkpoints import checkpoint
+from common.checkpoints.weights import evaluated_weights
 from common.doctor.checks import PREFETCHED
 from common.ranks.collectives import rank_and_size, reduce
 
@@ -83,6 +84,6 @@ def steps_left(args: argparse.Namespace, sampler: Any) -> int:
 def room_to_save(run: Any) -> int:
     """Return the bytes to keep free for saving: --keep + 2 checkpoints and weights, less the checkpoints that are there."""
     state, folder = run.state(), run.args.checkpoint_dir
-    need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(checkpoint.evaluated_weights(state)))
+    need = (run.args.keep + 2) * (checkpoint.size_of(state) + checkpoint.size_of(evaluated_weights(state)))
     files = [checkpoint.path_of(folder, number) for number in checkpoint.numbers(folder)]
     return max(0, need - sum(os.path.getsize(path) for path in files if os.path.exists(path)))

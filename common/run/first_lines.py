@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 
 from common import arguments, devices
-from common.checkpoints import names, output, parts
+from common.checkpoints import names, parts, run_folder
 from common.checkpoints.evidence import Attempt
 from common.checkpoints.restore import Checkpoint
 from common.errors import count
@@ -34,7 +34,7 @@ def changes(then: dict, now: dict) -> list[str]:
 
 def _not_gone_on_from(args, found):
     """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
-    files, weights = output.listed(args.checkpoint_dir), output.listed(args.output_dir)
+    files, weights = run_folder.listed(args.checkpoint_dir), run_folder.listed(args.output_dir)
     for name in files:
         its = names.parse(name)
         if its and its.ending == "pt" and (manifest := names.of_checkpoint(its.samples, "json", its.start)) not in files:

@@ -25,10 +25,11 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices, files, moments
-from common.checkpoints import checkpoint, manifest, output, parts, restore
+from common.checkpoints import checkpoint, manifest, parts, restore, run_folder
 from common.checkpoints.evidence import Evidence
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
+from common.checkpoints.weights import unwrapped
 from common.errors import STOP_SIGNALS
 from common.run import first_lines, timing
 from common.run.clock import Clock
@@ -74,7 +75,7 @@ class Run:
         self.results = Results(best_by, best_is)
         self.plan = Plan(args, sampler, patience)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
-        self.model = checkpoint.unwrapped(model)
+        self.model = unwrapped(model)
         self.device = next(self.model.parameters()).device
         self.peers: Fixed = moments.announce("peers", args) or Fixed(args)
         self.trial = bool(args.doctor or prof)
@@ -165,11 +166,12 @@ class Run:
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
         self.made, self.groups = parts.made(self), parts.groups(self)
-        found = None if self.trial else self.saving.find(self.peers)
+        found = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
         if found:
             self.load(*found)
+            self.saving.goes_on, self.saving.saved_at = True, self.position
         if self.side_files.writes and self.args.checkpoints:
-            output.require_room(self.args, checkpoint.estimated_size(state := self.state()))
+            run_folder.require_room(self.args, checkpoint.estimated_size(state := self.state()))
             checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts}))
         self.peers.meet(self)
         if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):

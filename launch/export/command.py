@@ -21,6 +21,7 @@ import torch
 
 from common.arguments import number
 from common.checkpoints import checkpoint, names
+from common.checkpoints.weights import about_weights, evaluated_weights, read_weights, write_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.world.folders import is_address
@@ -70,8 +71,8 @@ def find(run: str) -> ExportedRun:
     if os.path.exists(re.sub(r"\.pt$", "", run) + ".json"):
         return _of_checkpoint(*checkpoint.read(run), run)
     epoch = names.epoch_of(os.path.basename(run)) if run.endswith(".pth") else None
-    weights = checkpoint.read_weights(run)
-    if about := checkpoint.about_weights(run):
+    weights = read_weights(run)
+    if about := about_weights(run):
         accuracy = about.get("metrics", {}).get("accuracy")
         return ExportedRun(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
     there = None
@@ -101,7 +102,7 @@ def _best(run):
 
 def _of_checkpoint(state, about, path):
     accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
-    weights = checkpoint.evaluated_weights(state)
+    weights = evaluated_weights(state)
     return ExportedRun(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
 
 
@@ -166,7 +167,7 @@ def export(options: argparse.Namespace) -> None:
     for name, content in files.items():
         write_atomically(os.path.join(folder, name), content)
     if options.format != "modelarts":  # it takes one .pth file, and that is the network
-        checkpoint.write_weights(os.path.join(folder, "weights.pth"), found.weights)
+        write_weights(os.path.join(folder, "weights.pth"), found.weights)
     score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
     print(f"{one_line(folder)}: {type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}")
 

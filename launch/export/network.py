@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from common import devices
-from common.checkpoints import checkpoint
+from common.checkpoints.weights import fit
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
 
@@ -40,7 +40,7 @@ def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes:
         network = resnet18(num_classes=len(weights[OWN_RESNET_KEY]), width=len(weights["conv1.0.weight"]))
     else:
         network = classifiers.classifier(arch, num_classes, size)
-    checkpoint.fit(network, weights, path, new_head=False)
+    fit(network, weights, path, new_head=False)
     return network.train(False)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from common import optional, progress
-from common.checkpoints import manifest, names, output
+from common.checkpoints import manifest, names, run_folder
 from common.errors import UserError, count
 from common.run.clock import TRAINING_PHASES
 from common.run.observers.records import Facts
@@ -116,7 +116,7 @@ class Console:
             name = names.weights((at.best or {}).get("epoch", 0))
             weights = name if os.path.exists(os.path.join(args.output_dir, name)) else None
             self._say(f"done: {facts.results.summary(at, weights)}{more}{last_good}")
-        self._say(f"files: {output.describe_files(args)}")
+        self._say(f"files: {run_folder.describe_files(args)}")
         longer = "with more --epochs the same command trains longer"
         if self._classifies and (use := manifest.export_command(args.output_dir)):
             longer += f". A network for any program: {use}"

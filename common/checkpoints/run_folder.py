@@ -1,6 +1,7 @@
-"""The output folder of a run: create it, lock it against other jobs, delete an earlier run in it."""
+"""The output folder of a run, on the disk of the rank that writes."""
 
 import argparse
+import contextlib
 import fcntl
 import functools
 import os
@@ -8,10 +9,9 @@ import re
 import shutil
 import time
 
-from common import optional
-from common.checkpoints import names
+from common import files, optional
+from common.checkpoints import checkpoint, names
 from common.errors import UserError, of_a_file
-from common.files import MIB, TEMPORARY, claim, remove, write_atomically
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 
@@ -29,13 +29,68 @@ def is_of_a_run(name: str) -> bool:
     return bool((its and its.ending != names.UNFINISHED) or names.epoch_of(name) is not None or _OTHERS.fullmatch(name))
 
 
+class RunFolder:
+    """A place of a run. What Saving asks of it, it asks of a RunBucket too."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+
+    def open(self) -> None:
+        """Create the folders, and lock them until this process ends."""
+        make_folders(self._args)
+        lock(self._args.checkpoint_dir)
+
+    def address(self, samples: int) -> str:
+        return f"{self._args.checkpoint_dir}/{names.of_checkpoint(samples, 'pt')}"
+
+    def manifests(self) -> set[tuple[int, int, str]]:
+        """Return {(samples seen, 0, digest)} of the manifests, to see what other starts write meanwhile."""
+        folder, there = self._args.checkpoint_dir, set()
+        for number in checkpoint.numbers(folder):
+            with contextlib.suppress(OSError):  # another start has just removed it
+                there.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
+        return there
+
+    def bring_newest(self, only_look: bool = False) -> bool:
+        """Return whether there is a checkpoint: it is where it has to be."""
+        return bool(checkpoint.numbers(self._args.checkpoint_dir))
+
+    def claim(self, afresh: bool) -> None:
+        """Keep earlier starts from writing here. What they have begun to write is completed, or, if `afresh`, removed."""
+        try:
+            left = files.claim(self._args.checkpoint_dir, also=self._args.output_dir)
+        except OSError as error:
+            raise _not_writable(self._args.output_dir, error) from None
+        if not afresh:
+            checkpoint.sweep(self._args.checkpoint_dir, left)
+        files.tidy()
+
+    def is_taken_over(self) -> bool:
+        return files.is_taken_over()
+
+    def delete_run(self) -> None:
+        args = self._args
+        folders = {"": args.output_dir, names.FOLDER: args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
+        folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
+        for place, folder in folders.items():
+            for name in listed(folder):
+                if is_of_a_run(place + name.removesuffix(files.TEMPORARY)):
+                    files.remove(os.path.join(folder, name))
+
+    def delete_after(self, samples: int) -> None:
+        """Delete the checkpoints after so many samples."""
+        for number in checkpoint.numbers(self._args.checkpoint_dir):
+            if number > samples:
+                checkpoint.delete(self._args.checkpoint_dir, number)
+
+
 def make_folders(args: argparse.Namespace) -> None:
     """Create the output folders; raise an error if one of them cannot be written to."""
     for folder in (args.output_dir, args.checkpoint_dir, args.tensorboard_dir):
         try:
             os.makedirs(folder, exist_ok=True)
             probe = os.path.join(folder, ".writable")
-            write_atomically(probe, b"")
+            files.write_atomically(probe, b"")
             os.unlink(probe)
         except OSError as error:
             raise _not_writable(folder, error) from None
@@ -57,8 +112,8 @@ def describe_room(folder: str, size: int) -> str:
     """Return words for an error: how much space is needed, how much is free, and what to do."""
     free = shutil.disk_usage(folder).free
     return (
-        f"{size / MIB:.1f} MiB are needed and {free / MIB:.1f} MiB are free: delete what is not needed there, lower --keep, or "
-        "give another --output_dir"
+        f"{size / files.MIB:.1f} MiB are needed and {free / files.MIB:.1f} MiB are free: delete what is not needed there, "
+        "lower --keep, or give another --output_dir"
     )
 
 
@@ -95,24 +150,6 @@ def _let_go(held):
 def listed(folder: str) -> list[str]:
     """Return the sorted names in a folder; none if it does not exist."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
-def delete_run(args: argparse.Namespace) -> None:
-    folders = {"": args.output_dir, "checkpoints/": args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
-    folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
-    for place, folder in folders.items():
-        for name in listed(folder):
-            whole = name[: -len(TEMPORARY)] if name.endswith(TEMPORARY) else name
-            if is_of_a_run(place + whole):
-                remove(os.path.join(folder, name))
-
-
-def claim_folders(args: argparse.Namespace) -> list[str]:
-    """Claim the folders, so that earlier starts can no longer write there; return the files that they left unfinished."""
-    try:
-        return claim(args.checkpoint_dir, also=args.output_dir)
-    except OSError as error:
-        raise _not_writable(args.output_dir, error) from None
 
 
 def describe_files(args: argparse.Namespace) -> str:
