@@ -23,7 +23,7 @@ STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform 
 FAILURE_SECONDS = 5  # for all of the publishing after a rank has failed, as the other ranks wait to hear of it
 OF_AN_EVALUATION = re.compile(r"report\.(?:json|txt)|examples/.*")
 
-Surplus = Callable[[list[str]], list[str]]  # returns those of the given names that are no longer kept
+Surplus = Callable[[list[str]], list[str]]  # returns those of the given names in the folder that are no longer kept
 
 
 class Failures:
@@ -76,7 +76,7 @@ class Publisher:
         self._thread.start()
 
     def saved(self, surplus: Surplus) -> None:
-        """Publish soon, as a checkpoint was written or found. `surplus(names)` returns the objects that may be deleted."""
+        """Publish soon, as a checkpoint was written or found. `surplus(names)`: those that are no longer kept."""
         self._surplus = surplus
         self._wake.set()
 
@@ -212,7 +212,7 @@ class Publisher:
                 self._uploads.delete(outdated)
 
     def _prune(self, surplus: Surplus) -> None:
-        for name in surplus(self._uploads.names()):
+        for name in self._starts.surplus(self._uploads.names(), surplus):
             here = self._starts.here(name)
             if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
                 continue

@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional
 
 from common import moments, storage
 from common.checkpoints import checkpoint, names, run_folder, starts
-from common.checkpoints.publisher import FAILURE_SECONDS, Publisher
+from common.checkpoints.publisher import FAILURE_SECONDS, Publisher, Surplus
 from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY, TakenOver
 from common.storage import bucket, download
@@ -96,9 +96,9 @@ class RunBucket:
         self._publisher.start()
         moments.listen(self)
 
-    def saved(self, choose: Callable[[list[str]], list[str]]) -> None:
-        """Publish soon, as a checkpoint was written or found. `choose(names)` returns those that are no longer kept."""
-        self._publisher.saved(lambda there: self._starts.surplus(there, choose))
+    def saved(self, surplus: Surplus) -> None:
+        """Publish soon, as a checkpoint was written or found. `surplus(names)`: those that are no longer kept."""
+        self._publisher.saved(surplus)
 
     def refused(self) -> Optional[str]:
         """Return an error's text if the bucket has refused the results for longer than --patience."""

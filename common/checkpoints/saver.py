@@ -6,6 +6,7 @@ They are written in the background: the training waits for the copy of the state
 import argparse
 import concurrent.futures
 import errno
+import functools
 import os
 import uuid
 from collections.abc import Sequence
@@ -140,8 +141,7 @@ class Saving:
             copy.saved(self._surplus(about))
 
     def _surplus(self, about):
-        """Return a function of names that returns those that are no longer kept once the checkpoint of manifest `about` is."""
-        return lambda there: checkpoint.surplus(there, self._args.keep, about, self._damaged)
+        return functools.partial(checkpoint.surplus, keep=self._args.keep, about=about, damaged=self._damaged)
 
     def require_ours(self) -> None:
         if any(place.is_taken_over() for place in self._places):
