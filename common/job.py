@@ -32,7 +32,7 @@ class _CallTheDoctor:
 
 class _MakesJobsElastic:
     def arguments(self, args: argparse.Namespace) -> None:
-        if args.min_nodes and not args.doctor:  # the doctor's trial is run by all nodes
+        if args.min_nodes and not args.doctor:  # the doctor waits for all nodes
             try:
                 from common.elastic import job
             except ImportError as error:

@@ -10,11 +10,8 @@ A listener is an object with a method for each moment that it needs:
     meeting(args)                the ranks are about to form a process group; a listener may return how many seconds
                                  one of their collectives may take
     members(args, device)        after `meeting`; a listener may return members that meet later, and again after each change
-    joined(device)               the process group is there; in an elastic job it has only this rank
     data(args)                   the data are about to be fetched and opened
     peers(args)                  a Run is being made; a listener may return its peers, in place of run.peers.Fixed
-    batches(run, loader)         the first step of an epoch is about to be taken; a listener may return an iterator of batches
-                                 to train on instead, and must end the job after the last one
     said(text)                   a line of the log was printed for the user
     written(folder, write)       rank 0 has written files of the report; `write(name, content)` adds an optional file
     killed(args, since, why)     the watcher or parent of rank 0, which began to watch at `since`, knows why the job ends

@@ -122,7 +122,7 @@ def parse_options():
 
 
 def refuse_doctor(_text):
-    raise argparse.ArgumentTypeError("speedrun.py has no steps for the doctor to look at; have it look at train.py")
+    raise argparse.ArgumentTypeError("speedrun.py makes no Run, where the doctor would end; have it look at train.py")
 
 
 def record_run(args, device, row):

@@ -3,8 +3,8 @@
     python -m launch doctor jobs/train_ddp.py -- --data_url /data/cifar10 --output_dir /runs/7
 
 The job's own options come after --. On several nodes, start this program on each, like the job itself. Node 0 waits for the
-others for --doctor_seconds, an option of the job, and prints the table for all. The job takes a few steps, whose result is
-discarded; nothing of a run is written. The exit code is 0 when nothing is bad, else 1.
+others for --doctor_seconds, an option of the job, and prints the table for all. The job ends before its first step, and nothing
+of a run is written. The exit code is 0 when nothing is bad, else 1.
 
 If a console takes only a job, --doctor true among the job's options does the same.
 """

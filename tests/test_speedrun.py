@@ -265,7 +265,7 @@ def test_so_few_images_that_none_would_be_left_are_refused(tmp_path, monkeypatch
 def test_the_doctor_is_sent_to_another_job(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main(monkeypatch, f"--output_dir={tmp_path}", "--doctor=true")
-    assert stop.value.code == 2 and "argument --doctor: speedrun.py has no steps" in capsys.readouterr().err
+    assert stop.value.code == 2 and "argument --doctor: speedrun.py makes no Run" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(tmp_path):

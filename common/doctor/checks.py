@@ -1,4 +1,4 @@
-"""The doctor's checks of the machine and the job. Each returns a Finding: how bad it is, what was found, what to do."""
+"""The doctor's checks of a node. Each returns a Finding: how bad it is, what was found, what to do."""
 
 import argparse
 import contextlib
@@ -6,25 +6,20 @@ import os
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Optional
 
 from common import cores, devices, drivers
-from common.doctor.table import Finding, bad, doubtful, duration, good, size
+from common.doctor.table import Finding, bad, doubtful, good, size
 from common.errors import count
 from common.files import MIB
-from common.run import STARVED
 from common.wire import network, secret
 from common.world import World
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
 GPU_BUSY_MIB = 1024  # with more in use, a GPU is busy; a rank that has just started uses half of it
 NCCL_SHM = 32 * MIB  # bytes of /dev/shm that NCCL may take for each rank
-PREFETCHED = 2  # batches that torch's loader keeps ready for each of its worker processes
-LEFT_OUT = 0.1  # fraction of the samples that may be left out because they do not fill a batch
 TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and ASCEND_RT_VISIBLE_DEVICES"}
-EXCHANGE = 0.5  # fraction of a step that the exchange of gradients may take
 
 
 # --- The node -----------------------------------------------------------------------------------------------------------
@@ -157,59 +152,3 @@ def check_shm(need: int, folder: str = "/dev/shm") -> Finding:
     if need > free:
         return doubtful("shm", found, "start the container with more (--shm-size, a memory volume at /dev/shm)")
     return good("shm", found)
-
-
-# --- The job itself -----------------------------------------------------------------------------------------------------
-
-
-def check_batches(samples: int, global_batch: int, ranks: int, epochs: int) -> Finding:
-    """Check that few samples of an epoch are left out because they do not fill a batch."""
-    steps, left = divmod(samples, global_batch)
-    found = f"{count(steps, 'step')} of {global_batch} samples ({count(ranks, 'rank')}) in each of {count(epochs, 'epoch')}"
-    if left > LEFT_OUT * samples:
-        do = "lower --batch_size, or choose one that divides the samples better"
-        return doubtful("batches", f"{found}, which leaves out {left} of {samples} ({left / samples:.0%})", do)
-    return good("batches", found + (f"; {left} of {samples} are left out" if left else "; none is left out"))
-
-
-def check_loader(remedies: Sequence[str], load_seconds: float, step_seconds: float, samples: int, overlap: bool) -> Finding:
-    """Compare the seconds to load `samples` with those of a step. `overlap`: both at the same time; `remedies`: the advice."""
-    found = f"{samples / load_seconds:,.0f} images/s, the model takes {samples / step_seconds:,.0f} (each rank)"
-    waiting = max(0, load_seconds - step_seconds) / load_seconds if overlap else load_seconds / (load_seconds + step_seconds)
-    if waiting < STARVED:
-        return good("loader", found)
-    do = "; or ".join(remedies) or "give each rank more cores"
-    return doubtful("loader", f"{found}, and would wait for data {waiting:.0%} of the time", do)
-
-
-def check_network(rate: float, gradients: Optional[int], step_seconds: Optional[float], ranks: int) -> Finding:
-    """Compare the seconds to all-reduce `gradients` bytes, at `rate` bytes per second, with those of a step; None: unknown."""
-    found = f"{rate / MIB:,.1f} MiB/s in an all-reduce of all ranks"
-    if gradients is None or step_seconds is None:
-        return good("network", found)
-    exchange = 2 * (ranks - 1) / ranks * gradients / rate
-    found += f"; {size(gradients)} of gradients take {1000 * exchange:.3g} ms of a step of {1000 * step_seconds:.3g} ms"
-    if exchange < EXCHANGE * step_seconds:
-        return good("network", found)
-    do = "look at the interface, ask for nodes with a faster network, or raise --batch_size"
-    return doubtful("network", found, do)
-
-
-def check_time(seconds: float, limit: Optional[tuple[float, str]]) -> Finding:
-    """Check that `seconds` of training fit within `limit`: (seconds left, what sets it), or None if no limit is known."""
-    found = f"about {duration(seconds)} of training"
-    if limit and seconds > limit[0]:
-        do = "start the job again when it has ended, it goes on; or ask for more time or more GPUs"
-        return doubtful("time", f"{found}, {duration(max(0, limit[0]))} left ({limit[1]})", do)
-    left = f"{duration(limit[0])} left ({limit[1]})" if limit else "no limit is known"
-    return good("time", f"{found}, {left}")
-
-
-def time_limit(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[tuple[float, str]]:
-    """Return the earlier end of those that --max_hours and SLURM set: (seconds left, what sets it); None if neither does."""
-    limits = []
-    if args.max_hours is not None:
-        limits.append((args.max_hours * 3600, f"--max_hours {args.max_hours:g}"))
-    if environ.get("SLURM_JOB_END_TIME", "").isdigit():
-        limits.append((int(environ["SLURM_JOB_END_TIME"]) - time.time(), "SLURM_JOB_END_TIME"))
-    return min(limits, default=None)

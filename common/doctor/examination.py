@@ -2,28 +2,22 @@
 
     python -m launch doctor jobs/train_ddp.py -- --data_url ...      or --doctor true after the job's own arguments
 
-Each node checks itself (checks.py). The nodes then meet, and the ranks load the data, take a few trial steps, and end.
+Each node checks itself (checks.py). The nodes then meet, and the ranks open the data and end before the first step.
 """
 
 import argparse
-import faulthandler
 import json
 import os
 import sys
 import tempfile
-import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
-import torch
-
-from common import devices, heartbeat, naming
-from common.checkpoints import checkpoint
-from common.doctor import checks, measure, stores
+from common import heartbeat, naming
+from common.doctor import checks, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
-from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
+from common.doctor.table import BAD, Finding, bad, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.secrets import mask
 from common.storage import bucket
@@ -31,18 +25,18 @@ from common.world import folders
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 
+COLLECTIVE_SECONDS = 150
+
 Located = tuple[Optional[int], Finding]  # (node or None for the whole job, Finding)
 
 
 class Examination:
-    """The doctor of one job: checks and measures at the moments that the job announces (common/moments.py)."""
+    """The doctor of one job: it checks at the moments that the job announces (common/moments.py)."""
 
     def __init__(self, args: argparse.Namespace):
         self.findings: list[Located] = []
         self.here: Any = None  # the World, once it is known
-        self._rate = self._supervisor = None
-        self._guard = threading.Timer(measure.HANG_SECONDS, self._end_hanging_job)
-        self._guard.daemon = True
+        self._supervisor: Any = None
         self._seconds = args.doctor_seconds
         if args.evaluate:
             raise UserError("--doctor true and --evaluate were given, but the doctor examines a training: give one of them")
@@ -109,7 +103,7 @@ class Examination:
         here = self.here
         if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
             self._meet(here)
-        return measure.HANG_SECONDS + 30
+        return COLLECTIVE_SECONDS
 
     def _meet(self, here):
         try:
@@ -134,44 +128,13 @@ class Examination:
 
     # --- The job ---
 
-    def joined(self, device: torch.device) -> None:
-        """Measure the network, if there are several nodes, as soon as the process group is formed."""
-        if self.here.num_nodes > 1:
-            self._rate = measure.all_reduce_rate(device)
-
     def data(self, args: argparse.Namespace) -> None:
-        """Add that the loader is not measured, and end the process, if the data would have to be fetched first."""
-        if not (args.input.address and args.input.fetched):
-            return
-        if self._rate:
-            self.add(checks.check_network(self._rate, None, None, self.here.world_size))
-        why = "not measured, the data would have to be fetched first"
-        self.add(good("loader", f"{why}; --custom_data true measures the model on synthetic images"))
-        self.end()
+        """End here if the data would have to be fetched first."""
+        if args.input.address and args.input.fetched:
+            self.end()
 
-    def batches(self, run: Any, loader: Any) -> Iterator:
-        """Measure the loader, then return an iterator that gives the job one batch for a few steps and ends the process."""
-        self._guard.start()
-        batch, load_seconds = measure.time_loader(loader, run.args.workers or 0)
-        return self._take_steps(run, loader, batch, load_seconds)
-
-    def _take_steps(self, run, loader, batch, load_seconds):
-        seconds = yield from measure.time_steps(run, batch)
-        self._guard.cancel()
-        args, here = run.args, self.here
-        sampler, samples = run.sampler, run.global_batch // run.peers.size
-        overlap = loader.beside or bool(args.workers)
-        self.add(checks.check_batches(sampler.num_samples, run.global_batch, run.peers.size, args.epochs))
-        self.add(checks.check_loader(args.input.remedies, load_seconds, seconds, samples, overlap))
-        if self._rate:
-            gradients = checkpoint.size_of([parameter for parameter in run.model.parameters() if parameter.requires_grad])
-            self.add(checks.check_network(self._rate, gradients, seconds, run.peers.size))
-        gpus = devices.count() if devices.is_accelerator(loader.device) else 1
-        if gpus > 1 == run.peers.size and not run.uses_all_gpus:
-            self.add(doubtful("gpus", f"{gpus - 1} of {gpus} would stay idle", "start train_ddp.py, which uses all of them"))
-        step_seconds = max(seconds, load_seconds) if overlap else seconds + load_seconds
-        self.add(checks.check_time(measure.steps_left(args, sampler) * step_seconds, checks.time_limit(args, os.environ)))
-        self.add(stores.check_disk("disk", args.output_dir, measure.room_to_save(run), "the checkpoints"), here.node_rank)
+    def peers(self, _args: argparse.Namespace) -> None:
+        """End before the first step: the data are open and the network is made, and the ranks have met."""
         self.end()
 
     # --- The end ---
@@ -188,16 +151,6 @@ class Examination:
             print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
         self.add(refusal("job", error))
         self.end()
-
-    def _end_hanging_job(self):
-        text = f"the loader, or a step, is not done after {measure.HANG_SECONDS} s"
-        faulthandler.dump_traceback()
-        if heartbeat.has_parent():
-            heartbeat.report_fault(text, 1, victim=False)
-        else:
-            self.add(bad("job", text, "see its stack in the log"))
-            self.show()
-        os._exit(1)
 
     def end(self) -> None:
         """End the process. Rank 0 first writes its findings for its parent process or, without a parent, shows the table."""

@@ -9,8 +9,7 @@ from common.errors import SampleError, TrainingFailed, UserError, one_line
 from common.files import MIB
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
-ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "network", "shm", "disk", "output",
-         "data", "job", "batches", "loader", "time")  # fmt: skip
+ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "shm", "disk", "output", "data", "job")
 
 
 class Finding(NamedTuple):
@@ -41,11 +40,6 @@ def refusal(what: str, error: object) -> Finding:
 
 def size(number: float) -> str:
     return f"{number / MIB:.1f} MiB" if number < 10240 * MIB else f"{number / 1024 / MIB:.1f} GiB"
-
-
-def duration(seconds: float) -> str:
-    units = [(48 * 3600, 86400, "days"), (5400, 3600, "h"), (120, 60, "min")]
-    return next((f"{seconds / unit:.1f} {name}" for least, unit, name in units if seconds >= least), f"{seconds:.0f} s")
 
 
 # --- The table ----------------------------------------------------------------------------------------------------------

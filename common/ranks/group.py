@@ -120,7 +120,6 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     atexit.register(_leave)
     require_equal(_alike(args))
     require_one_device_each(devices.identity(device))
-    moments.announce("joined", device)
 
 
 def _let_watchers_meet(here, keys):

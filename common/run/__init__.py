@@ -1,10 +1,9 @@
 """The run of a job: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
 
 from common.run import peers
-from common.run.observers.console import STARVED
 from common.run.run import Run
 from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.timing import Stopwatch
 
-__all__ = ["STARVED", "Run", "Scaler", "Scores", "Stopwatch", "peers"]
+__all__ = ["Run", "Scaler", "Scores", "Stopwatch", "peers"]

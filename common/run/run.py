@@ -11,7 +11,7 @@
 A checkpoint is made when the loop asks for its next batch or epoch, so it includes what the lines after run.step() and
 run.end_epoch() have changed; where gradients are accumulated over several steps, it is made after the update. Samples count as
 consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so the state
-of no generator is saved. In a trial (--prof, --doctor) steps are taken, but no checkpoint is read and no file is written.
+of no generator is saved. In a trial (--prof) steps are taken, but no checkpoint is read and no file is written.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Run:
         self.model = unwrapped(model)
         self.device = next(self.model.parameters()).device
         self.peers: Fixed = moments.announce("peers", args) or Fixed(args)
-        self.trial = bool(args.doctor or prof)
+        self.trial = bool(prof)
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
@@ -230,9 +230,8 @@ class Run:
         if self.restored and self.position.consumed:
             self.load(*self.restored, again=True)
         self.loader, self.restored = loader, None
-        others = moments.announce("batches", self, loader)
-        batches = others or iter(loader)
-        while others or not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
+        batches = iter(loader)
+        while not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.enter("data")
             batch = next(batches)
             STOPS.may_end, due = False, self.position.total_steps + 1
@@ -281,7 +280,7 @@ class Run:
         trained = self.position.samples_seen - self.plan.resumed_at.samples_seen
         line_is_due = self.clock.stepped(self.sampler.global_batch, trained)
         speed = self._profile.step(self.sampler.global_batch) if self._profile else None
-        if line_is_due and not self.args.doctor:
+        if line_is_due:
             self._show_line(loss)
         if speed:
             self.say(speed)
