@@ -1,6 +1,7 @@
 """What several files of tests share: runs that nobody disturbed, made once for all, and an object store."""
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import re
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(items):
 def nobody_listens_any_more(monkeypatch):
     """A test that calls a job in its own process leaves no listener, which would start a watcher for each that parses arguments."""
     monkeypatch.setattr(moments, "_listeners", [])
+    for field in dataclasses.fields(moments.REPLACED):
+        monkeypatch.setattr(moments.REPLACED, field.name, None)
     vars(STOPS).update(vars(Stops()))  # nor a stop
     monkeypatch.setattr(files, "CLAIMED", {})  # nor a folder that is its own
     heartbeat._pulse.cache_clear()  # nor what it waits for

@@ -1,5 +1,6 @@
 """Elastic jobs, without a run: who is a member, who may go on, and what the nodes say to each other."""
 
+import dataclasses
 import json
 import shutil
 import socket
@@ -10,7 +11,7 @@ import types
 
 import pytest
 
-from common import heartbeat
+from common import heartbeat, moments
 from common.elastic import job, members, quorum
 from common.elastic.messages import FORMS
 from common.errors import UserError
@@ -168,8 +169,11 @@ def options(least, level="node", ranks=4, restarts=0):
 
 def test_a_job_that_has_settled_that_it_takes_no_steps_has_no_part_in_it():
     """train_imagenet.py sets --min_nodes to None with --evaluate true, when the options have been parsed."""
-    given = options(None, level="process")
-    assert (job.workers(given), job.parent(given, {}), job.members(given, None), job.peers(given)) == (None,) * 4
+    job.workers(options(None, level="process"))
+    assert dataclasses.astuple(moments.REPLACED) == (None,) * 4
+    with pytest.raises(UserError):
+        job.workers(options(1, level="process"))
+    assert dataclasses.astuple(moments.REPLACED) == (job.parent, job.members, job.peers, None)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.checkpoints.position import Position
-from common.run.observers import Observers, console, of_a_rank
+from common.run.observers import Observer, Observers, console, of_a_rank
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
@@ -99,21 +99,21 @@ def test_a_signal_that_reaches_an_observer_is_obeyed_when_all_of_them_have_been_
     assert_same_bits(state, undisturbed(*of("Console")))
 
 
-class Hears:
+class Hears(Observer):
     def __init__(self, heard):
         self._heard = heard
 
-    def line(self, fact):
+    def line(self, fact, **_):
         self._heard.append(fact)
 
     ended = line
 
 
-class Fails:
-    def line(self, fact):
+class Fails(Observer):
+    def line(self, fact, **_):
         raise OSError(28, "no space left")
 
-    def saved(self, fact):
+    def saved(self, fact, **_):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")  # by torch's handler, wherever we are
 
     def failed(self, fact, error):
@@ -128,7 +128,13 @@ def told(*present):
 
 def test_the_others_are_told_when_one_fails_and_that_one_is_told_nothing_more(capsys):
     observers = told(Fails(), Hears(heard := []))
-    for moment, fact in (("line", 1), ("saved", 2), ("line", 3), ("ended", 4), ("left", 5)):
+    for moment, fact in (
+        (Observer.line, 1),
+        (Observer.stepped, 2),
+        (Observer.line, 3),
+        (Observer.ended, 4),
+        (Observer.stepped, 5),
+    ):
         observers.tell(moment, fact)
     warning = "warning: Fails has failed, and the run goes on without it: OSError: [Errno 28] no space left\n"
     assert heard == [1, 3, 4] and capsys.readouterr().out == warning
@@ -136,13 +142,13 @@ def test_the_others_are_told_when_one_fails_and_that_one_is_told_nothing_more(ca
 
 def test_what_a_dead_loader_process_raises_in_an_observer_is_not_its_failure():
     with pytest.raises(RuntimeError, match="DataLoader worker"):
-        told(Fails()).tell("saved", 5)
+        told(Fails()).tell(Observer.saved, 5)
 
 
 def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_are_told(tmp_path, capsys):
     observers = told(Fails(), journal := observed.observer(Journal, tmp_path))
     journal.began(facts := observed.facts(tmp_path), about={})
-    observers.tell("stepped", facts)
+    observers.tell(Observer.stepped, facts)
     observers.failure(ValueError("of the job"))
     assert not any(capsys.readouterr())
     assert [json.loads(line).get("why") for line in (tmp_path / "journal.jsonl").open()] == [None, "ValueError: of the job"]
@@ -151,7 +157,7 @@ def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_a
 def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(capsys):
     observers = told(Fails())
     observers._side_files.shows = False
-    observers.tell("line", 1)
+    observers.tell(Observer.line, 1)
     assert "warning: Fails has failed" in capsys.readouterr().out
 
 

@@ -5,11 +5,12 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import PATIENCE, Popen, assert_same_bits, command, environment, final_state, saved, wait_for
+from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, saved, wait_for
 from tests.objectstore import free_port
 from tests.ranks import LONG, TORCHRUN, TWO, changed_loader, children, processes_of, workers_of
 
@@ -93,6 +94,27 @@ def test_a_rank_that_hangs_or_fails_is_named(tmp_path, what, line):
     log = (tmp_path / "log").read_text()
     assert codes[0] == 1 and re.search(rf"error: {line}; stopping all 2 ranks", log), log
     assert "connection" not in log.lower(), "the victim's error is not shown"
+
+
+# A job whose rank 0 stands still while it looks for a checkpoint, and the other rank waits for that.
+STANDS_STILL = """
+import os, runpy, signal, sys
+sys.path.insert(0, {root!r})
+from common.checkpoints import restore
+restore.find_checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+sys.argv[0] = {job!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_rank_that_others_wait_for_without_a_collective_is_named(tmp_path):
+    job = tmp_path / "train_ddp.py"
+    job.write_text(STANDS_STILL.format(root=str(ROOT), job=str(ROOT / "jobs" / "train_ddp.py")))
+    with ranks(tmp_path, [sys.executable, job, *TWO]) as (first, second):
+        assert second.wait(PATIENCE) == 1
+        first.wait(PATIENCE)
+    line = r"error: rank 0 \(host \S+\) is stopped \(state T\) after step 0, in phase start; stopping all 2 ranks"
+    assert re.search(line, (tmp_path / "log").read_text()), (tmp_path / "log").read_text()
 
 
 @pytest.mark.rehearsal

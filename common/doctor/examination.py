@@ -19,13 +19,12 @@ from common.doctor import checks, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
 from common.doctor.table import BAD, Finding, bad, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
+from common.moments import REPLACED
 from common.secrets import mask
 from common.storage import bucket
 from common.world import folders
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
-
-COLLECTIVE_SECONDS = 150
 
 Located = tuple[Optional[int], Finding]  # (node or None for the whole job, Finding)
 
@@ -38,6 +37,7 @@ class Examination:
         self.here: Any = None  # the World, once it is known
         self._supervisor: Any = None
         self._seconds = args.doctor_seconds
+        REPLACED.collective_seconds = 150
         if args.evaluate:
             raise UserError("--doctor true and --evaluate were given, but the doctor examines a training: give one of them")
 
@@ -98,12 +98,11 @@ class Examination:
 
     # --- The ranks, where the platform started each of them ---
 
-    def meeting(self, args: argparse.Namespace) -> float:
-        """Return a collective's time limit. If the platform started each rank, compare clocks, and end if ranks are missing."""
+    def meeting(self, _args: argparse.Namespace) -> None:
+        """If the platform started each rank, compare clocks, and end if ranks are missing."""
         here = self.here
         if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
             self._meet(here)
-        return COLLECTIVE_SECONDS
 
     def _meet(self, here):
         try:
@@ -133,7 +132,7 @@ class Examination:
         if args.input.address and args.input.fetched:
             self.end()
 
-    def peers(self, _args: argparse.Namespace) -> None:
+    def run(self, _args: argparse.Namespace) -> None:
         """End before the first step: the data are open and the network is made, and the ranks have met."""
         self.end()
 

@@ -1,7 +1,6 @@
-"""The listener that makes a job elastic: it replaces a node's parent process, the workers' group and the peers of a run."""
+"""What makes a job elastic: a parent process of a node, members of a group and peers of a run, for REPLACED (moments.py)."""
 
 import argparse
-from typing import Optional
 
 import torch
 
@@ -10,13 +9,18 @@ from common.elastic.members import Members
 from common.elastic.peers import Elastic
 from common.elastic.supervisor import ElasticSupervisor
 from common.errors import UserError, count
+from common.moments import REPLACED
 from common.ranks.collectives import GROUP
+from common.run.peers import Fixed
 
 
 def workers(args: argparse.Namespace) -> None:
-    """Raise a UserError if --min_nodes is given and the job cannot be elastic."""
+    """Make the job elastic if --min_nodes is given; raise a UserError if it cannot be."""
     here, least = args.world, args.min_nodes
-    if not least or heartbeat.has_parent():
+    if not least:
+        return
+    REPLACED.parent, REPLACED.members, REPLACED.peers = parent, members, peers
+    if heartbeat.has_parent():
         return
     if here.level == "process":
         raise UserError(
@@ -30,13 +34,13 @@ def workers(args: argparse.Namespace) -> None:
         raise UserError("with --min_nodes the others go on, and --max_restarts starts all workers again: give one of the two")
 
 
-def parent(args: argparse.Namespace, alike: dict) -> Optional[ElasticSupervisor]:
-    return ElasticSupervisor(args.world, args.min_nodes, args.join_seconds, alike, args.output_dir) if args.min_nodes else None
+def parent(args: argparse.Namespace, alike: dict) -> ElasticSupervisor:
+    return ElasticSupervisor(args.world, args.min_nodes, args.join_seconds, alike, args.output_dir)
 
 
-def members(args: argparse.Namespace, device: torch.device) -> Optional[Members]:
-    return Members(args.world.rank, args.world.world_size, device) if args.min_nodes else None
+def members(args: argparse.Namespace, device: torch.device) -> Members:
+    return Members(args.world.rank, args.world.world_size, device)
 
 
-def peers(args: argparse.Namespace) -> Optional[Elastic]:
-    return Elastic(args, GROUP.members) if GROUP.members else None
+def peers(args: argparse.Namespace) -> Fixed:
+    return Elastic(args, GROUP.members) if GROUP.members else Fixed(args)

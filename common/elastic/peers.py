@@ -17,6 +17,7 @@ from common.checkpoints import checkpoint, manifest, restore
 from common.elastic.members import Members
 from common.errors import TrainingFailed, UserError
 from common.ranks import collectives
+from common.run import Observer
 from common.run.peers import Fixed
 
 
@@ -117,7 +118,7 @@ class Elastic(Fixed):
 
     def counted(self) -> None:
         if news := self._members.news:
-            self._run.tell("nodes", news=news, ranks=self.size, pause=self._run.clock.since_step())
+            self._run.tell(Observer.nodes, news=news, ranks=self.size, pause=self._run.clock.since_step())
         self._members.note_step()
 
     def _write_if_chosen(self):
@@ -127,11 +128,11 @@ class Elastic(Fixed):
             return
         if not run.side_files.writes:
             run.side_files.writes = run.side_files.shows = True
-            run.tell("takes_over")
+            run.tell(Observer.takes_over)
             run.saving.take_over()
             run.evidence.keep(self.rank, attempt=True, ledger=True)
             if run.plan.resumed_at:
-                run.tell("began", about=manifest.of_this_start(run, "the state of the other nodes"))
+                run.tell(Observer.began, about=manifest.of_this_start(run, "the state of the other nodes"))
         if self._counted:  # the rank that noted it may be lost; a new start in the ledger lets it count once
             epoch, consumed, ids = self._counted
             run.evidence.begin(epoch, consumed)

@@ -25,6 +25,7 @@ from torch import distributed
 
 from common import arguments, devices, heartbeat, moments, naming
 from common.errors import UserError
+from common.moments import REPLACED
 from common.ranks import store
 from common.ranks.collectives import GROUP, longest, require_equal, require_one_device_each
 from common.watching import watcher
@@ -74,7 +75,8 @@ def start_workers(args: argparse.Namespace) -> None:
     from common.watching.supervisor import Supervisor
 
     alike = _alike(args)
-    supervisor = moments.announce("parent", args, alike) or Supervisor(here, args.max_restarts, args.join_seconds, alike)
+    make = REPLACED.parent or (lambda _args, alike: Supervisor(here, args.max_restarts, args.join_seconds, alike))
+    supervisor = make(args, alike)
     moments.announce("supervisor", supervisor)
     code = supervisor.run()
     if supervisor.verdict and here.node_rank == 0:
@@ -90,7 +92,8 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         raise UserError(
             f"{here.world_size} processes were asked for but only this one runs: call group.start_workers(args) first"
         )
-    seconds = moments.announce("meeting", args) or longest().total_seconds()
+    moments.announce("meeting", args)
+    seconds = REPLACED.collective_seconds or longest().total_seconds()
     # Imported after the group is formed, as by DistributedDataParallel, it keeps the group as a default argument. Then Gloo's
     # threads outlive destroy_process_group, and a thread that releases its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
@@ -101,7 +104,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         if devices.is_nvidia(device) and here.local_rank == 0 and (slow := network.no_adapter(os.environ)):
             print(f"warning: node {here.node_rank}: {slow}", flush=True)
     network.allow_open_files(MOST_FILES)
-    GROUP.members = moments.announce("members", args, device)
+    GROUP.members = REPLACED.members(args, device) if REPLACED.members else None
     if here.level == "node" or GROUP.members:  # alone, or elastic: then the ranks meet later
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)

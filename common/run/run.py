@@ -31,10 +31,11 @@ from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.checkpoints.weights import unwrapped
 from common.errors import STOP_SIGNALS
+from common.moments import REPLACED
 from common.run import first_lines, timing
 from common.run.clock import Clock
 from common.run.losses import Losses
-from common.run.observers import Facts, Observers
+from common.run.observers import Facts, Observer, Observers
 from common.run.peers import Fixed
 from common.run.plan import Plan
 from common.run.results import Results
@@ -77,7 +78,8 @@ class Run:
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = unwrapped(model)
         self.device = next(self.model.parameters()).device
-        self.peers: Fixed = moments.announce("peers", args) or Fixed(args)
+        moments.announce("run", args)
+        self.peers: Fixed = (REPLACED.peers or Fixed)(args)
         self.trial = bool(prof)
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
@@ -106,9 +108,9 @@ class Run:
 
     def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
         """If this rank writes, put `pixels`, uint8 (3, H, W), in examples/NAME.png and TensorBoard, `what` in the journal."""
-        self.tell("picture", name=name, pixels=pixels, what=what)
+        self.tell(Observer.picture, name=name, pixels=pixels, what=what)
 
-    def tell(self, moment: str, **more: Any) -> None:
+    def tell(self, moment: Callable[..., None], **more: Any) -> None:
         self._observers.tell(moment, Facts(self.position, self.plan, self.results, self.clock.read()), **more)
 
     def enter(self, phase: str) -> None:
@@ -187,12 +189,12 @@ class Run:
         self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or (self.peers.each_has_a_ledger and not self.trial))
         self.evidence.begin(self.position.epoch, self.position.consumed)
         self.enter("start")
-        self.tell("resumed")
+        self.tell(Observer.resumed)
         if not self.trial:
             for line in first_lines.of_run(self, found, self.evidence.attempt):
                 self.say(line)
             about = manifest.of_this_start(self, found[2] if found else None) if writes else {}
-            self.tell("began", about=about)
+            self.tell(Observer.began, about=about)
             self.allow_stop()
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
@@ -208,7 +210,7 @@ class Run:
             seed_step(self.args.seed, began.epoch, HEAD)
             self.groups = parts.groups(self)
             self.clock.begin_lap()
-            self.tell("epoch_began")
+            self.tell(Observer.epoch_began)
             sizes = sizes_of_weights(self.model) if left and self.side_files.shows else []
             yield began.epoch
             if left and self.position.total_steps == began.total_steps:
@@ -284,10 +286,10 @@ class Run:
             self._show_line(loss)
         if speed:
             self.say(speed)
-            self.tell("ended")
+            self.tell(Observer.ended)
             self.enter("done")
             sys.exit(0)
-        self.tell("stepped")
+        self.tell(Observer.stepped)
 
     def _show_line(self, loss):
         self.losses.check(self.args.lr, self.saving.last_good)
@@ -295,7 +297,7 @@ class Run:
         speed = self.clock.lap()
         self.enter("start" if self.position.total_steps == self.plan.resumed_at.total_steps + 1 else "save")
         rate, overflowed = manifest.learning_rate(self.parts), skipped(self.parts)
-        self.tell("line", loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
+        self.tell(Observer.line, loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
         self.enter("step")
 
     def _keep_up(self):
@@ -325,7 +327,7 @@ class Run:
         if whole:
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.evaluated()
-        self.tell("epoch_ended", whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
+        self.tell(Observer.epoch_ended, whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
         self._ended = whole
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
@@ -340,7 +342,7 @@ class Run:
         self.save(weights_of_epoch=self.position.epoch if whole else None)
         if self.side_files.shows:
             self.enter("save")
-        self.tell("saved", whole=whole)
+        self.tell(Observer.saved, whole=whole)
 
     def together(self, work: Callable, *arguments: Any) -> Any:
         """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if ranks change meanwhile."""
@@ -408,10 +410,10 @@ class Run:
         sys.exit(code)
 
     def _close(self, how, why, in_a_hurry=False):
-        self.tell("ending", how=how, why=why)
+        self.tell(Observer.ending, how=how, why=why)
         self.enter("save")
         self.saving.wait()
-        self.tell("ended")
+        self.tell(Observer.ended)
         self.side_files.retry()
         self.enter("publish")
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
@@ -420,7 +422,7 @@ class Run:
             self.saving.require_ours()
         self.enter("done")
         saved = self.saving.saved_at == self.position
-        self.tell("left", how=how, why=why, saved=saved, last_good=self.saving.last_good())
+        self.tell(Observer.left, how=how, why=why, saved=saved, last_good=self.saving.last_good())
         files.release()
 
 

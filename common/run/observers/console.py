@@ -12,14 +12,14 @@ from common import optional, progress
 from common.checkpoints import manifest, names, run_folder
 from common.errors import UserError, count
 from common.run.clock import TRAINING_PHASES
-from common.run.observers.records import Facts
+from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
 STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
 
 
-class Console:
+class Console(Observer):
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._args = args
         self._side_files, self._say = side_files, side_files.say

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from common import optional
-from common.run.observers.records import Facts
+from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
 
 
-class Files:
+class Files(Observer):
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._folder = args.output_dir
         self._epochs = args.epochs

@@ -18,13 +18,13 @@ from typing import Any, Optional
 from common import devices, heartbeat
 from common.errors import is_victim, one_line
 from common.files import open_regular
-from common.run.observers.records import Facts
+from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
 TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
 
 
-class Journal:
+class Journal(Observer):
     """Writes nothing before the run begins, as the folder may still be another run's. Earlier events are kept until then."""
 
     def __init__(self, _args: Any, device: Any, side_files: SideFiles):

@@ -10,14 +10,14 @@ import torch
 from common import moments, optional
 from common.errors import one_line
 from common.run.observers.files import png
-from common.run.observers.records import Facts
+from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
 REPORT_SECONDS = 180  # the least time between two pages; where one takes long, a hundred times as long
 MOST_COLUMNS = 30  # classes of the largest confusion matrix that is shown whole; of larger ones, so many pairs are shown
 
 
-class Report:
+class Report(Observer):
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._folder = args.output_dir
         self._side_files = side_files
@@ -36,10 +36,14 @@ class Report:
                 self.text()
 
     def line(self, _facts: Facts, **_: Any) -> None:
+        self._page_if_due()
+
+    def saved(self, _facts: Facts, **_: Any) -> None:
+        self._page_if_due()
+
+    def _page_if_due(self):
         if time.monotonic() >= self._due:
             self.page()
-
-    saved = line
 
     def ended(self, _facts: Facts) -> None:
         self.page()

@@ -7,11 +7,11 @@ import time
 from typing import Any, Optional
 
 from common import optional
-from common.run.observers.records import Facts
+from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
 
-class TensorBoard:
+class TensorBoard(Observer):
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._folder, self._side_files = os.path.abspath(args.tensorboard_dir), side_files
         self._file: Optional[str] = None  # once there is something to write

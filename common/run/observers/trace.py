@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from common import devices
-from common.run.observers.records import Facts
+from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 from common.run.timing import WARM_UP
 
 TRACED, MOST = 10, 10  # steps in a trace; operations in its table
 
 
-class Trace:
+class Trace(Observer):
     def __init__(self, args: Any, device: Any, side_files: SideFiles):
         self._path, self._device = os.path.join(args.output_dir, "trace.json.gz"), device
         self._say = side_files.say

@@ -1,0 +1,68 @@
+"""What an observer is told of a run, and when."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+
+from common.checkpoints.position import Position
+from common.run.plan import Plan
+from common.run.results import Results
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What every observer is given at every moment."""
+
+    position: Position
+    plan: Plan  # whose `resumed_at` is None until the run has resumed
+    results: Results
+    seconds: Mapping[str, float]  # as Clock.read() gives them
+
+
+class Observer:
+    """An observer of a run overrides the moments that it needs, in the order of a run."""
+
+    def resumed(self, facts: Facts) -> None:
+        """The run has been restored."""
+
+    def began(self, facts: Facts, about: dict) -> None:
+        """The first lines of the log have been said. `about`: facts about this start, for the journal."""
+
+    def takes_over(self, facts: Facts) -> None:
+        """This rank writes from here on, because the rank that wrote was lost; began() follows."""
+
+    def epoch_began(self, facts: Facts) -> None: ...
+
+    def stepped(self, facts: Facts) -> None: ...
+
+    def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
+        """A line of the log is due."""
+
+    def picture(self, facts: Facts, name: str, pixels: torch.Tensor, what: dict) -> None:
+        """There is a picture to look at."""
+
+    def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Any, skipped: int) -> None:
+        """The evaluation is over, and the checkpoint not yet written."""
+
+    def saved(self, facts: Facts, whole: bool) -> None:
+        """The checkpoint of the epoch is being written."""
+
+    def nodes(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
+        """Nodes were lost, or have joined."""
+
+    def ending(self, facts: Facts, how: str, why: Optional[str]) -> None:
+        """The run is over."""
+
+    def ended(self, facts: Facts) -> None:
+        """The last checkpoint is written. What an observer still has to write is due."""
+
+    def failed(self, facts: Facts, error: BaseException) -> None:
+        """The job is about to end with an error."""
+
+    def left(self, facts: Facts, how: str, why: str, saved: bool, last_good: str) -> None:
+        """All is published."""
+
+    def said(self, facts: Facts, text: str) -> None:
+        """A line of the log was printed."""
