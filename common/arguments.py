@@ -15,7 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
-from common import heartbeat, moments, patience, secrets, typed, world
+from common import moments, secrets, typed, world
+from common.alive import heartbeat, patience
 from common.errors import UserError, one_line, report_failure
 from common.typed import boolean
 from common.version import VERSION

@@ -11,12 +11,12 @@ import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import devices, heartbeat, moments, optional, progress, streams
+from common import devices, moments, optional, progress, streams
+from common.alive import heartbeat, single_rank
+from common.alive.wire import network
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
 from common.secrets import mask
-from common.watching import single_rank
-from common.wire import network
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
 DISK = {*OF_THE_SYSTEM, errno.EROFS}  # a disk that has failed may become read-only

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from common import arguments, devices, moments, progress, recipe, storage
+from common.alive.stops import STOPS
 from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
-from common.stops import STOPS
 from common.world.folders import is_address
 from datasets import crops, dpex, kspeed
 from datasets.dali import DaliBatches

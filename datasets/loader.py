@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate, worker
 
 from common import devices, malloc, progress
+from common.alive.stops import STOPS
 from common.errors import STOP_SIGNALS, SampleError, TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import scratch_folder
 from common.seeds import are_different, seeded_batch, states
-from common.stops import STOPS
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 THREAD_NAME = "batches ahead"  # name of the thread that makes them

@@ -16,8 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 import pytest
 
-from common import files, heartbeat, moments, patience
-from common.stops import STOPS, Stops
+from common import files, moments
+from common.alive import heartbeat, patience
+from common.alive.stops import STOPS, Stops
 from tests.jobs import FIGURES, ROOT, TINY, run_job
 from tests.objectstore import SECRET, ObjectStore
 from tests.packages import only_what_was_asked_for

@@ -36,7 +36,6 @@ FROM_DEBIAN = {
     "sbatch": "slurm-client",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
-    "tc": "iproute2",
 }
 # Every Debian has these; without a driver of NVIDIA's the code goes on.
 WITH_DEBIAN = {"apt-get", "bash", "env", "sh", "nvidia-smi", "sha256sum", "taskset", "unshare"}

@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from common import devices, drivers
+from common.alive.wire import network
 from common.doctor import checks
 from common.errors import UserError
-from common.wire import network
 from launch import local
 from tests.jobs import ROOT, TINY, command, run_forked
 from tests.test_world import MODELARTS, resolve

@@ -87,7 +87,7 @@ def test_a_job_that_was_uploaded_alone_says_what_is_missing(name, empty):
 
 def test_only_what_the_job_uses_is_in_it():
     assert "datasets/imagenet.py" not in bundle.modules_of(ROOT / "jobs" / "train.py")
-    assert {"datasets/imagenet.py", "datasets/dali/batches.py", "common/watching/supervisor.py"} <= set(
+    assert {"datasets/imagenet.py", "datasets/dali/batches.py", "common/alive/supervisor.py"} <= set(
         bundle.modules_of(ROOT / "jobs" / "train_imagenet.py")
     )
     others = ("datasets/dpex/", "datasets/dali/", "datasets/drop_in/", "launch/submit/",

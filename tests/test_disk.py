@@ -12,7 +12,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import files, heartbeat, job
+from common import files, job
+from common.alive import heartbeat
 from common.checkpoints import checkpoint, evidence, run_folder
 from common.checkpoints.position import Position
 from common.errors import SampleError, TrainingFailed, UserError

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from common import arguments, world
+from common.alive.wire.network import free_port
 from common.doctor import checks, examination, stores, table
 from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
-from common.wire.network import free_port
 from datasets import cifar10
 from tests.hosts import Hosts, wait_all
 from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked

@@ -11,11 +11,12 @@ import types
 
 import pytest
 
-from common import heartbeat, moments
+from common import moments
+from common.alive import heartbeat
+from common.alive.wire import channel, hub, messages
 from common.elastic import job, members, quorum
 from common.elastic.messages import FORMS
 from common.errors import UserError
-from common.wire import channel, hub, messages
 from tests import test_strangers as strangers
 from tests.check_ledger import complaints, steps_that_count
 from tests.jobs import PATIENCE, ROOT, assert_same_bits, environment, final_state, run

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from common import patience, storage
+from common import storage
+from common.alive import patience
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket, download, index, listing, obstore
 from common.storage import etag as etag_module

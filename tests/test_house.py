@@ -15,15 +15,20 @@ from tests.jobs import ROOT, environment
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
     ["common.packages", "common.secrets", "common.naming"],
-    ["common.errors", "common.heartbeat", "common.cores", "common.drivers", "common.moments"],
-    ["common.files", "common.version", "common.stops", "common.streams", "common.typed", "common.optional", "common.patience"],
+    ["common.errors", "common.cores", "common.drivers", "common.moments"],
+    [
+        "common.files",
+        "common.version",
+        "common.streams",
+        "common.typed",
+        "common.optional",
+    ],
     ["common.malloc", "common.devices", "common.progress", "common.tensors"],
     ["common.seeds"],
     ["common.world"],
+    ["common.alive"],
     ["common.arguments", "common.models", "common.storage"],
     ["common.recipe"],
-    ["common.wire"],
-    ["common.watching"],
     ["common.ranks"],
     ["common.checkpoints"],
     ["common.run"],
@@ -172,12 +177,12 @@ def test_the_page_of_the_architecture_names_every_room():
 def test_no_room_reaches_into_another(path):
     mine = room(name_of(path))
     for module, name in imports(ast.parse((ROOT / path).read_text())):
-        target = room(module)
-        if target == mine or target not in rooms():
-            continue
-        offered = importlib.import_module(target).__all__
-        wanted = name if module == target else module[len(target) + 1 :]
-        assert wanted in offered, f"{path} takes {wanted} out of {target}, which offers {', '.join(offered)}"
+        words = [*module.split("."), *filter(None, [name])]
+        for depth in range(2, len(words)):  # rooms inside rooms, too
+            target, wanted = ".".join(words[:depth]), words[depth]
+            if target in rooms() and room(target) != mine:
+                offered = importlib.import_module(target).__all__
+                assert wanted in offered, f"{path} takes {wanted} out of {target}, which offers {', '.join(offered)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

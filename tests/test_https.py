@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from common import patience, storage
+from common import storage
+from common.alive import patience
 from common.errors import UserError
 from common.storage import https
 from common.world.folders import FETCHING

@@ -50,7 +50,8 @@ def test_not_where_a_gpu_computes(monkeypatch):
 JOB = """
 import os, sys
 sys.path.insert(0, {root!r})
-from common import arguments, heartbeat
+from common import arguments
+from common.alive import heartbeat
 from common.ranks import group
 from datasets import cifar10
 parser = cifar10.parser("A job.")

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from common import heartbeat
+from common.alive import heartbeat
 from common.checkpoints import checkpoint, manifest, run_folder
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from common import arguments, devices, job, packages, storage
+from common.alive.wire import network
 from common.doctor import checks, examination
 from common.errors import TrainingFailed, UserError
-from common.wire import network
 from common.world import World, folders
 from datasets import cifar10, loader
 from launch import bundle

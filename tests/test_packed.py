@@ -21,7 +21,8 @@ import pytest
 import torch
 from PIL import Image
 
-from common import arguments, patience
+from common import arguments
+from common.alive import patience
 from common.errors import TrainingFailed, UserError
 from common.storage import once
 from datasets import imagenet

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from common import heartbeat, patience
+from common.alive import heartbeat, held, patience, worker
 from common.run import clock
 from common.run.clock import Clock
-from common.watching import held, worker
 from tests.faultproxy import faults
 from tests.jobs import FIGURES, PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, wait_for
 from tests.ranks import TWO

@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 
-from common import patience, storage
+from common import storage
+from common.alive import patience
 from common.checkpoints import checkpoint, publisher, run_folder
 from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError

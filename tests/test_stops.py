@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from common.alive.stops import STOPS, Interrupted
 from common.errors import STOP_SIGNALS
-from common.stops import STOPS, Interrupted
 from datasets import loader
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, environment, final_state, run_forked, run_job, wait_for
 from tests.ranks import TWO, check_ledger, run_ranks
@@ -19,7 +19,7 @@ from tests.ranks import TWO, check_ledger, run_ranks
 SILENT = """
 import os, sys
 sys.path.insert(0, {root!r})
-from common.watching import supervisor
+from common.alive import supervisor
 from datasets import loader
 from datasets.sampler import InOrder
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from common import patience, storage
+from common import storage
+from common.alive import patience
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket
 from tests.faultproxy import faults

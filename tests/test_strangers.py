@@ -14,9 +14,9 @@ import time
 import pytest
 
 from common import naming
+from common.alive.wire import channel, hub, secret
 from common.errors import UserError
 from common.ranks import store
-from common.wire import channel, hub, secret
 from common.world import World
 from tests.jobs import PATIENCE, Popen, command, environment, saved, start, wait_for
 from tests.objectstore import free_port

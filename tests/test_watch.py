@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from common.watching import worker
+from common.alive import worker
 from tests.jobs import ROOT
 from tests.ranks import TWO, run_variant
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import files
-from common.watching import single_rank, worker
+from common.alive import single_rank, worker
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, run_job, saved, wait_for
 from tests.ranks import changed_loader, processes_of
 

@@ -14,7 +14,8 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from common import arguments, cores, devices, heartbeat
+from common import arguments, cores, devices
+from common.alive import heartbeat
 from common.secrets import HIDDEN, is_secret, mask
 from common.version import VERSION
 

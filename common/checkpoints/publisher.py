@@ -11,11 +11,11 @@ import threading
 import time
 from typing import Callable, Optional
 
+from common.alive.patience import Say, limit
 from common.checkpoints import names, run_folder
 from common.checkpoints.starts import Starts
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import TEMPORARY, TakenOver, unfinished
-from common.patience import Say, limit
 from common.storage.upload import Files, Uploads, changed, require_read
 
 INTERVAL_SECONDS = 30  # between two looks at the folder

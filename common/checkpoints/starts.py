@@ -16,8 +16,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Callable, Optional
 
+from common.alive.patience import Patience
 from common.checkpoints import names
-from common.patience import Patience
 from common.storage.bucket import Bucket
 
 FOLDER = ".starts/"

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Optional
 
 from common import cores, devices, drivers
+from common.alive.wire import network, secret
 from common.doctor.table import Finding, bad, doubtful, good, size
 from common.errors import count
 from common.files import MIB
-from common.wire import network, secret
 from common.world import World
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner

@@ -14,7 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Optional
 
-from common import heartbeat, naming
+from common import naming
+from common.alive import heartbeat
 from common.doctor import checks, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
 from common.doctor.table import BAD, Finding, bad, good, refusal, table

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Optional
 
+from common.alive.patience import Patience
 from common.doctor.checks import check_clock
 from common.doctor.table import Finding, bad, good, refusal, size
 from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
-from common.patience import Patience
 from common.storage import bucket, https
 from common.storage.listing import SPARE
 from common.world import folders

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from common import heartbeat
+from common.alive import heartbeat
 from common.elastic.members import Members
 from common.elastic.peers import Elastic
 from common.elastic.supervisor import ElasticSupervisor

@@ -12,10 +12,10 @@ import threading
 import time
 from typing import Any, Optional
 
+from common.alive.watch import CASCADE_SECONDS
+from common.alive.wire import channel, network
 from common.elastic import quorum
 from common.errors import UserError, count
-from common.watching.watch import CASCADE_SECONDS
-from common.wire import channel, network
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
 STOP_SECONDS = 1.5  # within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these

@@ -25,7 +25,8 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from common import devices, heartbeat, moments, tensors
+from common import devices, moments, tensors
+from common.alive import heartbeat
 from common.elastic import quorum
 from common.errors import UserError, one_line
 from common.ranks.collectives import AtOnce, RanksChanged, Stopped

@@ -1,6 +1,6 @@
 """The additional messages between the nodes of an elastic job, and the form that each must have."""
 
-from common.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
+from common.alive.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
 
 # What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that are done.
 HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)

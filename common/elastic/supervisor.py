@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common import devices
+from common.alive import supervisor
+from common.alive.watch import OWN
+from common.alive.wire import channel, hub, messages, secret
+from common.alive.worker import STOP
 from common.elastic import members
 from common.elastic.leader import Leader
 from common.elastic.messages import FORMS
 from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
 from common.files import write_atomically
-from common.watching import supervisor
-from common.watching.watch import OWN
-from common.watching.worker import STOP
-from common.wire import channel, hub, messages, secret
 
 SEEK_SECONDS = 10.0  # how long a node looks for a run that goes on without node 0
 

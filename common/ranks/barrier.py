@@ -1,7 +1,7 @@
 """A barrier for work of unknown length, such as fetching data: no rank continues before all ranks have finished.
 
 It uses no collective: a waiting rank reads the keys of the job's store, so it can name the rank that it waits for. A rank that
-has died or hangs is not its matter: parent processes and watchers see that (common/watching).
+has died or hangs is not its matter: parent processes and watchers see that (common/alive).
 """
 
 import io
@@ -11,7 +11,8 @@ from typing import Any, Callable
 
 import torch
 
-from common import heartbeat, tensors
+from common import tensors
+from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
 from common.ranks.collectives import GROUP, broadcast, rank_and_size
 from common.ranks.store import count

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import distributed
 
-from common import devices, moments, patience
+from common import devices, moments
+from common.alive import patience
+from common.alive.stops import STOPS, Interrupted
 from common.errors import UserError
 from common.naming import first_difference
-from common.stops import STOPS, Interrupted
 
 POLL_SECONDS = 0.001
 

@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common import arguments, devices, heartbeat, moments, naming
+from common import arguments, devices, moments, naming
+from common.alive import heartbeat, watcher
+from common.alive.wire import network
 from common.errors import UserError
 from common.moments import REPLACED
 from common.ranks import store
 from common.ranks.collectives import GROUP, longest, require_equal, require_one_device_each
-from common.watching import watcher
-from common.wire import network
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 65_536  # that a rank may have open: a stranger's connection to Gloo takes one, and Gloo aborts where none is left
@@ -72,7 +72,7 @@ def start_workers(args: argparse.Namespace) -> None:
     devices.require_one_each(args)
     if fewer := devices.fewer_than_promised(args):
         print(f"warning: node {here.node_rank}: {fewer}", flush=True)
-    from common.watching.supervisor import Supervisor
+    from common.alive.supervisor import Supervisor
 
     alike = _alike(args)
     make = REPLACED.parent or (lambda _args, alike: Supervisor(here, args.max_restarts, args.join_seconds, alike))

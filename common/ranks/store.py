@@ -15,9 +15,9 @@ from typing import Any, Optional
 from torch import distributed
 
 from common import naming
+from common.alive.wire import channel
 from common.errors import UserError, one_line
 from common.ranks.collectives import GROUP
-from common.wire import channel
 from common.world import World
 
 POLL_SECONDS = 0.05

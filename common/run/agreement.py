@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Callable, Optional
 
-from common.stops import STOPS
+from common.alive.stops import STOPS
 
 EXCHANGE_SECONDS = 0.5
 MOST_STEPS = 1000  # between two exchanges

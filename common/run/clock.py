@@ -2,14 +2,14 @@
 
 The host's clock measures all phases but the transfer to a GPU. The transfer overlaps the computation and is measured by the
 GPU's clock, so the phases of the training may add up to more than 100 %. Writing the log and files counts as saving. Neither
-saving nor a wait for a store or disk that does not answer (common/patience.py) is part of the speed.
+saving nor a wait for a store or disk that does not answer (common/alive/patience.py) is part of the speed.
 """
 
 import time
 from collections.abc import Mapping
 from typing import Optional
 
-from common import heartbeat
+from common.alive import heartbeat
 
 LINE_SECONDS = 5
 TRAINING_PHASES = ("waiting_for_data", "transfer", "compute")

@@ -25,6 +25,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices, files, moments
+from common.alive.stops import STOPS
 from common.checkpoints import checkpoint, manifest, parts, restore, run_folder
 from common.checkpoints.evidence import Evidence
 from common.checkpoints.position import Position
@@ -43,7 +44,6 @@ from common.run.scaler import Scaler
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 from common.seeds import EVALUATION, HEAD, TAIL, seed_step
-from common.stops import STOPS
 
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
 MOST_WAITED = 100  # steps without an update of the weights, after which a save or a stop waits no longer for one

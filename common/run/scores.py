@@ -17,8 +17,8 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import devices
+from common.alive.stops import STOPS
 from common.ranks import collectives
-from common.stops import STOPS
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 SHOWN, SIDE = 24, 64  # pictures of the worst mistakes, and as many of the surest; their width and height

@@ -17,9 +17,9 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, Callable, Optional
 
-from common import patience as time_limit
+from common.alive import patience as time_limit
+from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, one_line
-from common.patience import Patience, Say
 from common.secrets import BUCKETS, mask
 
 THREADS = 16  # concurrent requests

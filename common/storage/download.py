@@ -11,9 +11,9 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
+from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.files import create
-from common.patience import Patience, Say
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore
 from common.storage.bucket import THREADS, Bucket, Item, ObjectChanged

@@ -14,8 +14,8 @@ import zlib
 from typing import Optional
 
 from common import files
+from common.alive.patience import Patience, limit
 from common.errors import UserError, one_line
-from common.patience import Patience, limit
 from common.progress import Progress, Tell
 from common.secrets import mask, parts_of
 from common.storage import index

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
-from common import heartbeat
+from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
 from common.progress import LINE_SECONDS, TELL_SECONDS
 from common.secrets import mask

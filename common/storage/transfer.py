@@ -10,8 +10,8 @@ import urllib.parse
 from typing import Optional
 
 from common import files
+from common.alive.patience import Say
 from common.errors import UserError, of_a_file, one_line
-from common.patience import Say
 from common.storage import bucket, download, https, index, once, upload
 from common.world.folders import INPUT_DIR, is_address, is_fetchable_name, local_folder
 

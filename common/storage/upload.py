@@ -8,9 +8,9 @@ import stat
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
+from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, one_line
 from common.files import MIB, TEMPORARY
-from common.patience import Patience, Say
 from common.storage import etag
 from common.storage.bucket import Bucket, Item
 

@@ -18,7 +18,7 @@ CODE, DATA, OUTPUT = "/mnt/code", "/mnt/data", "/mnt/output"
 ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving": 1, "Stopped": 1}
 NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
-GRACE_SECONDS = 60  # from the stop signal to the kill; a job kills its own workers earlier (common/watching/supervisor.py)
+GRACE_SECONDS = 60  # from the stop signal to the kill; a job kills its own workers earlier (common/alive/supervisor.py)
 
 
 def has_credentials(environ: Mapping[str, str]) -> bool:

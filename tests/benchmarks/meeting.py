@@ -16,9 +16,9 @@ import socket
 import sys
 import time
 
-from common.watching.supervisor import Supervisor
-from common.watching.worker import summary
-from common.wire import channel, hub, secret
+from common.alive.supervisor import Supervisor
+from common.alive.wire import channel, hub, secret
+from common.alive.worker import summary
 from common.world import World
 from tests.benchmarks.base import machine
 

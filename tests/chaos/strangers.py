@@ -22,7 +22,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from common.wire import secret
+from common.alive.wire import secret
 from tests.benchmarks.base import machine
 from tests.chaos.victims import digest
 from tests.jobs import ROOT, TINY, environment, final_state

@@ -49,7 +49,8 @@ def main(first, last, script, *options):
     sys.path.insert(0, os.getcwd())
     import torch
 
-    from common import devices, heartbeat
+    from common import devices
+    from common.alive import heartbeat
     from common.run import Run
     from datasets import cifar10
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from common import devices, heartbeat
+from common import devices
+from common.alive import heartbeat
 from common.errors import is_victim, one_line
 from common.files import open_regular
 from common.run.observers.observer import Facts, Observer

@@ -10,9 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from common import heartbeat, patience
+from common.alive import heartbeat, held, patience
 from common.errors import STOP_SIGNALS
-from common.watching import held
 
 STOPPED_SECONDS = 3.0  # how long in state T until it counts; a debugger may stop a process for a moment
 STALL_STEPS = 10  # a step may take this many times the median step

@@ -8,10 +8,9 @@ import sys
 import time
 from typing import Callable
 
-from common import heartbeat
+from common.alive import beside, heartbeat
+from common.alive.worker import Worker, stalled, summary, where
 from common.errors import one_line, report_failure
-from common.watching import beside
-from common.watching.worker import Worker, stalled, summary, where
 
 LOOK_SECONDS = 0.2
 

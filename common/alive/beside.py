@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional
 
-from common import heartbeat
+from common.alive import heartbeat
+from common.alive.worker import Worker
 from common.errors import STOP_SIGNALS, one_line
 from common.files import scratch_folder
-from common.watching.worker import Worker
 
 ANSWER_SECONDS = 10  # how long a rank waits for an answer from its watcher
 ENDING_SECONDS = 2  # how long a rank may take to end by itself before it is killed

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Callable, Optional
 
-from common import heartbeat
+from common.alive import heartbeat
 
 VARIABLE = "ANYRANK_PATIENCE"  # set by use(), and inherited by the processes that this one starts
 DEFAULT = 300.0

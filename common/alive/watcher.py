@@ -10,13 +10,12 @@ import sys
 import time
 from typing import Callable
 
-from common import heartbeat
+from common.alive import beside, heartbeat
+from common.alive.beside import Beside
+from common.alive.watch import CASCADE_SECONDS, Watch
+from common.alive.wire import channel, hub
+from common.alive.worker import Worker
 from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
-from common.watching import beside
-from common.watching.beside import Beside
-from common.watching.watch import CASCADE_SECONDS, Watch
-from common.watching.worker import Worker
-from common.wire import channel, hub
 from common.world import World
 
 MEETING_SECONDS = 60  # how long the watchers may take to connect, once all ranks have met

@@ -4,7 +4,7 @@ import contextlib
 import ipaddress
 from typing import Any, Callable
 
-from common import heartbeat
+from common.alive import heartbeat
 from common.errors import STOP_SIGNALS
 
 

@@ -14,9 +14,8 @@ import time
 from typing import Any, Callable
 
 from common import naming
-from common.errors import UserError, count, one_line
-from common.wire import channel, network, secret
-from common.wire.channel import (
+from common.alive.wire import channel, network, secret
+from common.alive.wire.channel import (
     BEAT_SECONDS,
     NOT_OURS,
     SILENCE_SECONDS,
@@ -26,7 +25,8 @@ from common.wire.channel import (
     beat_seconds,
     checked,
 )
-from common.wire.messages import HELLO, PROOF
+from common.alive.wire.messages import HELLO, PROOF
+from common.errors import UserError, count, one_line
 
 STRANGERS = 64  # connections that may wait without a proof, in addition to one for each node that is missing
 STRANGER_SECONDS = 2.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Optional
 
-from common import patience
+from common.alive import patience
 
 DISK = "a disk or a mount"
 FUSE = "request_wait_answer"  # the kernel function that waits for the daemon of a FUSE mount: in state S, not D

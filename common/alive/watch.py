@@ -8,9 +8,9 @@ to notice a lost node.
 import time
 from typing import Any, Optional
 
-from common.watching.worker import STOP, Worker, cause, stalled, summary, where
-from common.wire import channel
-from common.wire.channel import SILENCE_SECONDS
+from common.alive.wire import channel
+from common.alive.wire.channel import SILENCE_SECONDS
+from common.alive.worker import STOP, Worker, cause, stalled, summary, where
 
 OWN = -1  # this node itself, among the numbers of the other nodes
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim

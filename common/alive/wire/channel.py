@@ -12,8 +12,8 @@ import socket
 import time
 from typing import Any, Callable, Optional
 
+from common.alive.wire import messages, secret
 from common.errors import UserError, one_line
-from common.wire import messages, secret
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is lost

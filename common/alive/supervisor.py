@@ -15,12 +15,13 @@ import sys
 import time
 from typing import Any
 
-from common import cores, heartbeat, malloc, naming, world
+from common import cores, malloc, naming, world
+from common.alive import heartbeat
+from common.alive.watch import Watch
+from common.alive.wire import channel, hub, network, secret
+from common.alive.worker import Worker
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, report_failure
 from common.files import scratch_folder
-from common.watching.watch import Watch
-from common.watching.worker import Worker
-from common.wire import channel, hub, network, secret
 from common.world import World
 
 KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end
