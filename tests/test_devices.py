@@ -62,6 +62,14 @@ def test_one_slice_of_a_gpu_is_a_gpu(monkeypatch):
     assert devices.slices() == ["MIG-b"] and devices.identity(torch.device("cuda", 0)) == "MIG-b"
 
 
+@pytest.mark.parametrize("gpus, name", [(1, ""), (8, "cuda:0")])
+def test_a_gpu_without_a_name_of_its_own_is_taken_for_nobodys(gpus, name, monkeypatch):
+    """As before torch 2.4: SLURM may show each rank one GPU alone, which is number 0 for all."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: argparse.Namespace(name="H100"))
+    assert devices.identity(torch.device("cuda", 0)) == name
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     with pytest.raises(
         UserError, match="local rank 1 has no GPU: this process sees 1; start fewer processes, or give --enable_gpu false"

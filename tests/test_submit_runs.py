@@ -224,6 +224,16 @@ def test_a_slurm_job_is_sent_followed_and_stopped(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "cancelled").read_text() == "77\n"
 
 
+@pytest.mark.parametrize("name", ["PREEMPTED", "DEADLINE", "REVOKED"])
+def test_a_slurm_job_that_ends_in_another_way_is_not_followed_for_ever(tmp_path, monkeypatch, name):
+    (tmp_path / "scontrol").write_text(SHOW)
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "states").write_text(f"{name}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("QUEUE", str(tmp_path))
+    assert slurm.state(None, ask("slurm"), "77") == (name, 1)
+
+
 def test_what_sbatch_refuses_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)

@@ -84,11 +84,15 @@ def require_one_each(args: argparse.Namespace) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """Return a name for the device, to notice ranks that share it; empty for a CPU, which ranks may share."""
+    """Return a name for the device, to notice ranks that share it; empty for a CPU, which ranks may share, or if none is known.
+
+    Before torch 2.4 a GPU has only its number, which says nothing where each rank sees one GPU alone.
+    """
     if not kinds.is_accelerator(device):
         return ""
     if kinds.is_nvidia(device):
-        return next(iter(slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+        number = str(device) if count() > 1 else ""
+        return next(iter(slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", number))
     return f"{device} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}"
 
 

@@ -16,7 +16,8 @@ from launch.submit.request import Request
 SERVICE = "SLURM"
 CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
 WARNING_SECONDS = 120  # before the time limit: SLURM tells the job to save, and the script requeues itself
-ENDED = {"COMPLETED": 0, **dict.fromkeys(["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"], 1)}
+FAILED = ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"]
+ENDED = {"COMPLETED": 0, **dict.fromkeys(FAILED, 1)}
 
 CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a node without one
 
