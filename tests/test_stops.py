@@ -241,7 +241,7 @@ def test_loader_processes_that_hang_are_waited_for_until_a_stop_is_noted(stops):
 
 def test_the_handler_calls_nothing_that_saves():
     """And there is no other for these signals in a run."""
-    tree = ast.parse((ROOT / "common" / "stops.py").read_text())
+    tree = ast.parse((ROOT / "common" / "alive" / "stops.py").read_text())
     (note,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "note"]
     assert [ast.unparse(node.func) for node in ast.walk(note) if isinstance(node, ast.Call)] == ["self._counts"]
     assert [ast.unparse(node.exc) for node in ast.walk(note) if isinstance(node, ast.Raise)] == [Interrupted.__name__]
