@@ -14,7 +14,7 @@ import torch
 
 from common import storage
 from common.alive import patience
-from common.checkpoints import checkpoint, publisher, run_folder
+from common.checkpoints import checkpoint, publisher, run_folder, saver
 from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket
@@ -85,6 +85,19 @@ def test_a_good_checkpoint_is_in_the_bucket_at_every_moment_while_its_number_is_
         found.append(state["model"][0].item())
     assert found == sorted(found) and {1.0, 2.0} == set(found)
     assert remote_names(store, "runs/twice-8/checkpoints/") == ["000000000512.json", "000000000512.pt"]
+
+
+def test_who_takes_the_run_over_and_has_no_way_into_the_bucket_ends(tmp_path, monkeypatch):
+    """Otherwise it would go on, and nothing of it would be published."""
+
+    def refuses(*_):
+        raise UserError("there is no credential")
+
+    monkeypatch.setattr(saver, "RunBucket", refuses)
+    folders = dict.fromkeys(("output_dir", "checkpoint_dir", "tensorboard_dir"), str(tmp_path))
+    saving = saver.Saving(argparse.Namespace(output_url="s3://data/run", **folders), (), print)
+    with pytest.raises(UserError, match="no credential"):
+        saving.take_over()
 
 
 @pytest.mark.rehearsal

@@ -43,7 +43,8 @@ class Saving:
 
     def find(self) -> Optional[restore.Checkpoint]:
         """Return the checkpoint to go on from, or None, and take the folders over. On the rank that writes."""
-        self._open()
+        self._open_bucket()
+        self._folder.open()
         before = self._there()
         found = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
         afresh = not found and self._args.resume == "never"
@@ -64,9 +65,8 @@ class Saving:
                 copy.saved(self._surplus(found[1]))
         return found
 
-    def _open(self):
+    def _open_bucket(self):
         self._copies = [RunBucket(self._args, self._say)] if self._args.output_url else []
-        self._folder.open()
 
     def _there(self):
         return set().union(*(place.manifests() for place in self._places))
@@ -85,8 +85,9 @@ class Saving:
 
     def take_over(self) -> None:
         """Take over the folders and the publishing from the rank that wrote them, which was lost (common/elastic)."""
+        self._open_bucket()
         try:
-            self._open()
+            self._folder.open()
         except UserError as error:  # the lost rank may still hold the lock, on a frozen machine
             self._say(f"warning: {error}")
         self._claim(afresh=False)
