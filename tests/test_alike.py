@@ -23,7 +23,7 @@ def digest(root):
 
 def test_a_difference_in_a_subfolder_is_another_digest(copy):
     before = digest(copy)
-    with open(copy / "common" / "run" / "checkpoint.py", "a") as file:
+    with open(copy / "common" / "checkpoints" / "checkpoint.py", "a") as file:
         file.write("# another state\n")
     assert digest(copy) != before
 

@@ -255,6 +255,17 @@ def test_with_fewer_nodes_than_wanted_the_run_waits_then_saves_and_stops(nodes, 
 
 
 @pytest.mark.rehearsal
+def test_a_node_that_is_cut_off_from_those_that_write_saves_nothing(nodes):
+    """The others may go on, and in a bucket or a shared folder its checkpoint would take the run away from them."""
+    run = nodes(3, "--min_nodes", 1, "--epochs", 2000)
+    run.wait_for("epoch=2/2000", 0)
+    for parent in run.running[:2]:
+        parent.send_signal(signal.SIGSTOP)
+    assert run.end(2) == [1] and "1 of 3 nodes cannot know whether the others go on; stopping" in run.log(2)
+    assert not (run.folder / "node2" / "out" / "checkpoints").exists()
+
+
+@pytest.mark.rehearsal
 def test_other_code_or_other_arguments_are_not_taken_in(nodes, undisturbed):
     run = nodes(2, "--min_nodes", 1)
     run.wait_for("epoch=2/20", 0)

@@ -98,7 +98,8 @@ class Leader:
         before, now_there = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
         if not quorum.may_continue(before, now_there, self._silent):
             of = f"{len(now_there)} of {count(len(before), 'node')}"
-            self._announce(there.ranks, f"{why}; {of} cannot know whether the others go on", stop=True)
+            why += f"; {of} cannot know whether the others go on"
+            self._announce(there.ranks, why, stop=True, writes=last["writes"])  # only that rank saves, if it is here
         elif self._tries > TRIES:
             self._announce(there.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True)
         elif len(parent.nodes_of(there.ranks)) < parent.min_nodes:

@@ -229,17 +229,25 @@ def judge(game, ended):
     if not ended:
         return {"wrong": "did not end", "pauses": pauses, "unnamed": unnamed, "log": log}
     outputs = [host / game.output for host in game.hosts.folders]
-    newest = max((path for output in outputs for path in output.glob("checkpoints/*.json")), key=lambda path: path.name)
+    newest = max((path for output in outputs for path in output.glob("checkpoints/*.json")), key=place)
     bits = digest(final_state(newest.parents[1], "."))
     wrong = list(complaints(steps_that_count(outputs), SAMPLES, 8 * SHARES))[:3]
     if game.store:
         client = game.store.client()
+        listed = client.list_objects_v2(Bucket="bucket", Prefix="run/checkpoints/")["Contents"]
+        there = max((Path(one["Key"]) for one in listed if one["Key"].endswith(".json")), key=place)
         for path in (newest, newest.with_suffix(".pt")):
-            key = f"run/checkpoints/{path.name}"
+            key = there.with_suffix(path.suffix).as_posix()
             if client.get_object(Bucket="bucket", Key=key)["Body"].read() != path.read_bytes():
-                wrong.append(f"{key} in the bucket is not the one on the disk")
+                wrong.append(f"{key} in the bucket is not {path.name} on the disk")
     phases = sorted(phase for _, phase in set(re.findall(r"(rank \d+) \([^)]*\).* in phase (\w+)", log)))
     return {"bits": bits, "wrong": wrong or None, "pauses": pauses, "phases": phases, "unnamed": unnamed, "log": log}
+
+
+def place(manifest):
+    """How far the run was, and which start of it that was: N.json, or N-START.json in a bucket after another one took over."""
+    samples, _, start = manifest.stem.partition("-")
+    return int(samples), int(start or 1)
 
 
 def undisturbed():
