@@ -12,7 +12,7 @@ import traceback
 from typing import Callable, NoReturn, Optional
 
 from common import devices, moments, optional, progress, streams
-from common.alive import heartbeat, single_rank
+from common.alive import heartbeat, watcher
 from common.alive.wire import network
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
@@ -47,7 +47,7 @@ class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
         alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
         if alone_here and not args.doctor and sys.platform == "linux":
-            single_rank.start(args.world.rank, lambda since, why: moments.announce("killed", args, since, why))
+            watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
 
 
 class _WriteTheReport:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.alive import heartbeat, held, patience, worker
+from common.alive import heartbeat, held, judge, patience, worker
 from common.run import clock
 from common.run.clock import Clock
 from tests.faultproxy import faults
@@ -106,7 +106,7 @@ def test_what_a_rank_has_waited_for_is_no_time_without_progress(tmp_path, now):
     look_for(rank, now, 270)
     assert rank.status()["idle"] == 21 and not rank.status()["waiting"]
     look_for(rank, now, 45)
-    stalled = worker.stalled([worker.summary([{**rank.status(), "phase": "data"}])])
+    stalled = judge.stalled([judge.summarize([{**rank.status(), "phase": "data"}])])
     assert worker.where(stalled) == "for 66 s after step 0, in phase data, waiting for s3://a for 356 s"
 
 
@@ -114,8 +114,8 @@ def test_nobody_is_late_while_a_rank_waits_for_a_store():
     status = {"rank": 0, "phase": "compile", "steps": 0, "idle": 901, "median": 0.0, "waits": "", "waiting": False}
     other = {**status, "rank": 1, "phase": "data", "idle": 0, "waits": "s3://a for 200 s", "waiting": True}
     for nodes in ([[status, other]], [[status], [other]]):
-        assert worker.stalled([worker.summary(node) for node in nodes]) is None
-    assert worker.stalled([worker.summary([status, {**other, "waiting": False}])])["rank"] == 0
+        assert judge.stalled([judge.summarize(node) for node in nodes]) is None
+    assert judge.stalled([judge.summarize([status, {**other, "waiting": False}])])["rank"] == 0
 
 
 def test_a_step_in_which_something_was_waited_for_tells_nothing_of_the_others(tmp_path, now):
@@ -136,7 +136,7 @@ def test_a_larger_number_raises_every_limit(seconds, training, saving):
     for phase, limit in (("data", training), ("save", saving)):
         for idle in (limit - 1, limit + 1):
             status = {"rank": 0, "phase": phase, "steps": 5, "idle": idle, "median": 0.01, "waits": "", "waiting": False}
-            assert bool(worker.stalled([worker.summary([status])])) == (idle > limit)
+            assert bool(judge.stalled([judge.summarize([status])])) == (idle > limit)
 
 
 # --- How long is waited ------------------------------------------------------------------------------------------------
@@ -314,8 +314,8 @@ def test_what_nobody_tries_again_is_stuck_after_its_own_limit(tmp_path, ranks, w
     with started(tmp_path, changed(tmp_path, ranks, where, what, "--patience", "30")) as process:
         assert process.wait(PATIENCE) == 1
     # Where a rank hangs in its step, the other one may wait for it in the same one: then nobody knows which of them it is.
-    who = "" if ranks == 1 else "rank 1 has made" if phase == "data" else "rank [01] has made"
-    assert re.search(rf"^error: {who} ?no progress for \d+ s after step \d, in phase {phase}(; stopping all 2 ranks)?$", log_of(tmp_path),
+    who = "0" if ranks == 1 else "1" if phase == "data" else "[01]"
+    assert re.search(rf"^error: rank {who} has made no progress for \d+ s after step \d, in phase {phase}(; stopping all 2 ranks)?$", log_of(tmp_path),
                      re.M), log_of(tmp_path)  # fmt: skip
 
 
@@ -411,5 +411,6 @@ def test_a_mount_that_stays_silent_is_named_in_the_last_line(tmp_path, disk):
         assert process.wait(PATIENCE) == 1
     last = log_of(tmp_path).splitlines()[-1]
     assert re.fullmatch(
-        r"error: no progress for \d+ s after step \d, in phase data, waiting for a disk or a mount for 2\d s", last
+        r"error: rank 0 has made no progress for \d+ s after step \d, in phase data, waiting for a disk or a mount for 2\d s",
+        last,
     ), last

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from common.alive import worker
+from common.alive import judge, worker
 from tests.jobs import ROOT
 from tests.ranks import TWO, run_variant
 
@@ -34,8 +34,8 @@ def status(rank, phase, steps, idle, median=0.1):
     ],
 )
 def test_who_holds_the_others_up(what, statuses, culprit):
-    found = worker.stalled([worker.summary([status]) for status in statuses])
-    assert found == worker.stalled([worker.summary(statuses)]), "whether on one node or on two"
+    found = judge.stalled([judge.summarize([status]) for status in statuses])
+    assert found == judge.stalled([judge.summarize(statuses)]), "whether on one node or on two"
     assert (found and found["rank"]) == culprit, what
 
 

@@ -69,6 +69,30 @@ def test_a_watcher_that_is_killed_ends_the_job_and_ps_tells_it_from_its_rank(tmp
     assert f"error: the watcher of rank {rank} has ended, so this rank does, too" in (tmp_path / "log").read_text()
 
 
+DIES_ONCE_JOINED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from common.ranks import group
+join = group.join
+
+def dies_once_joined(*given):
+    join(*given)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+group.join = dies_once_joined
+exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
+"""
+
+
+def test_a_rank_that_is_killed_under_the_doctor_is_named(tmp_path):
+    job = tmp_path / "train_ddp.py"
+    job.write_text(DIES_ONCE_JOINED.format(root=str(ROOT), job=str(ROOT / "jobs" / "train_ddp.py")))
+    with ranks(tmp_path, [sys.executable, str(job), *TWO, "--doctor", "true"]) as (first, _):
+        assert first.wait(PATIENCE) == 1
+    assert re.search(r"error: rank 1 \(host \S+\) was killed by SIGTERM or SIGKILL", (tmp_path / "log").read_text())
+
+
 @pytest.mark.rehearsal
 def test_ranks_that_end_well_take_their_watchers_with_them(tmp_path, two_ranks):
     with ranks(tmp_path, command("train_ddp", *TWO)) as both:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from common import files
-from common.alive import single_rank, worker
+from common.alive import watcher, worker
+from common.world import World
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, run_job, saved, wait_for
 from tests.ranks import changed_loader, processes_of
 
@@ -67,12 +68,12 @@ def test_a_job_that_hangs_shows_its_stack_and_ends(tmp_path):
         assert process.wait(PATIENCE) == 1
         wait_for(lambda: not processes_of(tmp_path), None, "the end of the watcher")
     lines = log_of(tmp_path).splitlines()
-    assert re.fullmatch(r"error: no progress for \d+ s after step 2, in phase data", lines[-1]), lines
+    assert re.fullmatch(r"error: rank 0 has made no progress for \d+ s after step 2, in phase data", lines[-1]), lines
     assert any(line.endswith("in changed") for line in lines), "the stack shows where it hangs"
 
 
 def test_in_a_terminal_a_job_that_hangs_is_only_warned_of(tmp_path):
-    warning = re.compile(r"^warning: no progress for \d+ s after step 2, in phase data$", re.MULTILINE)
+    warning = re.compile(r"^warning: rank 0 has made no progress for \d+ s after step 2, in phase data$", re.MULTILINE)
     words = [*changed_loader("train", tmp_path, "time.sleep(10000)"), *LONG]
     own, its = pty.openpty()
     with open(own, "wb"), open(its, "rb") as terminal, alone(tmp_path, words, terminal) as process:
@@ -191,6 +192,6 @@ def test_a_mistake_is_said_once(tmp_path):
 
 
 def test_without_room_for_its_files_the_job_trains_on(monkeypatch, capsys):
-    monkeypatch.setattr(single_rank.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    single_rank.start(0, lambda since, why: None)
+    monkeypatch.setattr(watcher.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    watcher.start_for_single_rank(World("local", "", "node", 0, 1, 0, 1, 0, 1), lambda since, why: None)
     assert capsys.readouterr().err == "warning: this process is not watched: [Errno 28] No space left on device\n"

@@ -1,6 +1,6 @@
 """A watcher: a small process that tells how a rank ended, if the rank has no parent process of this project.
 
-It is forked before the rank computes anything. watcher.py watches one of several ranks, single_rank.py the only rank.
+It is forked before the rank computes anything. What it does is in watcher.py.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ class Pulse:
         with open(f"{prefix}.pulse", "r+b") if prefix else contextlib.nullcontext() as file:
             self._memory = mmap.mmap(file.fileno() if file else -1, _SIZE)
         self.store = Wait(self._memory, _WAIT_AT)  # for a store or a server, reported by the rank's processes (patience.py)
-        self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # reported by the parent or watcher (watching/held.py)
+        self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # reported by the parent or watcher (held.py)
 
     def waited(self) -> float:
         """Return the seconds of all waits for a store and for a disk so far."""
@@ -138,7 +138,7 @@ def _pulse(prefix):
 
 
 def set_files_of_single_rank(prefix: str) -> None:
-    """Set the prefix of this process's files in a job with one rank and a watcher (watching/single_rank.py)."""
+    """Set the prefix of this process's files in a job with one rank and a watcher (watcher.py)."""
     global _single_rank
     _single_rank = prefix
 
@@ -152,7 +152,7 @@ def has_parent() -> bool:
 
 
 def has_watcher() -> bool:
-    """Whether this rank, started by the platform as one of several, has a watcher (watching/watcher.py)."""
+    """Whether this rank, started by the platform as one of several, has a watcher (watcher.py)."""
     return FILES in os.environ and not has_parent()
 
 

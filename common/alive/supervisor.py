@@ -2,7 +2,7 @@
 
 torch's elastic launcher starts the processes. Its agent is not used: it lets the remaining workers hang for 30 s (grace) and
 300 s (exit barrier), reports the victims of a crash as often as its cause, and gives restarted workers other ranks. Here the
-parents of all nodes are connected to node 0 (channel.py), which decides what happened (watch.py).
+parents of all nodes are connected to node 0 (channel.py), which decides what happened (judge.py).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 
 from common import cores, malloc, naming, world
 from common.alive import heartbeat
+from common.alive.judge import Judge
 from common.alive.watch import Watch
 from common.alive.wire import channel, hub, network, secret
 from common.alive.worker import Worker
@@ -30,18 +31,19 @@ GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms
 
 class Supervisor(Watch):
     def __init__(self, here: World, max_restarts: int, join_seconds: float, alike: dict):
-        self.host = socket.gethostname()
-        super().__init__(here.num_nodes, f"node {here.node_rank}, host {self.host}")
+        host = socket.gethostname()
+        super().__init__(here.num_nodes, here.world_size, f"node {here.node_rank}, host {host}")
         self.here = here
         self.max_restarts, self.join_seconds = max_restarts, join_seconds
         self.key = secret.of_this_job()
         self.hello = {
-            "app": "anyrank", "job": here.job_id, "host": self.host, "node": here.node_rank, "nodes": here.num_nodes,
+            "app": "anyrank", "job": here.job_id, "host": host, "node": here.node_rank, "nodes": here.num_nodes,
             "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
         }  # fmt: skip
-        self.ready = set()
         self.attempt = 0
         self.stop_began: Any = None
+        self.writer = 0  # the rank that saves
+        self.for_workers: dict[str, str] = {}  # further variables of their environment
 
     def name_of(self, node: int) -> str:
         return naming.describe_nodes([node], self.here.local_world_size)
@@ -100,8 +102,8 @@ class Supervisor(Watch):
 
     def _meet_again(self, go):
         """Wait until all nodes have ended their workers; return the next attempt's start message, or raise TrainingFailed."""
-        self.verdict, self.suspects = None, []
-        self.finished, self.statuses = set(), {}
+        self.verdict, self.judge = None, Judge(self.ranks)
+        self.finished, ready = set(), set()
         self.attempt = attempt = go["attempt"] + 1
         self.say(f"restart {attempt} of {self.max_restarts} from the last checkpoint")
         if self.here.num_nodes == 1:
@@ -122,9 +124,8 @@ class Supervisor(Watch):
                 if "go" in message:
                     return message["go"]
                 if message.get("ready") == attempt:
-                    self.ready.add(node)
-            if self.hub and len(self.ready) == self.here.num_nodes - 1:
-                self.ready = set()
+                    ready.add(node)
+            if self.hub and len(ready) == self.here.num_nodes - 1:
                 return self._send_go(attempt)
         raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s (--join_seconds)")
 
@@ -138,7 +139,7 @@ class Supervisor(Watch):
             "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: f"{here.platform}: {here.rule}",
             "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
             **network.interfaces(self._own_address()),
-            **malloc.tuned(os.environ), **self._for_workers(),
+            **malloc.tuned(os.environ), **self.for_workers,
         }  # fmt: skip
         threads = max(1, cores.count() // here.local_world_size)
         shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(threads))
@@ -161,9 +162,6 @@ class Supervisor(Watch):
             sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
         for index, worker in enumerate(self.workers):
             worker.process = started.subprocess_handlers[index].proc
-
-    def _for_workers(self):
-        return {}
 
     def _own_address(self):
         if self.hub:
@@ -193,21 +191,19 @@ class Supervisor(Watch):
             elif self._all_finished():
                 return 0
             if not self.connection and not self.stop_signal:
-                self.judge(beat)
+                self.decide(beat)
             if self.verdict:
-                return self._carry_out()
+                return self._carry_out(self.verdict)
 
-    def _carry_out(self):
-        verdict = self.verdict
+    def _carry_out(self, verdict):
         restart = verdict["restart"] and self.attempt < self.max_restarts and not self.stop_signal
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
                 print(worker.stack(), end="", file=sys.stderr, flush=True)
-        text = self.verdict_line(self.here.world_size)
         if restart:
-            print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+            print(f"error: {one_line(self.line(verdict))}", file=sys.stderr, flush=True)
         else:
-            report_failure(text)
+            report_failure(self.line(verdict))
         self._kill_workers()
         held = [worker.rank for worker in self.workers if worker.process and worker.process.poll() is None]
         if restart and held:
@@ -244,10 +240,10 @@ class Supervisor(Watch):
             return 0  # the run has just ended
         for worker in self.workers:
             fault = worker.reported_fault()
-            if fault and not fault["victim"] and (not late or worker.rank == self._writer()):
+            if fault and not fault["victim"] and (not late or worker.rank == self.writer):
                 report_failure(f"rank {worker.rank} could not stop as it should: {fault['text']}")
                 return fault["code"]
-        saved = any(worker.rank == self._writer() and worker.code == code for worker in self.workers)
+        saved = any(worker.rank == self.writer and worker.code == code for worker in self.workers)
         if not late or saved:  # late workers may wait for data, or for the rank that has saved
             return code
         if now - self.stop_began > GRACE_SECONDS:
@@ -255,9 +251,6 @@ class Supervisor(Watch):
             self.say(f"not stopped within {GRACE_SECONDS} s: {phases}; the run goes on from its last checkpoint")
             return code
         return None
-
-    def _writer(self):
-        return 0
 
     def _kill_workers(self):
         for worker in self.workers:

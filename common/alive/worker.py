@@ -1,4 +1,4 @@
-"""A worker as its parent or watcher sees it: its progress, why it died, and which worker the others wait for."""
+"""A worker as its parent or watcher sees it: its progress, and what is wrong with it."""
 
 import collections
 import contextlib
@@ -6,21 +6,42 @@ import json
 import signal
 import statistics
 import time
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypedDict
 
 from common.alive import heartbeat, held, patience
 from common.errors import STOP_SIGNALS
 
 STOPPED_SECONDS = 3.0  # how long in state T until it counts; a debugger may stop a process for a moment
-STALL_STEPS = 10  # a step may take this many times the median step
 ASLEEP_SECONDS = 10  # without a look(): this process was suspended (Ctrl-Z, or by the cluster), and with it the rank
-STOP = "stop"  # no fault: the platform has told this worker to stop
 
 
-def cause(text: str, direct: bool = True, code: int = 1, restart: bool = True) -> dict[str, Any]:
-    """Return a report of what happened. `direct`: not because of another worker; `restart`: whether a restart could help."""
+class Cause(TypedDict):
+    text: str
+    direct: bool  # not because of another worker
+    code: int  # the exit code for it
+    restart: bool  # whether a restart could help
+
+
+class Fault(Cause, total=False):
+    """What has happened to a worker or a node."""
+
+    stack_of: int  # the rank whose stack is to be shown
+
+
+class Status(TypedDict):
+    """The progress of a worker."""
+
+    rank: int
+    phase: str
+    steps: int
+    idle: float  # seconds without progress
+    median: float  # seconds of a step
+    waits: str  # for what it waits, and for how long; empty if it does not wait
+    waiting: bool  # whether it waits for a store or a disk
+
+
+def cause(text: str, direct: bool = True, code: int = 1, restart: bool = True) -> Fault:
     return {"text": text[:2000], "direct": direct, "code": code, "restart": restart}
 
 
@@ -60,7 +81,7 @@ class Worker:
     def _look_for_a_disk(self, now):
         """Report (shared memory, log) when the kernel begins or ceases to block the rank on a disk; the rank itself cannot."""
         disk, longest = self.pulse.disk, patience.limit()
-        idle = self.code is None and (now - self.changed > held.least_seconds() or disk.lasts())
+        idle = self.code is None and (now - self.changed > held.least_seconds() or disk.text())
         since = self.held.look(self.process.pid) if idle else None
         who = f"warning: rank {self.rank} (process {self.process.pid})"
         if since is None:
@@ -74,8 +95,7 @@ class Worker:
             return held.state(f"/proc/{self.process.pid}") == "T"
         return False
 
-    def status(self) -> dict[str, Any]:
-        """Return the progress that node 0 needs to find a stall."""
+    def status(self) -> Status:
         phase, steps = self.last
         idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # no other rank waits for one that has ended
         median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
@@ -85,8 +105,12 @@ class Worker:
             "waits": store.text() or disk.text(), "waiting": store.lasts() or disk.lasts(),
         }  # fmt: skip
 
-    def fault(self, home: str) -> Union[dict[str, Any], str, None]:
-        """Return a report of the fault of the worker, STOP if a stop signal ended it, else None. `home`: its node or host."""
+    def was_stopped(self) -> bool:
+        """Whether a stop signal has ended the worker, which is no fault."""
+        return self.code in STOP_SIGNALS.values() and not self.reported_fault()
+
+    def fault(self, home: str) -> Optional[Fault]:
+        """Return a report of the fault of the worker, or None. `home`: its node or host."""
         phase, steps = self.last
         name, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
         if self.code is None:
@@ -98,8 +122,8 @@ class Worker:
         if fault:
             text = f"{name} failed {where}: {fault['text']}"
             return cause(text, direct=not fault["victim"], code=fault["code"], restart=fault["code"] != 2)
-        if self.code in STOP_SIGNALS.values():
-            return STOP
+        if self.was_stopped():
+            return None
         if self.code > 0:
             return cause(f"{name} ended with exit code {self.code} {where}")
         hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else getattr(self.process, "doubt", "")
@@ -129,43 +153,6 @@ class Worker:
         return f"rank {self.rank} did not write its stack\n"
 
 
-def summary(statuses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the statuses of a node's workers for stalled(), in a message whose size does not grow with their number."""
-    training = [status for status in statuses if status["phase"] in heartbeat.STEP_PHASES]
-    others = [status for status in statuses if status not in training]
-    return {
-        "late": next((status for status in others if status["idle"] > _limit(status["phase"])), None),
-        "last": min(training, key=_progress, default=None),
-        "idle": min(status["idle"] for status in statuses),
-        "median": max(status["median"] for status in statuses),
-        "training": len(training) == len(statuses),
-        "waiting": any(status["waiting"] for status in statuses),
-    }
-
-
-def _limit(phase):
-    """Return how many seconds a phase may last without progress. A --patience below the default shortens only training."""
-    times = patience.limit() / patience.DEFAULT
-    return heartbeat.PHASES[phase] * (times if phase in heartbeat.STEP_PHASES else max(1.0, times))
-
-
-def where(status: dict[str, Any]) -> str:
+def where(status: Status) -> str:
     waits = f", waiting for {status['waits']}" if status["waits"] else ""
     return f"for {status['idle']:.0f} s after step {status['steps']}, in phase {status['phase']}{waits}"
-
-
-def _progress(status):
-    return status["steps"], heartbeat.STEP_PHASES.index(status["phase"]), status["rank"]
-
-
-def stalled(summaries: Collection[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """Return the status of a worker that hangs (in training, the furthest behind); None also if one waits for store or disk."""
-    if any(node["waiting"] for node in summaries):  # a rank waits for a store or a disk, and the others for that rank
-        return None
-    late = next((node["late"] for node in summaries if node["late"]), None)
-    if late or not summaries or not all(node["training"] for node in summaries):
-        return late  # in other phases the others wait for this rank, up to the limit of its phase
-    limit = max(_limit("step"), STALL_STEPS * max(node["median"] for node in summaries))
-    if min(node["idle"] for node in summaries) <= limit:
-        return None
-    return min((node["last"] for node in summaries), key=_progress)

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, Optional
 
-from common.alive.watch import CASCADE_SECONDS
+from common.alive.judge import CASCADE_SECONDS
 from common.alive.wire import channel, network
 from common.elastic import quorum
 from common.errors import UserError, count

@@ -17,9 +17,10 @@ from typing import Any, Optional
 
 from common import devices
 from common.alive import supervisor
+from common.alive.judge import Judge
 from common.alive.watch import OWN
 from common.alive.wire import channel, hub, messages, secret
-from common.alive.worker import STOP
+from common.alive.worker import cause
 from common.elastic import members
 from common.elastic.leader import Leader
 from common.elastic.messages import FORMS
@@ -48,7 +49,6 @@ class ElasticSupervisor(supervisor.Supervisor):
         self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
         self.told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
         self.may_leave = False  # whether this node may end on that signal, as the others go on
-        self.comes_later = False  # whether this node joins a run that is under way
         self.excluded = ""  # why the others go on without this node
         self.told_leader: Any = None  # what the leader was last told of the workers of this node
 
@@ -70,10 +70,10 @@ class ElasticSupervisor(supervisor.Supervisor):
             except channel.Elsewhere as elsewhere:
                 address, port = elsewhere.args
         self.connection, go = self._join(address, port)
-        self.comes_later = "led_by" in go
         self.led_by = go.get("led_by", 0)
         self.address = self._own_address()
-        if self.comes_later:
+        if "led_by" in go:
+            self.for_workers = {members.COMES_LATER: "1"}
             self.say(f"the run is under way, led by node {self.led_by} at {self.connection.peer}: this node joins it")
         return go
 
@@ -125,9 +125,9 @@ class ElasticSupervisor(supervisor.Supervisor):
         self.leader = Leader(self)
         return self._send_go(0)
 
-    def _for_workers(self):
-        later = {members.COMES_LATER: "1"} if self.comes_later else {}
-        return {members.ADDRESS: self.address, **later}
+    def _start_workers(self, go, folder):
+        self.for_workers[members.ADDRESS] = self.address
+        super()._start_workers(go, folder)
 
     def _watch(self):
         told = 0.0
@@ -146,7 +146,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             if self.leader:
                 self.leader.lead(now)
                 if not self.stop_signal and self.ends is None:
-                    self.judge(beat and self.generation["number"] > 0)
+                    self.decide(beat and self.generation["number"] > 0)
             code = self._ending(now)
             if code is not None:
                 return code
@@ -154,7 +154,7 @@ class ElasticSupervisor(supervisor.Supervisor):
     def _ending(self, now):
         """Return the exit code if this node ends now, and log a failure; else None. Pass a stop signal on to the workers."""
         if self.verdict:
-            return self._carry_out()
+            return self._carry_out(self.verdict)
         if self.excluded:
             report_failure(self.excluded)
             return 1
@@ -178,9 +178,6 @@ class ElasticSupervisor(supervisor.Supervisor):
             return 0
         return None
 
-    def _writer(self):
-        return self.generation["writes"]
-
     def _on_signal(self, number, _frame):
         if not self.workers:
             sys.exit(STOP_SIGNALS[number])
@@ -190,9 +187,6 @@ class ElasticSupervisor(supervisor.Supervisor):
         if self.hub:
             return OWN in self.finished
         return self.own_finished() if self.leader else len(self.finished) >= self.nodes
-
-    def own_finished(self) -> bool:
-        return bool(self.workers) and super().own_finished()
 
     def others_finished(self) -> bool:
         return self.finished >= set(self.hub.connections) & self.nodes_of(self.generation["ranks"])
@@ -206,8 +200,8 @@ class ElasticSupervisor(supervisor.Supervisor):
         if self.generation["number"] == 0 or self.stop_signal or self.ends is not None:
             super().suspect(worker)
             return
-        report: Any = worker.fault(self.home)
-        if report is None or report is STOP:
+        report = worker.fault(self.home)
+        if report is None:
             return
         reported = worker.reported_fault() if worker.code is not None else None
         if reported and not reported["victim"] and not devices.is_its_own_fault(reported["text"]):
@@ -262,6 +256,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         if generation["number"] <= self.generation["number"]:
             return
         self.generation, self.causes = generation, []
+        self.writer = generation["writes"]
         threading.Thread(target=self._note, daemon=True).start()  # the folder may be slow, and beats must not wait
         for worker in self.workers:
             if worker.code is None and (worker.rank in generation["ranks"] or generation["stop"]):
@@ -281,12 +276,11 @@ class ElasticSupervisor(supervisor.Supervisor):
         if silent:
             connection.tell(excluded=True)
         self.hub.remove(node)
-        self.statuses.pop(node, None)
+        self.judge.forget(node)
         if node in self.finished:
             return
         if self.generation["number"] == 0:
-            report = {"text": f"{self.name_of(node)} {how}", "direct": True, "code": 1, "restart": False}
-            self.suspects.append((time.monotonic(), report))
+            self.judge.accuse(cause(f"{self.name_of(node)} {how}", restart=False))
         elif self.leader:
             self.leader.lost(node, silent, how)
 
@@ -306,7 +300,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             if node == self.node:
                 self.hub = hub.Hub(self.listener, self.hello, self.say, self.key, stays_open=True)
                 self.hub.mark_complete()
-                self.statuses, self.finished = {}, set()
+                self.judge, self.finished = Judge(self.ranks), set()
                 self.leader, self.led_by = Leader(self, after=lost, silent=silent), node
                 return
             if node != lost:
@@ -314,4 +308,4 @@ class ElasticSupervisor(supervisor.Supervisor):
                     self.connection, _ = channel.join(address, port, self.hello, 0, self.say, self.key)
                     self.led_by, self.told_leader = node, None
                     return
-        self.verdict = {"text": "; ".join(self.causes), "direct": True, "code": 1, "restart": False}
+        self.verdict = cause("; ".join(self.causes), restart=False)

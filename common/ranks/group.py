@@ -9,6 +9,7 @@ import argparse
 import atexit
 import ctypes
 import datetime
+import functools
 import gc
 import hashlib
 import importlib
@@ -64,8 +65,9 @@ def start_workers(args: argparse.Namespace) -> None:
     here = args.world
     moments.announce("workers", args)
     if here.level == "process":
-        if here.world_size > 1 and not heartbeat.has_parent() and not args.doctor:
-            GROUP.watcher = watcher.start(here, lambda since, why: moments.announce("killed", args, since, why))
+        if here.world_size > 1 and not heartbeat.has_parent():
+            killed = functools.partial(moments.announce, "killed", args)
+            GROUP.watcher = watcher.start(here, killed, says_why=args.doctor)
         return
     if here.world_size == 1 and not args.max_restarts:
         return

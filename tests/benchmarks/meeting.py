@@ -16,9 +16,9 @@ import socket
 import sys
 import time
 
+from common.alive.judge import summarize
 from common.alive.supervisor import Supervisor
 from common.alive.wire import channel, hub, secret
-from common.alive.worker import summary
 from common.world import World
 from tests.benchmarks.base import machine
 
@@ -65,7 +65,7 @@ def play(port, count, hello, beats):
     """The nodes 1 to count - 1, until node 0 closes the connections."""
     _allow(2 * count)
     selector, nodes = selectors.DefaultSelector(), []
-    words, told = json.dumps({"status": summary([STATUS])}).encode() + b"\n", time.monotonic()
+    words, told = json.dumps({"status": summarize([STATUS])}).encode() + b"\n", time.monotonic()
     try:
         while True:
             for _ in range(64 if len(nodes) < count - 1 else 0):

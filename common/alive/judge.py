@@ -1,0 +1,93 @@
+"""Decide which worker or node is to blame when a job has failed or hangs, from what all nodes report: the part of node 0.
+
+A worker that was killed, stopped or failed by itself is the cause. A worker whose collective broke is a victim. A victim is
+named only if no cause appears within the time that it takes to notice a lost node.
+"""
+
+import time
+from collections.abc import Collection
+from typing import Optional, TypedDict
+
+from common.alive import heartbeat, patience
+from common.alive.wire.channel import SILENCE_SECONDS
+from common.alive.worker import Fault, Status, cause, where
+
+CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
+STALL_STEPS = 10  # a step may take this many times the median step
+
+
+class Summary(TypedDict):
+    """The statuses of a node's workers in a message whose size does not grow with their number."""
+
+    late: Optional[Status]  # a worker outside training that has made no progress for longer than its phase allows
+    last: Optional[Status]  # of the workers in training, the furthest behind
+    idle: float  # seconds for which no worker of the node has made progress
+    median: float
+    training: bool  # whether all workers are in training
+    waiting: bool  # whether one waits for a store or a disk
+
+
+class Judge:
+    def __init__(self, ranks: int):
+        """`ranks`: of the job. A single one is the victim of no other, so that it is named at once."""
+        self._seconds = CASCADE_SECONDS if ranks > 1 else 0.0
+        self._summaries: dict[int, Summary] = {}
+        self._reports: list[tuple[float, Fault]] = []
+
+    def note(self, node: int, summary: Summary) -> None:
+        self._summaries[node] = summary
+
+    def forget(self, node: int) -> None:
+        self._summaries.pop(node, None)
+
+    def accuse(self, report: Fault) -> None:
+        self._reports.append((time.monotonic(), report))
+
+    def verdict(self, stalls: bool) -> Optional[Fault]:
+        """Return the report that names the cause; None as long as there is none. `stalls`: whether to look for a hang, too."""
+        causes = [report for _, report in self._reports if report["direct"]]
+        if causes:
+            return causes[0]
+        if self._reports:
+            since, victim = self._reports[0]
+            return victim if time.monotonic() - since > self._seconds else None
+        status = stalled(self._summaries.values()) if stalls else None
+        if not status:
+            return None
+        return {**cause(f"rank {status['rank']} has made no progress {where(status)}"), "stack_of": status["rank"]}
+
+
+def summarize(statuses: list[Status]) -> Summary:
+    training = [status for status in statuses if status["phase"] in heartbeat.STEP_PHASES]
+    others = [status for status in statuses if status not in training]
+    return {
+        "late": next((status for status in others if status["idle"] > _limit(status["phase"])), None),
+        "last": min(training, key=_progress, default=None),
+        "idle": min(status["idle"] for status in statuses),
+        "median": max(status["median"] for status in statuses),
+        "training": len(training) == len(statuses),
+        "waiting": any(status["waiting"] for status in statuses),
+    }
+
+
+def _limit(phase):
+    """Return how many seconds a phase may last without progress. A --patience below the default shortens only training."""
+    times = patience.limit() / patience.DEFAULT
+    return heartbeat.PHASES[phase] * (times if phase in heartbeat.STEP_PHASES else max(1.0, times))
+
+
+def _progress(status):
+    return status["steps"], heartbeat.STEP_PHASES.index(status["phase"]), status["rank"]
+
+
+def stalled(summaries: Collection[Summary]) -> Optional[Status]:
+    """Return the status of a worker that hangs (in training, the furthest behind); None also if one waits for store or disk."""
+    if any(node["waiting"] for node in summaries):  # a rank waits for a store or a disk, and the others for that rank
+        return None
+    late = next((node["late"] for node in summaries if node["late"]), None)
+    if late or not summaries or not all(node["training"] for node in summaries):
+        return late  # in other phases the others wait for this rank, up to the limit of its phase
+    limit = max(_limit("step"), STALL_STEPS * max(node["median"] for node in summaries))
+    if min(node["idle"] for node in summaries) <= limit:
+        return None
+    return min((node["last"] for node in summaries if node["last"]), key=_progress)
