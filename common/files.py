@@ -168,6 +168,11 @@ def give_name(path: str) -> None:
             os.close(folder)
 
 
+def refuse_link(path: str) -> None:
+    if os.path.islink(path):
+        raise UserError(f"{path} is a link, which is not followed when data are fetched: delete it")
+
+
 def create(path: str) -> BinaryIO:
     """Create a file, to write and read. A file that has its name is removed, so that no link that was planted is followed."""
     with contextlib.suppress(FileNotFoundError):

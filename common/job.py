@@ -11,9 +11,8 @@ import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import devices, moments, optional, progress, streams
-from common.alive import heartbeat, watcher
-from common.alive.wire import network
+from common import moments, optional, progress, streams
+from common.alive import heartbeat
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
 from common.secrets import mask
@@ -47,6 +46,8 @@ class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
         alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
         if alone_here and not args.doctor and sys.platform == "linux":
+            from common.alive import watcher
+
             watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
 
 
@@ -95,7 +96,9 @@ def _run(main):
         _announcing_failure(main)
     except Exception as given:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler for loader processes could raise during these lines
-        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or devices.no_memory(given)
+        from common.devices.diagnosis import no_memory
+
+        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or no_memory(given)
         if error is None:
             _end_with_a_traceback(given)
         if heartbeat.has_parent():  # the parent prints it once for all ranks
@@ -117,6 +120,8 @@ def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
 
 
 def _end_with_a_traceback(error: Exception) -> NoReturn:
+    from common.alive.wire import network
+
     message = f"{type(error).__name__}: {one_line(error)[:300]}{network.advice(error)}"
     text = one_line(error.line) if isinstance(error, SampleError) else message
     watched = heartbeat.has_parent() or heartbeat.has_watcher()

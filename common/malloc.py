@@ -11,8 +11,6 @@ import os
 import platform
 from collections.abc import Mapping
 
-from common import drivers
-
 VARIABLE = "GLIBC_TUNABLES"
 OLD_GLIBC = platform.libc_ver()[0] == "glibc" and [int(part) for part in platform.libc_ver()[1].split(".")[:2]] < [2, 35]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
@@ -27,6 +25,8 @@ SETTINGS = {
 
 def tuned(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the GLIBC_TUNABLES of training processes as a dict, empty if `environ` has them or there is an NVIDIA GPU."""
+    from common import drivers
+
     return {} if VARIABLE in environ or drivers.gpus() else {VARIABLE: text()}
 
 

@@ -12,20 +12,17 @@ import pickle
 import struct
 import zipfile
 import zlib
-from typing import Any, BinaryIO, Callable, Optional
+from typing import Any, BinaryIO, Callable
 
 import numpy as np
 import torch
 
-LONGEST_PICKLE, DEEPEST = 64 << 20, 100  # bytes; levels of lists and dicts in each other
-LARGEST_KEY = 2**32  # of a dict: larger numbers can be chosen so that they all collide in its table
+from common.plain import TYPES, Refused, check, is_key
+
+LONGEST_PICKLE = 64 << 20  # bytes
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # at the beginning of a file in the form before torch 1.6
 BEGINNINGS = (b"PK", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
 Storage = Callable[[str, int], torch.Tensor]  # (key of a storage, number of bytes) -> the bytes
-
-
-class Refused(ValueError):
-    """The content is no file of tensors and plain values."""
 
 
 class OldForm(Refused):
@@ -44,34 +41,6 @@ def read(content: bytes, verified: bool) -> Any:
         value = _old_form(content)
     check(value)
     return value
-
-
-def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
-    """Raise Refused if the value holds something that read() never returns, such as a sparse tensor or an object of a class."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:  # an object that occurs many times is checked once
-        return
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        if value.dtype not in TYPES.values() or value.layout is not torch.strided:
-            raise Refused(f"it holds a tensor of {value.dtype}, {value.layout}, which is not stored here")
-        if value.dtype is torch.bool and bool((value.detach().view(torch.uint8) > 1).any()):
-            raise Refused("it holds a truth that is neither true nor false")
-    elif type(value) in (dict, collections.OrderedDict, list, tuple):
-        seen.add(id(value))
-        if depth == DEEPEST:
-            raise Refused(f"it holds lists in lists, more than {DEEPEST} deep")
-        for key in value if isinstance(value, dict) else ():
-            if not is_key(key):
-                raise Refused(f"it holds a dict with a key that is {type(key).__name__} or too large")
-        for item in value.values() if isinstance(value, dict) else value:
-            check(item, depth + 1, seen)
-    elif type(value) not in (str, int, float, bool, type(None)):
-        raise Refused(f"it holds a {type(value).__name__}, which is neither a tensor nor a plain value")
-
-
-def is_key(key: Any) -> bool:
-    """Whether this may be a key of a dict. No tuple may: to hash tuples nested very deep can overflow the stack of C."""
-    return key is None or type(key) is str or (type(key) in (int, bool) and abs(key) < LARGEST_KEY)
 
 
 def of_records(records: dict[str, Any]) -> Any:
@@ -192,12 +161,6 @@ FUNCTIONS = {
     ("torch.nn.parameter", "Parameter"): _parameter,  # by NEWOBJ, before torch 0.4
     ("collections", "OrderedDict"): _ordered,
 }
-TYPES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
-    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}  # fmt: skip
 NAMES = {**FUNCTIONS, **{("torch", name): kind for name, kind in TYPES.items()}}
 
 

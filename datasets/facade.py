@@ -19,6 +19,7 @@ from typing import Optional, Union
 import torch
 
 from common import devices
+from common.devices.diagnosis import diagnosis
 from common.errors import UserError
 from datasets import imagenet
 from datasets.dali import give_memory_back
@@ -48,7 +49,7 @@ class Dataset:
         rank = torch.distributed.get_rank() if world_size > 1 else 0
         if cuda and not devices.available():
             noun = devices.noun()
-            raise UserError(f"cuda=True, but torch sees no {noun}: {devices.diagnosis()}; or give cuda=False to use the CPU")
+            raise UserError(f"cuda=True, but torch sees no {noun}: {diagnosis()}; or give cuda=False to use the CPU")
         self.device = devices.current() if cuda else torch.device("cpu")
         self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
         self._rank, self._world_size = rank, world_size

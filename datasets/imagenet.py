@@ -15,10 +15,9 @@ from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
 from common.world.folders import is_address
-from datasets import crops, dpex, kspeed
-from datasets.dali import DaliBatches
+from datasets import crops
 from datasets.loader import DeviceLoader, Loader, more_workers, torch_batches
-from datasets.photos import decode, packed, splits, tree
+from datasets.photos import decode, splits, tree
 from datasets.photos import files as photo_files
 from datasets.photos.labelled import Photos
 from datasets.sampler import Sampler
@@ -129,6 +128,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
             progress.say(line)
     train, val = (spread(files, limit) for files in (found[0], found[-1]))
     if args.data_backend.endswith("kspeed"):
+        from datasets import kspeed
+
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
     how = {
         "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
@@ -150,6 +151,8 @@ def _counted(found):
 def _find(args):
     """Return ([photographs of each needed split], False), or ([all photographs], True) if there is neither train nor val."""
     if args.data_backend.startswith("packed"):
+        from datasets.photos import packed
+
         remote = args.data_backend == "packed-remote"
         root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
         found = [packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))]
@@ -158,8 +161,11 @@ def _find(args):
         return found, False
     root = storage.fetch(args.data_url, inputs=args.input_dir)
     require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
-    if os.path.isfile(packed.index_path(root, "train")) and not os.path.isdir(os.path.join(root, "train")):
-        raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
+    if not os.path.isdir(os.path.join(root, "train")):
+        from datasets.photos import packed
+
+        if os.path.isfile(packed.index_path(root, "train")):
+            raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
     if splits.is_unsplit(root):
         return [tree.load(root, args.input_dir)], True
     needed = _splits(args, root, os.path.join(root, "train"))
@@ -241,8 +247,12 @@ def loader(
                 f"--data_backend {backend} makes the pictures on a GPU, without AutoAugment and only with a bilinear resize: "
                 "take dali-cpu, or leave out --augmentation and --interpolation"
             )
+        from datasets.dali import DaliBatches
+
         batches = DaliBatches(data_set, sampler, device, workers, decode_on_gpu=on_gpu)
     elif backend == "dpex":
+        from datasets import dpex
+
         batches = dpex.batches(data_set, sampler, workers)
     else:
         batches = torch_batches(data_set, sampler, workers, prefetch)

@@ -39,7 +39,8 @@ from common.checkpoints.weights import about_weights, beside, evaluated_weights,
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job
-from common.models import Average, classifiers
+from common.models import classifiers
+from common.models.average import Average
 from common.progress import say
 from common.ranks import barrier, group, norms
 from common.run import Run, Scaler, Scores

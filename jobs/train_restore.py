@@ -25,9 +25,10 @@ from torch import distributed
 
 from common import arguments, devices
 from common.job import run_job
-from common.models import Restorer, psnr, ssim
+from common.models.restorer import Restorer, psnr, ssim
 from common.ranks import group
-from common.run import Run, Scaler, Stopwatch
+from common.run import Run, Scaler
+from common.run.timing import Stopwatch
 from datasets import pairs
 from datasets.sampler import EpochSampler, InOrder
 

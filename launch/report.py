@@ -17,6 +17,7 @@ from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket, download
 from common.typed import boolean
+from common.world.folders import is_bucket
 from launch.options import new_parser, run_for_exit_code
 
 
@@ -33,7 +34,7 @@ def make(options: argparse.Namespace) -> None:
     name = os.path.basename(os.path.abspath(options.run.rstrip("/")))
     with tempfile.TemporaryDirectory() as scratch:
         page = report.of_one(report.RunFiles.read(_local(options.run, scratch), name))
-    path = options.out or os.path.join("" if bucket.is_address(options.run) else options.run, "report.html")
+    path = options.out or os.path.join("" if is_bucket(options.run) else options.run, "report.html")
     write_atomically(path, page.encode())
     print(f"wrote {one_line(path)}: {len(page.encode()) / 1e6:.1f} MB")
     if options.open and not webbrowser.open(Path(path).absolute().as_uri()):
@@ -42,7 +43,7 @@ def make(options: argparse.Namespace) -> None:
 
 def _local(run: str, scratch: str) -> str:
     """Return the folder `run`; if it is a bucket, fetch the files that the page needs into `scratch` and return `scratch`."""
-    if not bucket.is_address(run):
+    if not is_bucket(run):
         if not os.path.isdir(run):
             raise UserError(f"{one_line(run)} does not exist: give the output folder of a job, or its address in a bucket")
         return run

@@ -13,8 +13,9 @@ import zlib
 import pytest
 from packaging.requirements import Requirement
 
-from common import devices, drivers
+from common import drivers
 from common.alive.wire import network
+from common.devices import diagnosis
 from common.doctor import checks
 from common.errors import UserError
 from launch import local
@@ -154,7 +155,7 @@ def test_where_torch_knows_no_npu_the_job_says_what_to_install(tmp_path, asked, 
     ],
 )
 def test_versions_that_do_not_go_together(torch_version, torch_npu, cann, words):
-    said = devices.misfit(torch_version, torch_npu, cann)
+    said = diagnosis.misfit(torch_version, torch_npu, cann)
     assert said is None if words is None else said.startswith(words)
 
 

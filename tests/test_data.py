@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from common.errors import TrainingFailed, UserError
-from datasets import cifar10, synthetic, untrusted
+from datasets import cifar10, cifar10_files, synthetic, untrusted
 
 # --- CIFAR-10 from a folder, an archive, a server ------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ def batch(count=4, **changed):
 
 def write_folder(folder, count=4):
     folder.mkdir(parents=True)
-    for name in cifar10.TRAIN_FILES + cifar10.TEST_FILES:
+    for name in cifar10_files.TRAIN_FILES + cifar10_files.TEST_FILES:
         (folder / name).write_bytes(python2(batch(count)))
     (folder / "batches.meta").write_bytes(python2({b"label_names": [b"a"]}))
     (folder / "readme.html").write_text("")
@@ -163,7 +163,7 @@ def test_an_archive_that_finds_no_room_is_not_said_to_be_damaged(archive, tmp_pa
     monkeypatch.setattr(os, "rename", full)
     names = sorted(path.name for path in (archive.parent / "cifar-10-batches-py").iterdir())
     with pytest.raises(TrainingFailed, match=r"cannot be unpacked: \[Errno 28\] No space left on device; mend that"):
-        untrusted.unpack(str(archive), str(tmp_path / "data"), names, cifar10.MAX_UNPACKED)
+        untrusted.unpack(str(archive), str(tmp_path / "data"), names, cifar10_files.MAX_UNPACKED)
 
 
 def test_a_folder_with_neither_names_both(tmp_path):
@@ -201,7 +201,7 @@ def archive_of(*members, mode="w:gz"):
 
 
 def good_members(without=()):
-    names = [*cifar10.TRAIN_FILES, *cifar10.TEST_FILES, "batches.meta", "readme.html"]
+    names = [*cifar10_files.TRAIN_FILES, *cifar10_files.TEST_FILES, "batches.meta", "readme.html"]
     return [member(f"cifar-10-batches-py/{name}", python2(batch())) for name in names if name not in without]
 
 
@@ -209,7 +209,7 @@ def test_an_archive_needs_the_batches_and_nothing_else(tmp_path):
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(archive_of(*good_members(["readme.html", "batches.meta"])))
     train, test = cifar10.load(arguments(tmp_path, tmp_path))
     assert len(train) == 5 * len(test) and sorted(path.name for path in (tmp_path / "cifar-10-batches-py").iterdir()) == sorted(
-        [untrusted.NOTE, *cifar10.TRAIN_FILES, *cifar10.TEST_FILES]
+        [untrusted.NOTE, *cifar10_files.TRAIN_FILES, *cifar10_files.TEST_FILES]
     )
 
 
@@ -256,19 +256,19 @@ def test_a_flipped_bit_anywhere_in_an_archive_is_noticed(tmp_path):
     """Stored without compression, a flipped bit of a pixel leaves everything as it was but the checksum at the very end."""
     whole = gzip.compress(archive_of(*good_members(), mode="w"), compresslevel=0)
     names = [os.path.basename(info.name) for info, _ in good_members()]
-    untrusted.unpack(write(tmp_path / "whole", whole), str(tmp_path / "good"), names, cifar10.MAX_UNPACKED)
+    untrusted.unpack(write(tmp_path / "whole", whole), str(tmp_path / "good"), names, cifar10_files.MAX_UNPACKED)
     header = 10  # of gzip: a time and a system, which say nothing of the files
     for place in np.random.default_rng(0).integers(8 * header, 8 * len(whole), 300):
         content = bytearray(whole)
         content[place // 8] ^= 1 << place % 8
         path = write(tmp_path / "flipped", bytes(content))
         with pytest.raises(UserError, match="cannot be unpacked"):
-            untrusted.unpack(path, str(tmp_path / "data"), names, cifar10.MAX_UNPACKED)
+            untrusted.unpack(path, str(tmp_path / "data"), names, cifar10_files.MAX_UNPACKED)
     assert sorted(os.listdir(tmp_path)) == ["flipped", "good", "whole"]
 
 
 def test_an_archive_that_is_a_pipe_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / cifar10.ARCHIVE)
+    os.mkfifo(tmp_path / cifar10_files.ARCHIVE)
     with pytest.raises(UserError, match="is not a regular file"):
         cifar10.load(arguments(tmp_path, tmp_path))
 
@@ -279,11 +279,11 @@ def write(path, content):
 
 
 def test_an_archive_that_is_not_the_published_one_is_named(archive, tmp_path, monkeypatch, capsys):
-    for number, digest in enumerate([cifar10.SHA256, hashlib.sha256(archive.read_bytes()).hexdigest()]):
+    for number, digest in enumerate([cifar10_files.SHA256, hashlib.sha256(archive.read_bytes()).hexdigest()]):
         data = tmp_path / str(number)
         data.mkdir()
         os.link(archive, data / archive.name)
-        monkeypatch.setattr(cifar10, "SHA256", digest)
+        monkeypatch.setattr(cifar10_files, "SHA256", digest)
         cifar10.load(arguments(data, tmp_path))
     said = capsys.readouterr().out
     assert said.count("is not the published archive") == 1 and str(tmp_path / "0" / archive.name) in said
@@ -293,11 +293,11 @@ def test_an_archive_that_is_not_the_published_one_is_named(archive, tmp_path, mo
 def test_a_hostile_archive_writes_nothing_outside(name, tmp_path):
     data = tmp_path / "deep" / "data"
     data.mkdir(parents=True)
-    (data / cifar10.ARCHIVE).write_bytes(HOSTILE_ARCHIVES[name])
+    (data / cifar10_files.ARCHIVE).write_bytes(HOSTILE_ARCHIVES[name])
     with pytest.raises(UserError, match="cannot be unpacked"):
         cifar10.load(arguments(data, tmp_path))
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert left == {"deep", "deep/data", f"deep/data/{cifar10.ARCHIVE}", f"deep/data/{cifar10.FOLDER}.lock"}
+    assert left == {"deep", "deep/data", f"deep/data/{cifar10_files.ARCHIVE}", f"deep/data/{cifar10_files.FOLDER}.lock"}
     assert not os.path.exists("/tmp/anyrank-evil")
 
 

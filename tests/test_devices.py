@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common import arguments, cores, devices, drivers, world
+from common.devices import diagnosis
 from common.errors import UserError
 from datasets.dali.batches import DaliBatches
 from tests.test_world import MPI, SRUN, TORCHRUN
@@ -105,7 +106,7 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120"]
     ],
 )
 def test_a_gpu_for_which_torch_has_no_kernels(capability, known, words):
-    wrong = devices.unknown_architecture(capability, known)
+    wrong = diagnosis.unknown_architecture(capability, known)
     assert wrong is None if words is None else re.search(words, wrong)
 
 
@@ -155,7 +156,7 @@ def test_why_torch_sees_no_gpu(driver, visible, words, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert words in devices.diagnosis()
+    assert words in diagnosis.diagnosis()
 
 
 def test_decoding_on_a_gpu_needs_one():

@@ -9,7 +9,7 @@ import torch
 from common.checkpoints.weights import load_weights
 from common.errors import UserError
 from common.models import resnet18
-from datasets import cifar10
+from datasets import cifar10, cifar10_files
 from launch import blocks
 from tests.from_page import assert_each_is_checked, typed_here
 from tests.jobs import ROOT, run_forked
@@ -165,12 +165,12 @@ def test_without_data_they_are_downloaded_once(tmp_path, archive, monkeypatch):
     def download(url, path, sha256, tell):
         asked.append((url, sha256))
         (tmp_path / "input_dir").mkdir(exist_ok=True)
-        (tmp_path / "input_dir" / cifar10.ARCHIVE).write_bytes(archive.read_bytes())
+        (tmp_path / "input_dir" / cifar10_files.ARCHIVE).write_bytes(archive.read_bytes())
 
-    monkeypatch.setattr(cifar10.https, "download", download)
+    monkeypatch.setattr(cifar10_files.https, "download", download)
     for _ in range(2):
         assert [len(part) for part in cifar10.load(given(tmp_path))] == [20, 4]
-    assert asked == [(cifar10.URL, cifar10.SHA256)]
+    assert asked == [(cifar10_files.URL, cifar10_files.SHA256)]
 
 
 # --- What it leaves --------------------------------------------------------------------------------------------------------

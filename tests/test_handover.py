@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from datasets import loader
+from datasets import loader, processes
 from datasets.sampler import InOrder
 from tests.chaos.victims import digest
 from tests.jobs import PATIENCE, TINY, command, environment, final_state, run_job
@@ -76,7 +76,7 @@ def in_shared_memory(tensor):
 
 @pytest.mark.parametrize("little", [False, True], ids=["shared memory", "pipes"])
 def test_every_kind_of_tensor_comes_as_without_a_process(monkeypatch, little):
-    monkeypatch.setattr(loader, "has_little_shared_memory", lambda: little)
+    monkeypatch.setattr(processes, "has_little_shared_memory", lambda: little)
     alone, handed = (list(batches(Everything(), workers, count=3)) for workers in (0, 2))
     assert len(handed) == 3
     same(alone, handed)
@@ -86,7 +86,7 @@ def test_every_kind_of_tensor_comes_as_without_a_process(monkeypatch, little):
 def test_little_is_less_than_a_gibibyte_for_each_rank(monkeypatch):
     def of(size):
         monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([4096, 4096, size // 4096, 0, 0, 0, 0, 0, 0, 255]))
-        return loader.has_little_shared_memory()
+        return processes.has_little_shared_memory()
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert of(64 << 20) and not of(1 << 30)

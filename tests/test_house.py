@@ -15,7 +15,7 @@ from tests.jobs import ROOT, environment
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
     ["common.packages", "common.secrets", "common.naming"],
-    ["common.errors", "common.cores", "common.drivers", "common.moments"],
+    ["common.errors", "common.cores", "common.drivers", "common.moments", "common.plain"],
     [
         "common.files",
         "common.version",
@@ -35,6 +35,7 @@ FLOORS = [
     ["common.doctor", "common.elastic", "common.exact", "common.report"],
     ["common.job"],
     ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc"],
+    ["datasets.processes", "datasets.cifar10_files"],
     ["datasets.loader"],
     ["datasets.augment"],
     ["datasets.photos", "datasets.cifar10"],

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from common.errors import TrainingFailed, UserError
-from common.models import Restorer, psnr, ssim
+from common.models.restorer import Restorer, psnr, ssim
 from datasets import pairs, synthetic
 from datasets.photos.pairs import Pairs
 from datasets.sampler import EpochSampler, InOrder

@@ -11,7 +11,7 @@ import pytest
 
 from common.alive.stops import STOPS, Interrupted
 from common.errors import STOP_SIGNALS
-from datasets import loader
+from datasets import loader, processes
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, environment, final_state, run_forked, run_job, wait_for
 from tests.ranks import TWO, check_ledger, run_ranks
 
@@ -20,11 +20,11 @@ SILENT = """
 import os, sys
 sys.path.insert(0, {root!r})
 from common.alive import supervisor
-from datasets import loader
 from datasets.sampler import InOrder
+from torch.utils.data import DataLoader
 
 supervisor.GRACE_SECONDS = {grace}
-evaluates, made = {where!r} == "evaluation", loader.WorkerBatches.__init__
+evaluates, made = {where!r} == "evaluation", DataLoader.__init__
 
 class Silent:
     def __init__(self, data_set):
@@ -41,7 +41,7 @@ def changed(self, data_set, sampler, **how):
     silent = isinstance(sampler._sampler, InOrder) == evaluates and os.environ.get("RANK", "0") == {rank!r}
     made(self, Silent(data_set) if silent else data_set, sampler=sampler, **how)
 
-loader.WorkerBatches.__init__ = changed
+DataLoader.__init__ = changed
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
 
@@ -233,9 +233,9 @@ def test_loader_processes_that_hang_are_waited_for_until_a_stop_is_noted(stops):
             waited.append(timeout)
 
     waited = []
-    loader._join(Process(), 0.1, timeout=5)
+    processes._join(Process(), 0.1, timeout=5)
     stops.noted = signal.SIGTERM
-    loader._join(Process(), 0.1, timeout=5)
+    processes._join(Process(), 0.1, timeout=5)
     assert waited == [5, 0.1]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import tensors
+from common import plain, tensors
 from tests.hostile import (
     ALL,
     CANARY,
@@ -55,7 +55,7 @@ def state():
         "ordered": collections.OrderedDict(a=torch.tensor(3.0), b=torch.zeros(0, 3)),
         "views": [whole, whole.t(), whole[1:, ::2], whole.to(memory_format=torch.contiguous_format)],
         "parameter": nn.Parameter(torch.ones(2)),
-        "types": [torch.ones(3).to(kind) for kind in tensors.TYPES.values()],
+        "types": [torch.ones(3).to(kind) for kind in plain.TYPES.values()],
         "buffers": nn.BatchNorm1d(3).state_dict(),
     }
 
@@ -113,7 +113,7 @@ def test_what_is_there_in_many_places_is_looked_at_once():
     value = []
     for _ in range(60):
         value = [value, value]
-    tensors.check(value)
+    plain.check(value)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -130,6 +130,6 @@ def test_what_a_rank_is_sent_is_read_in_the_same_way(name):
 
 def test_the_list_of_what_is_sent_runs_nothing(here):
     for value in (b"cos\nsystem\n(" + RUNS + b"tR.", b"ctorch.distributed._serialization\n_Entry\n(" + RUNS + b"tR."):
-        with pytest.raises(tensors.Refused):
+        with pytest.raises(plain.Refused):
             tensors.of_stream(io.BytesIO(b"\x80\2" + value))
     assert not (here / CANARY).exists()

@@ -24,8 +24,7 @@ import torch
 from common.checkpoints import names
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, contents, give_name, raising_taken_over, remove, temporary, unfinished, write_aside
-from common.tensors import Refused, check
-from common.tensors import read as read_tensors
+from common.plain import Refused, check
 
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 
@@ -162,6 +161,8 @@ def _read_manifest(path, content):
 
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
     """Return (state, about) in verified bytes; UserError if they are no checkpoint or hold a manifest other than `manifest`."""
+    from common.tensors import read as read_tensors
+
     try:
         state = read_tensors(content, verified=True)
     except Refused as error:

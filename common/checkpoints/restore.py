@@ -7,9 +7,10 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common.checkpoints import checkpoint, run_bucket
+from common.checkpoints import checkpoint
 from common.errors import UserError
 from common.ranks.barrier import from_rank_0
+from common.world.folders import is_bucket
 
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
@@ -81,7 +82,9 @@ def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]
     if args.resume not in ("auto", "never"):
         return _named(args, say)
     if args.output_url:
-        run_bucket.RunBucket(args, say).bring_newest()
+        from common.checkpoints.run_bucket import RunBucket
+
+        RunBucket(args, say).bring_newest()
     return checkpoint.newest(args.checkpoint_dir, say)
 
 
@@ -113,7 +116,11 @@ def _from_path(args, say):
 
 def _named(args, say):
     """Return the checkpoint of --resume PATH: a file, or the newest in a folder."""
-    path = run_bucket.local_checkpoint(args.resume, args.input_dir, say)
+    path = args.resume
+    if is_bucket(path):
+        from common.checkpoints.run_bucket import fetched
+
+        path = fetched(path, args.input_dir, say)
     if os.path.isdir(path):
         inner = os.path.join(path, "checkpoints")
         found = checkpoint.newest(inner if os.path.isdir(inner) else path, say)

@@ -163,10 +163,8 @@ def _run_id(manifest):
         return None
 
 
-def local_checkpoint(path: str, inputs: str, say: Callable) -> str:
-    """Return `path` if it is local; else fetch the checkpoint or output folder to `inputs`, and return its path there."""
-    if not bucket.is_address(path):
-        return path
+def fetched(path: str, inputs: str, say: Callable) -> str:
+    """Fetch a checkpoint or an output folder from a bucket to `inputs`, and return its path there."""
     if not path.endswith(".pt"):
         return storage.fetch(path, say=say, inputs=inputs)
     url, name = os.path.split(path)

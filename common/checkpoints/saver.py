@@ -15,7 +15,6 @@ from typing import Any, Callable, Optional
 from common import files
 from common.checkpoints import checkpoint, names, restore, run_folder
 from common.checkpoints.position import Position
-from common.checkpoints.run_bucket import RunBucket
 from common.checkpoints.run_folder import RunFolder
 from common.checkpoints.weights import OPTIONS, evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError, one_line
@@ -32,7 +31,7 @@ class Saving:
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._pending: Optional[concurrent.futures.Future] = None
         self._folder = RunFolder(args)
-        self._copies: list[RunBucket] = []  # the bucket, if there is one and this rank writes
+        self._copies: list[Any] = []  # the bucket, if there is one and this rank writes
         self._damaged: set[int] = set()  # numbers newer than the checkpoint to go on from
 
     # --- Whose folder it is ---
@@ -66,7 +65,10 @@ class Saving:
         return found
 
     def _open_bucket(self):
-        self._copies = [RunBucket(self._args, self._say)] if self._args.output_url else []
+        if self._args.output_url:
+            from common.checkpoints.run_bucket import RunBucket
+
+            self._copies = [RunBucket(self._args, self._say)]
 
     def _there(self):
         return set().union(*(place.manifests() for place in self._places))

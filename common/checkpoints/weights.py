@@ -21,10 +21,7 @@ from common.checkpoints import checkpoint, names
 from common.errors import UserError, one_line
 from common.files import MIB, contents, open_regular, remove, write_atomically
 from common.ranks import collectives
-from common.storage import bucket, download, index, once
-from common.tensors import BEGINNINGS, OldForm
-from common.tensors import read as read_tensors
-from common.world.folders import local_folder
+from common.world.folders import is_bucket, local_folder
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
@@ -57,16 +54,18 @@ def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Read the weights of a plain file or a checkpoint; if its SHA-256 is known, verify it, else log that it is unverified."""
+    from common import tensors
+
     content, verified = _read_weights(path)
     try:
-        state = read_tensors(content, verified)
+        state = tensors.read(content, verified)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
         state = evaluated_weights(state) if "model" in state else state
         state = {OLD_KEY.sub(r"\1\2", name): tensor for name, tensor in state.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
-    except OldForm:
+    except tensors.OldForm:
         raise UserError(
             f"{path} is in the form before torch 1.6, in which no damage is noticed: save it again with torch.save, or make "
             f"{path}{DIGEST} with sha256sum"
@@ -103,6 +102,8 @@ def _read_weights(path):
 
 def _weights(path):
     """Return the bytes of a file of torch.save; of any other file, which may have gigabytes, only the first 100."""
+    from common.tensors import BEGINNINGS
+
     with open_regular(path) as file:
         head = file.read(100)
         return head + file.read() if head.startswith(BEGINNINGS) else head
@@ -110,8 +111,10 @@ def _weights(path):
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
     """Return `path`, or the local path of weights in a bucket: one process per node fetches them, their .sha256 and .json."""
-    if not bucket.is_address(path):
+    if not is_bucket(path):
         return path
+    from common.storage import bucket, download, index, once
+
     url, name = os.path.split(path)
     folder = local_folder(url, inputs)
 

@@ -8,7 +8,6 @@ import torch
 
 from common import errors
 from common.devices import kinds
-from common.devices.diagnosis import diagnosis, unknown_architecture
 from common.devices.kinds import COMPILE, KINDS, count, slices
 from common.errors import UserError
 
@@ -22,6 +21,8 @@ def choose(args: argparse.Namespace) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
     usable = args.enable_gpu is not False and kinds.available() and args.device in (None, name)
     if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
+        from common.devices.diagnosis import diagnosis
+
         wanted = args.device or ("npu" if here.platform == "ascend" else name)
         noun = KINDS[wanted].noun
         promised = f"the platform reports {errors.count(here.gpus_promised, noun)} ({here.platform})"
@@ -36,6 +37,8 @@ def choose(args: argparse.Namespace) -> torch.device:
     for need in (*args.needs, *args.input.needs, *([COMPILE] if args.compile else [])):
         kinds.require_feature(device, need)
     if kinds.is_nvidia(device):
+        from common.devices.diagnosis import unknown_architecture
+
         wrong = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
         if wrong:
             raise UserError(f"{torch.cuda.get_device_name(device)} is {wrong}; or give {TO_THE_CPU}")

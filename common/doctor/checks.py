@@ -11,6 +11,7 @@ from typing import Optional
 
 from common import cores, devices, drivers
 from common.alive.wire import network, secret
+from common.devices import diagnosis
 from common.doctor.table import Finding, bad, doubtful, good, size
 from common.errors import count
 from common.files import MIB
@@ -38,7 +39,7 @@ def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> 
     if enable_gpu is False:
         return good("gpus", f"--enable_gpu false: the CPU computes, with {count(cores.count(), 'core')}")
     if not seen and (enable_gpu or here.gpus_promised):
-        why, _, do = devices.diagnosis().partition("; ")
+        why, _, do = diagnosis.diagnosis().partition("; ")
         return bad("gpus", f"torch sees none: {why}", f"{do}; or --enable_gpu false trains on the CPU")
     if not seen:
         return good("gpus", f"this node has none: the CPU computes, with {count(cores.count(), 'core')}")
@@ -82,12 +83,12 @@ def check_driver(enable_gpu: Optional[bool]) -> Finding:
     present = drivers.npus() if devices.is_ascend() else drivers.nvidia() is not None and drivers.gpus()
     if enable_gpu is False or not (present or devices.available()):
         return good("driver", "no GPU or NPU is needed, or this node has none")
-    if devices.available() and not (wrong := devices.versions_apart()):
-        return good("driver", f"{drivers.nvidia() or drivers.ascend() or 'unknown'}, and {devices.build()}")
+    if devices.available() and not (wrong := diagnosis.versions_apart()):
+        return good("driver", f"{drivers.nvidia() or drivers.ascend() or 'unknown'}, and {diagnosis.build()}")
     elif devices.available():
         found, _, do = wrong.partition("; ")
         return doubtful("driver", found, do)
-    why, _, do = devices.diagnosis().partition("; ")
+    why, _, do = diagnosis.diagnosis().partition("; ")
     found = f"there is {'an NPU' if devices.is_ascend() else 'a GPU'} that torch cannot use: {why}"
     return bad("driver", found, f"{do}; or --enable_gpu false trains on the CPU")
 

@@ -22,8 +22,8 @@ from common.doctor.table import BAD, Finding, bad, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.moments import REPLACED
 from common.secrets import mask
-from common.storage import bucket
 from common.world import folders
+from common.world.folders import is_bucket
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 
@@ -186,7 +186,7 @@ def _of_node(args, here):
         yield stores.check_disk("disk", args.output_dir, 0, "the results")
     if here.node_rank == 0 and args.output_url:
         yield from stores.check_bucket(args.output_url, "output", writes=True)
-    if bucket.is_address(args.input.address):
+    if is_bucket(args.input.address):
         yield from stores.check_bucket(args.input.address, "data", inputs=args.input_dir if args.input.fetched else None)
     elif args.input.address:
         yield stores.check_web(args.input.address)

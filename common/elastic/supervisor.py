@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import Any, Optional
 
-from common import devices
 from common.alive import supervisor
 from common.alive.judge import Judge
 from common.alive.watch import OWN
 from common.alive.wire import channel, hub, messages, secret
 from common.alive.worker import cause
+from common.devices.diagnosis import is_its_own_fault
 from common.elastic import members
 from common.elastic.leader import Leader
 from common.elastic.messages import FORMS
@@ -204,7 +204,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         if report is None:
             return
         reported = worker.reported_fault() if worker.code is not None else None
-        if reported and not reported["victim"] and not devices.is_its_own_fault(reported["text"]):
+        if reported and not reported["victim"] and not is_its_own_fault(reported["text"]):
             super().suspect(worker)  # another rank would fail in the same way
             return
         with contextlib.suppress(ProcessLookupError):

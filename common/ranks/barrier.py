@@ -11,11 +11,9 @@ from typing import Any, Callable
 
 import torch
 
-from common import tensors
 from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
 from common.ranks.collectives import GROUP, broadcast, rank_and_size
-from common.ranks.store import count
 
 POLL_SECONDS, LINE_SECONDS = 0.1, 10
 
@@ -54,6 +52,8 @@ def from_rank_0(choose: Callable[[], Any], what: str = "checkpoint") -> Any:
         torch.save(answer, content)
         return content.getvalue()
 
+    from common import tensors
+
     content = on_every_rank(what, encoded)  # no collective waits for it, as fetching may take long
     answer = tensors.read(broadcast(content), verified=True)
     if answer["refused"]:
@@ -72,6 +72,9 @@ class Board:
     def _key(self, *words):
         return "/".join(["anyrank", self._what, *map(str, words)])
 
+    def _count(self, *words):
+        return self._store.add(self._key(*words), 0)  # torch 2.1 has no Store.check, and get would wait
+
     def post_failure(self, error: BaseException) -> None:
         failure = {"code": getattr(error, "exit_code", 1), "text": f"rank {self._rank}: {one_line(error)[:1000]}"}
         self._store.set(self._key("failure"), json.dumps(failure))
@@ -82,8 +85,8 @@ class Board:
         self._store.add(self._key("ready", self._rank), 1)
         told, looks, pulse = time.monotonic(), 0, heartbeat.of_this_process()
         for rank in range(world_size):
-            while not count(self._store, self._key("ready", rank)):
-                if count(self._store, self._key("failed")):
+            while not self._count("ready", rank):
+                if self._count("failed"):
                     failure = json.loads(self._store.get(self._key("failure")))
                     kind = UserError if failure["code"] == 2 else TrainingFailed
                     raise kind(f"no {self._what}: {failure['text']}")

@@ -25,11 +25,9 @@ import torch
 from torch import distributed
 
 from common import arguments, devices, moments, naming
-from common.alive import heartbeat, watcher
-from common.alive.wire import network
+from common.alive import heartbeat
 from common.errors import UserError
 from common.moments import REPLACED
-from common.ranks import store
 from common.ranks.collectives import GROUP, longest, require_equal, require_one_device_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +64,8 @@ def start_workers(args: argparse.Namespace) -> None:
     moments.announce("workers", args)
     if here.level == "process":
         if here.world_size > 1 and not heartbeat.has_parent():
+            from common.alive import watcher
+
             killed = functools.partial(moments.announce, "killed", args)
             GROUP.watcher = watcher.start(here, killed, says_why=args.doctor)
         return
@@ -89,6 +89,8 @@ def start_workers(args: argparse.Namespace) -> None:
 
 def join(args: argparse.Namespace, device: torch.device) -> None:
     """Form the process group (if elastic, of this rank). UserError if ranks differ in code or common options or share a GPU."""
+    from common.alive.wire import network
+
     here = args.world
     if here.level == "node" and here.world_size > 1:
         raise UserError(
@@ -111,6 +113,8 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         GROUP.store = distributed.HashStore()
         distributed.init_process_group(backend, store=GROUP.store, rank=0, world_size=1)
     else:
+        from common.ranks import store
+
         os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
         os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
         keys = store.of_all_ranks(here, args.join_seconds)

@@ -32,11 +32,6 @@ def of_all_ranks(here: World, seconds: float) -> Any:
     return GROUP.store
 
 
-def count(store: Any, key: str) -> int:
-    """Return the counter under a key, creating it with 0 if missing. Torch 2.1 has no Store.check, and get would wait."""
-    return store.add(key, 0)
-
-
 def meet(here: World, store: Any, seconds: float) -> list[int]:
     """Wait until all ranks have come. Return the same list on each: the ranks that did not come within `seconds`."""
     if store.add(f"{CAME}/{here.rank}", 1) > 1:
@@ -49,7 +44,7 @@ def meet(here: World, store: Any, seconds: float) -> list[int]:
         return json.loads(store.get(ALL))
     begun = told = time.monotonic()
     missing = list(range(1, here.world_size))
-    while missing := [rank for rank in missing if not count(store, f"{CAME}/{rank}")]:
+    while missing := [rank for rank in missing if not store.add(f"{CAME}/{rank}", 0)]:
         now = time.monotonic()
         if now - begun > seconds:
             break

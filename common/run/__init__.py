@@ -5,6 +5,5 @@ from common.run.observers import Observer
 from common.run.run import Run
 from common.run.scaler import Scaler
 from common.run.scores import Scores
-from common.run.timing import Stopwatch
 
-__all__ = ["Observer", "Run", "Scaler", "Scores", "Stopwatch", "peers"]
+__all__ = ["Observer", "Run", "Scaler", "Scores", "peers", "timing"]

@@ -12,6 +12,7 @@ from typing import Optional
 from common.alive import heartbeat
 
 LINE_SECONDS = 5
+WARM_UP = 10  # steps that are slower than those to come
 TRAINING_PHASES = ("waiting_for_data", "transfer", "compute")
 PHASES = (*TRAINING_PHASES, "evaluation", "saving", "paused", "waiting_for_storage")
 # {phase of the heartbeat: phase of the clock}. The time of other phases of the heartbeat, as of the start, is not counted.

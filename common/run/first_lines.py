@@ -13,7 +13,6 @@ from common.checkpoints.evidence import Attempt
 from common.checkpoints.restore import Checkpoint
 from common.errors import count
 from common.ranks.collectives import has_process_group
-from common.run.observers import journal
 from common.version import VERSION
 from common.world import folders
 
@@ -116,6 +115,13 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
             "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
             "of memory: lower --workers or --batch_size"
         )
-    if found and (rate := journal.rate_before(args.output_dir)):
+    if found:
+        yield from _time_left(run)
+
+
+def _time_left(run):
+    from common.run.observers.journal import rate_before
+
+    if rate := rate_before(run.args.output_dir):
         left = datetime.timedelta(seconds=int(run.plan.samples_left(run.position) / rate))
         yield f"about {left} left at the {rate:.0f} images a second of the last start"

@@ -33,7 +33,7 @@ from common.checkpoints.saver import Saving
 from common.checkpoints.weights import unwrapped
 from common.errors import STOP_SIGNALS
 from common.moments import REPLACED
-from common.run import first_lines, timing
+from common.run import first_lines
 from common.run.clock import Clock
 from common.run.losses import Losses
 from common.run.observers import Facts, Observer, Observers
@@ -94,7 +94,11 @@ class Run:
         self._ended: Optional[bool] = None  # whether an ended epoch was a whole one, until its checkpoint is made
         self._due = [0.0, 0.0, 0.0]  # what the peers have agreed on (Fixed.due), kept until the weights are updated
         self._without_update = 0  # steps
-        self._profile = timing.Profile(prof, self.clock, lambda: devices.synchronize(self.device)) if prof else None
+        self._profile: Any = None
+        if prof:
+            from common.run.timing import Profile
+
+            self._profile = Profile(prof, self.clock, lambda: devices.synchronize(self.device))
 
     def say(self, text: str) -> None:
         self.side_files.say(text)

@@ -4,9 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Callable, Optional
 
-from common.run.clock import TRAINING_PHASES, Clock, speed
-
-WARM_UP = 10  # steps that are slower than those to come
+from common.run.clock import TRAINING_PHASES, WARM_UP, Clock, speed
 
 
 class Stopwatch:

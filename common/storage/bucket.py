@@ -20,7 +20,7 @@ from typing import Any, Callable, Optional
 from common.alive import patience as time_limit
 from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, one_line
-from common.secrets import BUCKETS, mask
+from common.secrets import mask
 
 THREADS = 16  # concurrent requests
 
@@ -59,10 +59,6 @@ class Settings:
 
 class ObjectChanged(Exception):
     """The object has changed since it was listed, or is shorter than the requested range."""
-
-
-def is_address(text: object) -> bool:
-    return isinstance(text, str) and text.startswith(BUCKETS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Callable, Optional
 
 from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, of_a_file, one_line
-from common.files import create
+from common.files import create, refuse_link
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore
 from common.storage.bucket import THREADS, Bucket, Item, ObjectChanged
@@ -250,7 +250,7 @@ class Transfer:
             os.makedirs(folder, exist_ok=True)
             inside = os.path.realpath(folder) + "/"
             if not inside.startswith(os.path.realpath(self._folder) + "/"):
-                index.refuse_link(folder)
+                refuse_link(folder)
                 raise UserError(f"{folder} leads out of {self._folder}, because a part of it is a link: delete it")
             self._folders.add(folder)
         return index.unfinished(self._folder, name)

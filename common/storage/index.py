@@ -12,8 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from common.errors import UserError
-from common.files import create
+from common.files import create, refuse_link
 from common.storage.bucket import Item
 from common.world.folders import FETCHING, is_fetchable_name
 
@@ -26,11 +25,6 @@ def notes(folder: str) -> str:
     refuse_link(path)
     os.makedirs(path, exist_ok=True)
     return path
-
-
-def refuse_link(path: str) -> None:
-    if os.path.islink(path):
-        raise UserError(f"{path} is a link, which is not followed when data are fetched: delete it")
 
 
 def digest(name: str) -> str:

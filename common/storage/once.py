@@ -15,9 +15,9 @@ from typing import Any, Callable
 
 from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
+from common.files import refuse_link
 from common.progress import LINE_SECONDS, TELL_SECONDS
 from common.secrets import mask
-from common.storage.index import refuse_link
 
 POLL_SECONDS = 0.1
 

@@ -12,19 +12,20 @@ from typing import Optional
 from common import files
 from common.alive.patience import Say
 from common.errors import UserError, of_a_file, one_line
-from common.storage import bucket, download, https, index, once, upload
-from common.world.folders import INPUT_DIR, is_address, is_fetchable_name, local_folder
+from common.world.folders import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 
 
 def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR) -> str:
     """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this, or `url` if it is a path."""
     if not is_address(url):
         return url
-    if not bucket.is_address(url):
+    from common.storage import download, https, index, once
+
+    if not is_bucket(url):
         https.refuse_unsafe(url)
     folder = folder or local_folder(url, inputs)
     try:
-        if bucket.is_address(url):
+        if is_bucket(url):
             lease = os.path.join(index.notes(folder), "fetch")
             once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say))
         else:
@@ -46,7 +47,9 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
 
 def publish(path: str, url: str, say: Say = print) -> None:
     """Copy a file or folder to a path, or to a bucket, which gets no hidden files. Each file gets its name when it is whole."""
-    if bucket.is_address(url):
+    if is_bucket(url):
+        from common.storage import upload
+
         upload.upload(path, url, say)
     elif is_address(url):
         raise UserError(f"{one_line(url)[:200]}: only a folder or s3://, obs://, oss:// can be written to")

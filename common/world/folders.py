@@ -187,6 +187,10 @@ def is_address(text: object) -> bool:
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
+def is_bucket(text: object) -> bool:
+    return isinstance(text, str) and text.startswith(BUCKETS)
+
+
 def is_fetchable_name(name: object) -> bool:
     """Whether an object's name can be a path below the folder of fetched data: not long, no part empty, ., .. or .fetching."""
     words = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]

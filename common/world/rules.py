@@ -11,7 +11,6 @@ import zlib
 from typing import Optional
 
 from common.errors import UserError, one_line
-from common.world import ranktable
 from common.world.given import Given, node, process, require_equal
 from common.world.place import World
 
@@ -89,8 +88,10 @@ def slurm(given: Given) -> Optional[World]:
 
 def ascend(given: Given) -> Optional[World]:
     """Return the place by the rank table of ModelArts' Ascend engine, which starts a process for each card; None without it."""
-    if not given.has(ranktable.VARIABLE, "RANK_ID"):
+    if not given.has("RANK_TABLE_FILE", "RANK_ID"):
         return None
+    from common.world import ranktable
+
     servers = ranktable.read(given.env[ranktable.VARIABLE])
     size, rank = sum(len(server.cards) for server in servers), given.number("RANK_ID")
     node_rank = next((number for number, server in enumerate(servers) if rank in server.cards), None)

@@ -32,7 +32,8 @@ from datasets import cifar10
 from datasets.dpex.child import START_SECONDS
 from datasets.dpex.client import Bridge, ClusterLost, Workers, bridge
 from datasets.dpex.worker import End
-from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch, begin_worker
+from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch
+from datasets.processes import begin_worker
 
 DEFAULT_WORKERS = 2  # of a job with --workers 0
 

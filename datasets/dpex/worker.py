@@ -14,7 +14,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from common import malloc
 from datasets.dpex.wire import pack, unpack
-from datasets.loader import collate_in_own_memory
+from datasets.processes import collate_in_own_memory
 
 OTHER = 1_000_003  # far from other workers' seeds in the lower 32 bits, which are all that torch's CPU generator uses
 

@@ -27,7 +27,7 @@ from common.files import sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
 from common.storage.download import DAMAGED
-from common.world.folders import INPUT_DIR, local_folder
+from common.world.folders import INPUT_DIR, is_bucket, local_folder
 from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
 
@@ -70,7 +70,7 @@ class Packed(tree.Tree):
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a sample; OSError if they do not match its checksum, in a bucket after DAMAGED tries."""
-        remote = bucket.is_address(self.folder)
+        remote = is_bucket(self.folder)
         read = _from_store if remote else _from_file
         for _ in range(DAMAGED if remote else 1):  # bytes that were damaged on the way may arrive whole next time
             content = read(self.place(number), int(self.offset[number]), int(self.length[number]))
@@ -81,7 +81,7 @@ class Packed(tree.Tree):
     def content(self, number: int) -> decode.Content:
         """Return what the picture is decoded from. Of raw pixels in a folder only the rows that are needed are read, unchecked:
         to check all would take two thirds longer. Of tiles in a folder, only the rows that are needed are checked."""
-        if self.form == "tiled" and not bucket.is_address(self.folder):
+        if self.form == "tiled" and not is_bucket(self.folder):
             content = _from_file(self.place(number), int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
@@ -89,7 +89,7 @@ class Packed(tree.Tree):
         height, width = self.stored(number)
         place, size = self.place(number), 3 * height * width
         begin = int(self.offset[number] + self.length[number]) - size  # after the header
-        if not bucket.is_address(self.folder):
+        if not is_bucket(self.folder):
             return decode.Pixels(height, width, lambda at, length: _from_file(place, begin + at, length))
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
@@ -114,7 +114,7 @@ class Packed(tree.Tree):
 
 def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
     """Return the samples of a split. From a bucket only the index is fetched, to `inputs`; samples are read when needed."""
-    remote = bucket.is_address(folder)
+    remote = is_bucket(folder)
     path = _fetch_index(folder, split, inputs) if remote else index_path(folder, split)
     if not path or not os.path.isfile(path):
         place = one_line(folder)

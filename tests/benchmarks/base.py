@@ -31,7 +31,7 @@ from common import malloc
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.models.resnet import resnet18
-from datasets import cifar10, synthetic
+from datasets import cifar10, cifar10_files, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows
 from tests.jobs import ROOT, command, environment
@@ -196,7 +196,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.data:
-        images, labels = cifar10._read(str(Path(options.data) / cifar10.FOLDER), cifar10.TRAIN_FILES)
+        images, labels = cifar10_files.read_files(str(Path(options.data) / cifar10_files.FOLDER), cifar10_files.TRAIN_FILES)
     else:
         images, labels = synthetic.cifar_like(5000, "train")
     images = np.ascontiguousarray(images)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from common import malloc
 from common.models.resnet import resnet18
-from datasets import cifar10
+from datasets import cifar10_files
 from tests.benchmarks import rows
 from tests.benchmarks.base import forever, machine
 from tests.jobs import command, environment
@@ -34,7 +34,9 @@ class Sample:
     """The training of the sample, which can be stopped and gone on with."""
 
     def __init__(self, folder):
-        train, test = (cifar10._read(folder, names) for names in (cifar10.TRAIN_FILES, cifar10.TEST_FILES))
+        train, test = (
+            cifar10_files.read_files(folder, names) for names in (cifar10_files.TRAIN_FILES, cifar10_files.TEST_FILES)
+        )
         self.train, self.test = (
             TensorDataset(torch.tensor(images) / 255, torch.tensor(labels)) for images, labels in (train, test)
         )
@@ -83,7 +85,7 @@ def main():
     data = options.data.resolve()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sample, epochs, found = Sample(str(data / cifar10.FOLDER)), [], {net: [] for net in NETS}
+    sample, epochs, found = Sample(str(data / cifar10_files.FOLDER)), [], {net: [] for net in NETS}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.rounds):
             for net in NETS:

@@ -6,7 +6,8 @@ import subprocess
 import numpy as np
 import torch
 
-from common.models import psnr, resnet18, ssim
+from common.models import resnet18
+from common.models.restorer import psnr, ssim
 from datasets import cifar10, imagenet
 from datasets.photos import tree
 from datasets.photos.labelled import Photos

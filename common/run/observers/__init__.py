@@ -12,13 +12,7 @@ import torch
 
 from common import moments
 from common.errors import one_line
-from common.run.observers.console import Console
-from common.run.observers.files import Files
-from common.run.observers.journal import Journal
 from common.run.observers.observer import Facts, Observer
-from common.run.observers.report import Report
-from common.run.observers.tensorboard import TensorBoard
-from common.run.observers.trace import Trace
 from common.run.side_files import SideFiles
 
 __all__ = ["Facts", "Observer", "Observers", "of_a_rank"]
@@ -26,15 +20,26 @@ __all__ = ["Facts", "Observer", "Observers", "of_a_rank"]
 
 def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
     """Return a rank's observers in calling order. The rank `shows` the log, `writes` files, `may_write` now or later."""
-    wanted = {
-        Trace: writes and args.profile,
-        Journal: may_write,
-        Files: may_write,
-        Console: shows or may_write,
-        TensorBoard: may_write,
-        Report: may_write,
-    }
-    return [kind for kind in wanted if wanted[kind]]
+    kinds: list[type] = []  # imported where they are wanted: most ranks have none
+    if writes and args.profile:
+        from common.run.observers.trace import Trace
+
+        kinds.append(Trace)
+    if may_write:
+        from common.run.observers.files import Files
+        from common.run.observers.journal import Journal
+
+        kinds += [Journal, Files]
+    if shows or may_write:
+        from common.run.observers.console import Console
+
+        kinds.append(Console)
+    if may_write:
+        from common.run.observers.report import Report
+        from common.run.observers.tensorboard import TensorBoard
+
+        kinds += [TensorBoard, Report]
+    return kinds
 
 
 class Observers:

@@ -11,10 +11,9 @@ from typing import Any, Optional
 from common import optional, progress
 from common.checkpoints import manifest, names, run_folder
 from common.errors import UserError, count
-from common.run.clock import TRAINING_PHASES
+from common.run.clock import TRAINING_PHASES, WARM_UP
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
-from common.run.timing import WARM_UP
 
 STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from common import devices
+from common.run.clock import WARM_UP
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
-from common.run.timing import WARM_UP
 
 TRACED, MOST = 10, 10  # steps in a trace; operations in its table
 

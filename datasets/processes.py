@@ -1,0 +1,152 @@
+"""The worker processes of a torch DataLoader: how they begin, send their batches, fail and end."""
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import weakref
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data._utils import collate, worker
+
+from common import malloc, progress
+from common.alive.stops import STOPS
+from common.devices.diagnosis import KILLED
+from common.errors import STOP_SIGNALS, TrainingFailed
+from common.files import scratch_folder
+
+STOP_SECONDS = 1  # longest wait for workers to end when the job is told to stop
+LITTLE = 1 << 30  # bytes of /dev/shm per rank that suffice for the batches of loader processes; a container often has 64 MiB
+COLLATED = collate.default_collate_fn_map  # torch documents this registry for custom collate functions
+ORIGINAL = COLLATED[torch.Tensor]
+
+
+def worker_batches(data_set: Any, workers: int, prefetch: int, **how: Any) -> "WorkerBatches":
+    if has_little_shared_memory():
+        _advise_more()
+    loader = WorkerBatches(
+        data_set, num_workers=workers, prefetch_factor=prefetch, persistent_workers=True, worker_init_fn=begin_worker, **how
+    )
+    _make_socket_folder()
+    atexit.register(_end_workers_of, weakref.ref(loader))
+    return loader
+
+
+class WorkerBatches(torch.utils.data.DataLoader):
+    """A DataLoader with a clear error if a worker is killed while it sends a batch; torch would report a broken connection.
+
+    Workers that do not end by themselves are sent SIGKILL. They ignore SIGTERM, after which Python would wait for ever.
+    """
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        workers = getattr(batches, "_workers", ())
+        for process in workers:
+            process._popen.terminate = process._popen.kill
+            process.join = functools.partial(_join, process, STOP_SECONDS / len(workers))
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError, FileNotFoundError):  # not the data set's: HandsOnErrors wraps those
+                raise TrainingFailed(KILLED) from None
+            except Exception as error:
+                dead = [process for process in getattr(batches, "_workers", ()) if (process.exitcode or 0) < 0]
+                self.end_workers()  # a reference cycle keeps the iterator alive, so nothing else would end them soon
+                if dead and "exited unexpectedly" in str(error):  # torch's words if it notices before SIGCHLD comes
+                    how = signal.strsignal(-dead[0].exitcode)
+                    raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {how}.") from None
+                raise
+            yield batch
+
+    def end_workers(self) -> None:
+        iterator = getattr(self, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+        self._iterator = None
+
+
+def _join(process, seconds, timeout=None):
+    """Wait at most `timeout` for a worker to end, or `seconds` if the job is told to stop: its next data may never come."""
+    type(process).join(process, seconds if STOPS.noted else timeout)
+
+
+@functools.cache
+def _make_socket_folder():
+    """Make a folder for the sockets of loader processes, unless the disk is full. After a kill, the next start removes it."""
+    this: Any = multiprocessing.current_process()
+    with contextlib.suppress(OSError):  # the disk may be full
+        folder = scratch_folder()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        if len(folder) < 80:  # the path of a socket may have 107 bytes
+            this._config["tempdir"] = folder  # inherited by the processes that it starts
+
+
+def _end_workers_of(reference):
+    """End a loader's workers before Python's exit handler would kill them; `reference` is a weak reference to the loader."""
+    loader = reference()
+    if loader is not None:
+        loader.end_workers()
+
+
+def begin_worker(_worker: int) -> None:
+    """Prepare a worker process. It ignores the platform's stop signals, because it must live until the job has saved."""
+    malloc.keep()
+    if has_little_shared_memory():  # with none left, a process would be killed (SIGBUS)
+        ForkingPickler.register(torch.UntypedStorage, _within_the_message)
+        collate_in_own_memory()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _but_for_a_lost_reader
+
+
+def _but_for_a_lost_reader(kind, error, trace):
+    """Print an error, except a ConnectionError: the thread that hands over tensors gets one when the job takes no more."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def has_little_shared_memory() -> bool:
+    if not os.path.isdir("/dev/shm"):
+        return False
+    of_it = os.statvfs("/dev/shm")
+    return of_it.f_blocks * of_it.f_frsize < LITTLE * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+@functools.cache
+def _advise_more():
+    """Warn, once and only in the first rank of a node, that /dev/shm is small."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        progress.warn(
+            "/dev/shm has less than 1 GiB for each rank, so loader processes send their batches through pipes, which takes "
+            "longer: start the container with more (--shm-size)"
+        )
+
+
+def _within_the_message(storage):
+    """Reduce a storage to its bytes, which are then pickled into the message; torch would put them into shared memory."""
+    return _stored, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
+
+
+def _stored(content):
+    return torch.from_numpy(content).untyped_storage()
+
+
+def collate_in_own_memory() -> None:
+    """Have default_collate make batches in ordinary memory instead of /dev/shm, because they are sent in messages."""
+    COLLATED[torch.Tensor] = _collated
+
+
+def _collated(batch, **how):
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        return ORIGINAL(batch, **how)
+    finally:
+        worker._worker_info = info
