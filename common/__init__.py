@@ -1,1 +1,3 @@
 """Code that all jobs share."""
+
+VERSION = "0.2.0"

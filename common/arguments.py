@@ -15,11 +15,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
-from common import moments, secrets, typed, world
+from common import VERSION, moments, secrets, typed, world
 from common.alive import heartbeat, patience
 from common.errors import UserError, one_line, report_failure
 from common.typed import boolean
-from common.version import VERSION
 from common.world import folders
 
 LARGEST = 2**53  # whole numbers stay below it, so that a float holds each of them exactly

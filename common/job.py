@@ -11,7 +11,7 @@ import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import moments, optional, progress, streams
+from common import moments, packages, progress, streams
 from common.alive import heartbeat
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
@@ -53,7 +53,7 @@ class _WatchASingleProcess:
 
 class _WriteTheReport:
     def written(self, folder: str, write: Callable[[str, bytes], None]) -> None:
-        if not optional.there(optional.PAGE):
+        if not packages.there(packages.PAGE):
             return
         from common import report
 

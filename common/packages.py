@@ -1,9 +1,14 @@
-"""Check Python and the required packages before torch is imported. An old Python must be able to read this file, too."""
+"""The packages that a job needs, which are checked before torch is imported, and those without which it leaves files out.
 
+An old Python must be able to read this file, too.
+"""
+
+import functools
 import importlib.util
 import re
 import signal
 import sys
+from typing import Optional
 
 PYTHON, TORCH = (3, 9), (2, 1)
 FOR_NUMPY_2 = (2, 3)  # the first torch that was built for numpy 2
@@ -13,6 +18,16 @@ NEEDED = ("numpy", "torch", "torchvision")  # a platform's engine has them; a bu
 ENGINE = (
     "choose an engine or image that has them, such as ModelArts' engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"
 )
+
+# Optional packages, and which files a run leaves out if one is missing or broken.
+BAR, PAGE, FIGURES, TABLE = "tqdm", "jinja2", "matplotlib.figure", "sklearn.metrics"
+EVENTS = "tensorboard.summary.writer.record_writer"
+LEAVES_OUT = {
+    FIGURES: "curves.png and the report's figures",
+    EVENTS: "TensorBoard's events",
+    TABLE: "report.txt's table of classes",
+    PAGE: "report.html",
+}
 
 
 def check():
@@ -65,3 +80,31 @@ def _end_with(sentence):
     if sentence:
         sys.stderr.write(f"error: {sentence}\n")
         sys.exit(2)
+
+
+# --- Optional packages ---
+
+
+def left_out() -> Optional[str]:
+    """Return a line on the files that a run will not have, and why, or None. Imports the packages, which takes seconds."""
+    parts = [f"{what} ({trouble(name)})" for name, what in LEAVES_OUT.items() if trouble(name)]
+    return f"left out: {', '.join(parts)}" if parts else None
+
+
+def there(name: str) -> bool:
+    return trouble(name) is None
+
+
+@functools.lru_cache(64)  # functools.cache is younger than some Pythons that read this file
+def trouble(name: str) -> Optional[str]:
+    """Import a module once; return why that is impossible, or None."""
+    from common.errors import one_line
+
+    package = name.partition(".")[0].replace("sklearn", "scikit-learn")
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # mostly of a package that does not fit numpy, which may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
+            return f"{package} is not installed"
+        return f"{package} cannot be imported: {type(error).__name__}: {one_line(error)[:200]}"
+    return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional
 
-from common import moments, optional
+from common import moments, packages
 from common.errors import one_line
 from common.files import MIB
 
@@ -109,7 +109,7 @@ def _of(done: int, total: Optional[int]) -> str:
 
 
 def bar(**options: Any) -> Any:
-    if not sys.stderr.isatty() or not optional.there(optional.BAR):
+    if not sys.stderr.isatty() or not packages.there(packages.BAR):
         return None
     return sys.modules["tqdm"].tqdm(**options)
 

@@ -35,7 +35,8 @@ from torch import distributed
 from common import arguments, devices, exact, recipe
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.checkpoints import restore
-from common.checkpoints.weights import about_weights, beside, evaluated_weights, fit, load_weights, local_weights
+from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights
+from common.checkpoints.weights import beside, evaluated_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import sys
 
-from common.version import VERSION
+from common import VERSION
 
 VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together, follow a change of train.py",

@@ -21,7 +21,7 @@ from torch import nn
 
 from common import tensors
 from common.checkpoints import checkpoint
-from common.checkpoints.weights import read_weights
+from common.checkpoints.pretrained import read_weights
 from common.errors import UserError
 
 CANARY = "canary"  # which a file would make in the current folder, if anything in it were run

@@ -5,11 +5,10 @@ import argparse
 import torch
 
 from common.arguments import Input
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.run.clock import PHASES
 from common.run.observers import Facts
-from common.run.plan import Plan
-from common.run.results import Results
+from common.run.plan import Plan, Results
 from common.run.side_files import SideFiles
 from datasets.sampler import EpochSampler
 

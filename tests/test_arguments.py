@@ -9,9 +9,8 @@ import random
 
 import pytest
 
-from common import arguments
+from common import VERSION, arguments
 from common.errors import UserError
-from common.version import VERSION
 from datasets import cifar10
 from tests.jobs import command, environment, run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common import VERSION
 from common.errors import UserError
-from common.version import VERSION
 from launch.bundle import command as bundle
 from tests.jobs import (
     PATIENCE,

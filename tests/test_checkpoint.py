@@ -20,9 +20,10 @@ import torch
 import torchvision
 
 from common.checkpoints import checkpoint
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
+from common.checkpoints.pretrained import fit, load_weights, read_weights
 from common.checkpoints.saver import Saving
-from common.checkpoints.weights import evaluated_weights, fit, load_weights, read_weights, write_weights
+from common.checkpoints.weights import evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError
 
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common import files, job
 from common.alive import heartbeat
 from common.checkpoints import checkpoint, evidence, run_folder
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.errors import SampleError, TrainingFailed, UserError
 from common.run import side_files
 from common.run.observers import tensorboard

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common import devices
-from common.checkpoints.weights import read_weights
+from common.checkpoints.pretrained import read_weights
 from common.devices import kinds
 from common.elastic import members
 from common.errors import UserError

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from common.checkpoints import checkpoint
-from common.checkpoints.weights import read_weights
+from common.checkpoints.pretrained import read_weights
 from common.errors import TrainingFailed
 from common.models import resnet18
 from datasets import cifar10, imagenet, synthetic

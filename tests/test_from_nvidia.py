@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from common import arguments
-from common.checkpoints.weights import local_weights
+from common.checkpoints.pretrained import local_weights
 from common.errors import UserError
 from common.models.classifiers import classifier
 from datasets import augment, drop_in, imagenet

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from common.checkpoints.weights import load_weights
+from common.checkpoints.pretrained import load_weights
 from common.errors import UserError
 from common.models import resnet18
 from datasets import cifar10, cifar10_files

@@ -14,14 +14,13 @@ from tests.jobs import ROOT, environment
 
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
-    ["common.packages", "common.secrets", "common.naming"],
+    ["common.secrets", "common.naming"],
     ["common.errors", "common.cores", "common.drivers", "common.moments", "common.plain"],
     [
         "common.files",
-        "common.version",
         "common.streams",
         "common.typed",
-        "common.optional",
+        "common.packages",
     ],
     ["common.malloc", "common.devices", "common.progress", "common.tensors"],
     ["common.seeds"],
@@ -60,7 +59,7 @@ FLOORS = [
     ["jobs"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-FLOOR["common"] = FLOOR["jobs"]  # it looks at the packages before anything else of ours is imported
+FLOOR["common"] = -1  # the version, and nothing else
 OURS = {"jobs", "datasets", "common", "launch", "tests"}
 FILES = sorted(path.relative_to(ROOT) for package in OURS - {"tests"} for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
@@ -92,9 +91,9 @@ def imports(tree):
             yield from ((node.module, alias.name) for alias in node.names)
 
 
-def arrows(path):
-    """The modules of ours that a file imports from."""
-    for module, name in imports(ast.parse((ROOT / path).read_text())):
+def arrows(path, part=lambda tree: tree):
+    """The modules of ours that a file imports from, in that part of it."""
+    for module, name in imports(part(ast.parse((ROOT / path).read_text()))):
         if module.split(".")[0] in OURS:
             yield f"{module}.{name}" if f"{module}.{name}" in MODULES else module
 
@@ -194,6 +193,25 @@ def test_optional_packages_are_imported_where_they_are_used(path):
     found = {module.split(".")[0] for module, _ in imports(top)} & OPTIONAL
     assert found <= {OF_ONE_PACKAGE.get(str(path))}
     assert not {name_of(Path(place)) for place in OF_ONE_PACKAGE} & {module for module, _ in imports(top)}
+
+
+@pytest.mark.parametrize("job, most_files, most_lines", [("train", 60, 7050), ("train_imagenet", 85, 10150)])
+def test_a_job_loads_what_it_uses(job, most_files, most_lines):
+    """Ours that importing a job loads. What only some runs need is imported in the function that needs it."""
+    loaded, left = set(), [f"jobs.{job}"]
+    while left:
+        module = left.pop()
+        packages = {module.rsplit(".", number)[0] for number in range(1, module.count(".") + 1)}
+        if module not in loaded:
+            loaded |= {module, *(packages & set(MODULES))}
+            left += [one for place in {module, *packages} & set(MODULES) for one in arrows(MODULES[place], at_its_head)]
+    lines = sum(len((ROOT / MODULES[module]).read_text().splitlines()) for module in loaded)
+    assert (len(loaded) <= most_files, lines <= most_lines) == (True, True), (len(loaded), lines)
+
+
+def at_its_head(tree):
+    """Without what is inside functions and classes, which runs later, and without `if TYPE_CHECKING`."""
+    return ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom, ast.Try))], [])
 
 
 def test_importing_does_nothing():

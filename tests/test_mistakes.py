@@ -10,11 +10,11 @@ import torch
 
 from common.alive import heartbeat
 from common.checkpoints import checkpoint, manifest, run_folder
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.errors import UserError
 from common.models import classifiers
-from common.run.results import Results
+from common.run.plan import Results
 from tests.jobs import FIGURES, ROOT, TINY, forked, module_of, run_forked, run_job
 from tests.ranks import free_port
 

@@ -117,7 +117,7 @@ def test_a_run_goes_on_on_the_other_device(tmp_path, there, back):
 
 
 def version():
-    from common.version import VERSION
+    from common import VERSION
 
     return VERSION
 

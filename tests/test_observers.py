@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.run.observers import Observer, Observers, console, of_a_rank
 from common.run.observers.files import Files
 from common.run.observers.journal import Journal

@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.errors import TrainingFailed
 from common.run.losses import Losses
-from common.run.plan import Plan
-from common.run.results import Results
+from common.run.plan import Plan, Results
 from datasets.sampler import EpochSampler
 
 

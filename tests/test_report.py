@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common import job, moments, progress, report
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.report import left, page
 from common.run import clock, scores, side_files
 from common.run.observers.journal import Journal

@@ -11,7 +11,7 @@ from tests.ranks import TWO, check_ledger, run_ranks
 RUN = """
 import errno, os, signal, sys
 sys.path.insert(0, {root!r})
-from common.run import agreement, losses
+from common.run import losses, peers
 from common.checkpoints import checkpoint, evidence, saver
 from common.run.observers import files
 
@@ -37,7 +37,7 @@ def leave(*_):  # when rank 0 has taken this step as well
 
 write = checkpoint.write
 in_the_background, saver.Saving.save = saver.Saving.save, save
-agreement.EXCHANGE_SECONDS = 0  # in every step
+peers.EXCHANGE_SECONDS = 0  # in every step
 {what}
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
@@ -46,7 +46,7 @@ LEDGER = (
 )
 LOSS = "sixth(losses.Losses, 'add', lambda usual, self, loss, *rest: usual(self, loss * float('nan'), *rest))"
 LOOKS_ON = "files.Files.stepped = lambda self, facts: None; sixth(files.Files, 'stepped', full)"
-PEER = "sixth(agreement.Agreement, 'exchange', leave)"
+PEER = "sixth(peers.Agreement, 'exchange', leave)"
 DISK = "checkpoint.write = lambda folder, state, about: (full if about['total_steps'] == 6 else write)(folder, state, about)"
 STOP = "sixth(losses.Losses, 'add', lambda usual, *given: (os.kill(os.getpid(), signal.SIGTERM), usual(*given)))"
 

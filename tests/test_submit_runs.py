@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.run.observers.console import Console
 from launch.submit import main, sagemaker, slurm
 from launch.submit import request as requests

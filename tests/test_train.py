@@ -13,11 +13,10 @@ import sys
 import pytest
 import torch
 
-from common import arguments
+from common import VERSION, arguments
 from common.models.resnet import FEW, Across, resnet18
 from common.run import first_lines
 from common.run.run import Run
-from common.version import VERSION
 from datasets import cifar10
 from datasets.sampler import EpochSampler
 from tests.jobs import (

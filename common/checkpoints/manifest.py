@@ -1,23 +1,54 @@
-"""Facts about a start for journal and manifests: its command, options that are not at their defaults, machine, versions."""
+"""What a manifest says of a checkpoint: where the run stands (Position), and facts about the start that has saved it.
+
+These facts, which the journal has, too, are the command, options that are not at their defaults, the machine, and versions.
+"""
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import torch
 
-from common import arguments, cores, devices
+from common import VERSION, arguments, cores, devices
 from common.alive import heartbeat
 from common.secrets import HIDDEN, is_secret, mask
-from common.version import VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands: between two of its steps, or at the end of an epoch."""
+
+    samples_seen: int = 0  # in all epochs
+    total_steps: int = 0
+    epoch: int = 0  # completed epochs
+    consumed: int = 0  # samples seen in the current epoch
+    best: Optional[Mapping[str, Any]] = None  # of the best epoch so far: its number, samples_seen, and the metric
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any]) -> "Position":
+        """Return the position of a checkpoint. `about`: its manifest."""
+        return cls(**{field.name: about[field.name] for field in dataclasses.fields(cls)})
+
+    def after_step(self, samples: int) -> "Position":
+        seen, consumed = self.samples_seen + samples, self.consumed + samples
+        return dataclasses.replace(self, samples_seen=seen, total_steps=self.total_steps + 1, consumed=consumed)
+
+    def after_epoch(self, best: Optional[Mapping[str, Any]]) -> "Position":
+        return dataclasses.replace(self, epoch=self.epoch + 1, consumed=0, best=best)
+
+    def row(self, epoch: int) -> dict[str, int]:
+        """Return where the run stands, as fields for metrics.jsonl or the journal. `epoch`: the epoch that the row is about."""
+        return {"epoch": epoch, "steps": self.total_steps, "samples": self.samples_seen}
+
 
 LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes
 OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 
-from common import files, optional
+from common import files, packages
 from common.checkpoints import checkpoint, names
 from common.errors import UserError, of_a_file
 
@@ -159,4 +159,4 @@ def describe_files(args: argparse.Namespace) -> str:
     there = [name for name in shown if os.path.exists(os.path.join(folder, name))]
     parts = [f"{', '.join(there)} in {url or folder}"] if there else []
     events = args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else args.tensorboard_dir
-    return "; ".join([*parts, *([f"TensorBoard in {events}"] if optional.there(optional.EVENTS) else [])])
+    return "; ".join([*parts, *([f"TensorBoard in {events}"] if packages.there(packages.EVENTS) else [])])

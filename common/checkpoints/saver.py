@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 
 from common import files
 from common.checkpoints import checkpoint, names, restore, run_folder
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.checkpoints.run_folder import RunFolder
 from common.checkpoints.weights import OPTIONS, evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError, one_line

@@ -17,7 +17,6 @@ from common import devices, moments
 from common.alive import patience
 from common.alive.stops import STOPS, Interrupted
 from common.errors import UserError
-from common.naming import first_difference
 
 POLL_SECONDS = 0.001
 
@@ -169,6 +168,8 @@ def require_equal(facts: dict) -> None:
     distributed.all_reduce(lowest, op=distributed.ReduceOp.MIN, group=GROUP.control())
     other = json.loads(broadcast(json.dumps({**mine, "host": socket.gethostname()}).encode(), int(lowest)))
     name = next(name for name in facts if other[name] != first[name])
+    from common.naming import first_difference
+
     ours, theirs = first_difference(first[name], other[name])
     raise UserError(
         f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {int(lowest)} (host {other['host']})"

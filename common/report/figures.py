@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from common import optional
+from common import packages
 
 COLOURS = ("#3b82c4", "#d9822b", "#4c9f50", "#b5559e", "#8a6d3b", "#6d6ad1", "#2a9d9d", "#c44e52")  # on white and on black
 MARKS = {"restart": ("#c44e52", "--"), "nodes": ("#8a6d3b", ":"), "best": ("#4c9f50", "-")}
@@ -23,7 +23,7 @@ def thinned(rows: Sequence, most: int = POINTS) -> list:
 
 def line_chart(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
     """Return curves and, at `marks` [(kind, x)], vertical lines as SVG; empty without matplotlib. Its ids begin with `name`."""
-    if not optional.there(optional.FIGURES):
+    if not packages.there(packages.FIGURES):
         return ""
     from matplotlib.ticker import EngFormatter
 
@@ -43,7 +43,7 @@ def line_chart(name: str, series: Sequence[Series], marks: Sequence[tuple[str, f
 
 def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
     """Return stacked bars as SVG whose ids begin with `name`; `parts`: each colour's heights. Empty without matplotlib."""
-    if not optional.there(optional.FIGURES):
+    if not packages.there(packages.FIGURES):
         return ""
     figure, axes = _new_figure()
     below = [0.0] * len(labels)

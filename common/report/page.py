@@ -13,12 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-from common import optional
+from common import VERSION, packages
 from common.checkpoints import names
 from common.errors import UserError, count, one_line
 from common.report import figures, template
 from common.report.left import RunFiles
-from common.version import VERSION
 
 MOST_COLUMNS = 30  # the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
 MANY = 10_000  # from so many pictures on, the accuracy is shown without a range
@@ -51,7 +50,7 @@ def of_one(left: RunFiles) -> str:
 
 def rendered(text: str, title: str, **facts: Any) -> str:
     """Return a page with `text` as the template of its main part; all `facts` but SVG are escaped. UserError without jinja2."""
-    if why := optional.trouble(optional.PAGE):
+    if why := packages.trouble(packages.PAGE):
         raise UserError(f"the page is made with jinja2: {why}")
     import jinja2
 

@@ -7,13 +7,12 @@ from typing import Any, Optional
 
 import torch
 
-from common import arguments, devices
+from common import VERSION, arguments, devices
 from common.checkpoints import names, parts, run_folder
 from common.checkpoints.evidence import Attempt
 from common.checkpoints.restore import Checkpoint
 from common.errors import count
 from common.ranks.collectives import has_process_group
-from common.version import VERSION
 from common.world import folders
 
 # Options whose changes between two starts of one run are listed in a warning; the new value counts from then on.

@@ -1,9 +1,9 @@
-"""The mean loss of an epoch over all ranks, the same after any restart; and the first loss that is not a number.
+"""The mean loss of an epoch over all ranks, the same after any restart; the first loss that is not a number; loss scaling.
 
 The sum is in float64, and so exact in any order. Nothing here waits for the GPU in every step.
 """
 
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 
@@ -62,3 +62,32 @@ class Losses:
         self._count = state["epoch_steps"]
         if self._rank == 0:  # the saved sum is that of all ranks
             self._sum.copy_(state["loss_sum"])
+
+
+class Scaler(devices.grad_scaler()):
+    """torch's GradScaler, by which small float16 gradients do not vanish. It also counts the steps that it skips because
+    gradients overflowed, on the device: only reading the count waits for the device."""
+
+    def __init__(self, device: str, enabled: bool = True, **options: Any):
+        super().__init__(device, enabled=enabled, **options)
+        self._skipped: Optional[torch.Tensor] = None
+
+    def update(self, new_scale: Optional[Union[float, torch.Tensor]] = None) -> None:
+        states = self._per_optimizer_states.values() if self.is_enabled() else []
+        overflowed = [number for state in states for number in state["found_inf_per_device"].values()]
+        if overflowed:  # 1.0 where a gradient of that device was not a number
+            first = overflowed[0].detach().clone()
+            self._skipped = first if self._skipped is None else self._skipped.add_(first)
+        super().update(new_scale)
+
+    def skipped(self) -> int:
+        return 0 if self._skipped is None else int(self._skipped.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "skipped": self.skipped()} if state else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict.get("skipped"):  # 0.1.0 did not count them
+            self._skipped = torch.tensor(float(state_dict["skipped"]), device=self._device)

@@ -28,19 +28,17 @@ from common import devices, files, moments
 from common.alive.stops import STOPS
 from common.checkpoints import checkpoint, manifest, parts, restore, run_folder
 from common.checkpoints.evidence import Evidence
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.checkpoints.weights import unwrapped
 from common.errors import STOP_SIGNALS
 from common.moments import REPLACED
 from common.run import first_lines
 from common.run.clock import Clock
-from common.run.losses import Losses
+from common.run.losses import Losses, Scaler
 from common.run.observers import Facts, Observer, Observers
 from common.run.peers import Fixed
-from common.run.plan import Plan
-from common.run.results import Results
-from common.run.scaler import Scaler
+from common.run.plan import Plan, Results
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 from common.seeds import EVALUATION, HEAD, TAIL, seed_step

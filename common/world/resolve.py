@@ -8,8 +8,7 @@ import socket
 from collections.abc import Mapping
 
 from common.errors import UserError, count
-from common.world.given import Given
-from common.world.place import World
+from common.world.place import Given, World
 from common.world.rules import RULES
 
 PLATFORM = "ANYRANK_PLATFORM"  # set by a node's parent for its workers: the platform, and how it was recognised

@@ -5,7 +5,7 @@ from typing import Optional
 import numpy as np
 import torch
 
-from datasets import augment, crops
+from datasets import crops
 from datasets.photos import decode, tree
 
 SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
@@ -71,4 +71,8 @@ class Photos:
 
     def augmented(self, picture: torch.Tensor, number: int, epoch: int) -> torch.Tensor:
         """Apply AutoAugment, where it is on, to a training picture that has been cropped and flipped."""
-        return augment.autoaugment(picture, self.seed, epoch, number) if self.autoaugmented else picture
+        if not self.autoaugmented:
+            return picture
+        from datasets.augment import autoaugment
+
+        return autoaugment(picture, self.seed, epoch, number)

@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Union
 
+from common import VERSION
 from common.arguments import boolean
 from common.errors import UserError, one_line
-from common.version import VERSION
 from launch import engines
 from launch.bundle import imports, requirements
 from launch.bundle.imports import modules_of

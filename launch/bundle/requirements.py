@@ -1,7 +1,7 @@
 """The text of the requirements.txt that is uploaded with a job: what the platform installs before the job starts.
 
 An engine's torch, torchvision, torch_npu and numpy fit each other and its driver, so they are never listed, nor are packages
-that would bring another numpy. A job lists what it cannot train without; the rest is optional (common/optional.py).
+that would bring another numpy. A job lists what it cannot train without; the rest is optional (common/packages.py).
 """
 
 import importlib.metadata

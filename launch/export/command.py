@@ -21,7 +21,8 @@ import torch
 
 from common.arguments import number
 from common.checkpoints import checkpoint, names
-from common.checkpoints.weights import about_weights, evaluated_weights, read_weights, write_weights
+from common.checkpoints.pretrained import about_weights, read_weights
+from common.checkpoints.weights import evaluated_weights, write_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.world.folders import is_address

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from common import devices
-from common.checkpoints.weights import fit
+from common.checkpoints.pretrained import fit
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
 

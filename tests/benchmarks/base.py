@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from common import malloc
-from common.checkpoints.position import Position
+from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.models.resnet import resnet18
 from datasets import cifar10, cifar10_files, synthetic

@@ -1,7 +1,7 @@
 """The observers of a run: they write its log and the files beside its checkpoints. None can change the run or make it fail.
 
-An observer has a file, and a line in `of_a_rank`; without this line the training is the same. What it is
-told, and when: observer.py.
+An observer has a file, and its lines in of_a_rank(); without these the training is the same. What it is told, and when:
+observer.py.
 """
 
 import argparse

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from common import optional, progress
+from common import packages, progress
 from common.checkpoints import manifest, names, run_folder
 from common.errors import UserError, count
 from common.run.clock import TRAINING_PHASES, WARM_UP
@@ -39,7 +39,7 @@ class Console(Observer):
         self._imported, is_trial = True, self._side_files.shows and not self._side_files.writes
         if is_trial:  # it leaves no files
             return
-        if left_out := optional.left_out():
+        if left_out := packages.left_out():
             self._say(left_out)
 
     def epoch_began(self, facts: Facts) -> None:

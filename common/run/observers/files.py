@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common import optional
+from common import packages
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
@@ -55,7 +55,7 @@ class Files(Observer):
     def curves(self, facts: Facts) -> None:
         """Draw train_loss and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
         self._curves_drawn, history = time.monotonic(), facts.results.history
-        if not self._side_files.writes or not history or not optional.there(optional.FIGURES):
+        if not self._side_files.writes or not history or not packages.there(packages.FIGURES):
             return
         from matplotlib.figure import Figure
 

@@ -6,9 +6,8 @@ from typing import Any, Optional
 
 import torch
 
-from common.checkpoints.position import Position
-from common.run.plan import Plan
-from common.run.results import Results
+from common.checkpoints.manifest import Position
+from common.run.plan import Plan, Results
 
 
 @dataclasses.dataclass(frozen=True)

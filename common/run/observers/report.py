@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common import moments, optional
+from common import moments, packages
 from common.errors import one_line
 from common.run.observers.files import png
 from common.run.observers.observer import Facts, Observer
@@ -57,7 +57,7 @@ class Report(Observer):
             return
         self._write_scores()
         confusion, classes = self._scores.confusion, [one_line(name) for name in self._scores.classes]  # folders have any name
-        lines = [table(confusion, classes)] if optional.there(optional.TABLE) else []
+        lines = [table(confusion, classes)] if packages.there(packages.TABLE) else []
         lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self._scores)
         self._side_files.write("report.txt", "\n".join([*lines, ""]).encode())
 

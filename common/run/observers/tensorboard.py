@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any, Optional
 
-from common import optional
+from common import packages
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
@@ -34,7 +34,7 @@ class TensorBoard(Observer):
             self._add(step, *(scalar(step, name, value) for name, value in values.items()))
 
     def _is_wanted(self):
-        return self._side_files.writes and optional.there(optional.EVENTS)
+        return self._side_files.writes and packages.there(packages.EVENTS)
 
     def _add(self, step, *records):
         if self._file is None:
