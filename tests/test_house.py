@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import importlib
 import re
 import subprocess
@@ -371,6 +372,33 @@ def test_a_function_is_read_at_one_look():
                 inside = [one for one in node.body if isinstance(one, ast.FunctionDef)]
                 lines = node.end_lineno - node.lineno + 1 - sum(one.end_lineno - one.lineno + 1 for one in inside)
                 assert lines <= MOST_LINES, f"{path}: {node.name} has {lines} lines"
+
+
+def test_the_page_says_how_large_each_room_is():
+    """To within a sixth: the page is no list of every change."""
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## The rooms")[2].partition("## ")[0]
+    for row in [line.split(" | ") for line in table.splitlines() if line.startswith("| `") and "tests/" not in line]:
+        names = [name.rstrip("/") for name in re.findall("`([^`]+)`", row[0])]
+        names = {name if "/" in name or name in TOP else f"{names[0].split('/')[0]}/{name}" for name in names}
+        folders = {name.removesuffix("/*.py") for name in names}
+        said = [int(number.replace(",", "")) for number in row[3].split(" / ")]
+        found = [lines_of(FILES, folders), lines_of(tests_of(folders), {"tests"})]
+        assert all(abs(one - other) <= 100 + other / 6 for one, other in zip(said, found)), f"{row[0]}: {said}, now {found}"
+
+
+def lines_of(paths, folders):
+    return sum(len((ROOT / path).read_text().splitlines()) for path in paths if path.parent.as_posix() in folders)
+
+
+def tests_of(folders):
+    """The files of tests that import something from there."""
+    return [path for path, rooms in rooms_of_tests().items() if rooms & folders]
+
+
+@functools.cache
+def rooms_of_tests():
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").glob("test_*.py")]
+    return {path: {MODULES[one].parent.as_posix() for one in arrows(path) if one in MODULES} for path in paths}
 
 
 def test_a_room_is_seen_at_one_look():
