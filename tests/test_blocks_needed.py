@@ -188,7 +188,7 @@ def exact_complaint(done):
     """What is wrong with a run of two shares."""
     if done.returncode:
         return done.stderr
-    return None if "lr=0.200000" in done.stdout else "no learning rate"
+    return None if "lr=0.2 " in done.stdout else "no learning rate"
 
 
 def run_exact(job, folder):

@@ -335,16 +335,34 @@ def test_a_sagemaker_container_becomes_the_job(tmp_path):
     }  # fmt: skip
 
 
-def test_the_metrics_of_sagemaker_are_in_the_lines_that_a_job_prints(tmp_path, capsys):
+# The two filters of Katib's collector for a log (pkg/apis/controller/common/v1beta1 and an earlier version), which take every
+# name=value of a line, and compare the names with that of the objective.
+KATIB = [r"([\w|-]+)\s*=\s*([+-]?\d*(?:\.\d+)?(?:[Ee][+-]?\d+)?)", r"([\w|-]+)\s*=\s*((?:-?\d+)(?:\.\d+)?)"]
+
+
+def test_each_name_in_the_log_stands_for_one_number_by_the_rules_of_each_service(tmp_path, capsys):
+    """The loss of an epoch is not mixed with that of steps, of which a search would take the smallest."""
     shown, at = observed.observer(Console, tmp_path), Position(samples_seen=1280, total_steps=10, epoch=1)
-    shown.line(observed.facts(tmp_path), **observed.LINE)
-    shown.epoch_ended(observed.facts(tmp_path, at), **{**observed.EPOCH, "metrics": {"accuracy": 0.8125}})
-    printed = capsys.readouterr().out
-    found = {name: re.search(regex, printed) for name, regex in sagemaker.METRICS.items()}
-    values = {name: float(match[1]) for name, match in found.items() if match}
-    assert values["loss"] == 1.25 and values["lr"] == 0.05 and values["accuracy"] == 0.8125
-    assert f" waiting_for_data={values['waiting_for_data']:.0f}% " in printed and values["images_per_s"] > 0
-    assert all(len(regex) <= 500 for regex in sagemaker.METRICS.values())
+    shown.line(observed.facts(tmp_path), **{**observed.LINE, "lr": 1e-7})
+    metrics = {"accuracy": 0.8125, "top5": 0.875, "loss": 0.75}
+    shown.epoch_ended(observed.facts(tmp_path, at), **{**observed.EPOCH, "metrics": metrics})
+    lines = capsys.readouterr().out.splitlines()
+    expected = {**metrics, "train_loss": 1.25, "lr": 1e-7}
+    for name, regex in sagemaker.METRICS.items():
+        found = [float(match[1]) for line in lines for match in re.finditer(regex, line)]
+        assert len(regex) <= 500 and found == [expected[name]] if name in expected else len(found) <= 1, (name, found)
+    for rule in KATIB:
+        pairs = [pair for line in lines for pair in re.findall(rule, line)]
+        assert {name: [float(value) for key, value in pairs if key == name] for name in (*metrics, "train_loss")} == {
+            name: [expected[name]] for name in (*metrics, "train_loss")
+        }
+
+
+def test_the_page_has_the_patterns(tmp_path):
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    assert f"`{sagemaker.METRICS['loss']}`" in page
+    for name in (*sagemaker.OF_AN_EPOCH, *sagemaker.OF_A_STEP):
+        assert f"`{name}`" in page, name
 
 
 def test_packages_that_cannot_be_installed_on_sagemaker_are_its_failure(tmp_path):

@@ -19,7 +19,7 @@ from tests.platformserver import PlatformServer
 from tests.test_submit import FILES, ask, words_of
 
 CANARY = "canary-5d41402abc4b"  # a secret; it must be in a signature and nowhere else
-LOG = ["epoch=1/2 step=1/2 loss=2.3", "epoch=1/2 step=2/2 loss=2.2", "done: run-7"]
+LOG = ["epoch=1/2 step=1/2 train_loss=2.3", "epoch=1/2 step=2/2 train_loss=2.2", "done: run-7"]
 
 
 def modelarts_answers(job):

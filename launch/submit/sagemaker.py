@@ -18,12 +18,9 @@ DAY = 24 * 3600
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
 
-# {metric: its regular expression in the lines that a job prints (common/run/observers/console.py)}
-METRICS = {
-    "loss": r"loss=([0-9.]+)", "lr": r" lr=([0-9.]+)", "images_per_s": r"images_per_s=([0-9]+)",
-    "waiting_for_data": r"waiting_for_data=([0-9]+)%", "accuracy": r" accuracy=([0-9.]+)", "psnr": r" psnr=([0-9.]+)",
-    "ssim": r" ssim=([0-9.]+)",
-}  # fmt: skip
+# {metric: its regular expression in the lines that a job prints (common/run/observers/console.py)}; docs/platforms.md has them.
+OF_AN_EPOCH, OF_A_STEP = ("accuracy", "top5", "loss", "psnr", "ssim"), ("train_loss", "lr", "images_per_s", "waiting_for_data")
+METRICS = {name: rf"(?:^| ){name}=([0-9.e-]+)" for name in (*OF_AN_EPOCH, *OF_A_STEP)}
 
 
 def has_credentials(environ: Mapping[str, str]) -> bool:

@@ -60,11 +60,11 @@ class Console(Observer):
         split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
         left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
         if self._bar:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
+            self._bar.set_postfix_str(f"train_loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
         else:
             step, steps = facts.plan.step_of_the_epoch(at)
             place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
-            self._say(f"{place} loss={loss:.4f} lr={lr:.6f} images_per_s={rate:.0f} left={left} {split}")
+            self._say(f"{place} train_loss={loss:.4f} lr={lr:.6g} images_per_s={rate:.0f} left={left} {split}")
         if not self._imported:
             self._import_packages()
         if not self._advised and at.total_steps - facts.plan.resumed_at.total_steps > WARM_UP:
