@@ -14,7 +14,7 @@ from common.alive import patience
 from common.errors import UserError
 from common.storage import https
 from common.world.folders import FETCHING
-from datasets import cifar10
+from datasets import cifar10, cifar10_files
 from tests.test_data import archive, arguments  # noqa: F401 (fixtures)
 
 
@@ -220,8 +220,8 @@ def test_only_https_is_fetched(tmp_path, url):
 
 def test_nothing_given_downloads_once_for_all_processes(serve, tmp_path, monkeypatch, archive):
     server = serve(archive.read_bytes())
-    monkeypatch.setattr(cifar10, "URL", server.url)
-    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr(cifar10_files, "URL", server.url)
+    monkeypatch.setattr(cifar10_files, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
     monkeypatch.chdir(tmp_path)
     found = []
     threads = [threading.Thread(target=lambda: found.append(len(cifar10.load(arguments(None, tmp_path))[0]))) for _ in range(4)]

@@ -43,7 +43,7 @@ def test_what_the_user_has_set_stands():
 
 
 def test_not_where_a_gpu_computes(monkeypatch):
-    monkeypatch.setattr(malloc.drivers, "gpus", lambda: 1)
+    monkeypatch.setattr(drivers, "gpus", lambda: 1)
     assert malloc.tuned({}) == {}
 
 

@@ -336,7 +336,7 @@ def test_a_loader_process_that_is_killed_while_it_hands_over_a_batch_is_said_too
         raise ConnectionResetError(104, "Connection reset by peer")
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", broken)
-    batches = iter(loader.torch_batches([0], [[0]]))
+    batches = iter(loader.torch_batches([0], [[0]], workers=1))
     assert next(batches) == "a batch"
     with pytest.raises(TrainingFailed, match="a loader process was killed, perhaps for want of memory: lower --workers"):
         next(batches)

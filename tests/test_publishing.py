@@ -14,7 +14,7 @@ import torch
 
 from common import storage
 from common.alive import patience
-from common.checkpoints import checkpoint, publisher, run_folder, saver
+from common.checkpoints import checkpoint, publisher, run_bucket, run_folder, saver
 from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket
@@ -93,7 +93,7 @@ def test_who_takes_the_run_over_and_has_no_way_into_the_bucket_ends(tmp_path, mo
     def refuses(*_):
         raise UserError("there is no credential")
 
-    monkeypatch.setattr(saver, "RunBucket", refuses)
+    monkeypatch.setattr(run_bucket, "RunBucket", refuses)
     folders = dict.fromkeys(("output_dir", "checkpoint_dir", "tensorboard_dir"), str(tmp_path))
     saving = saver.Saving(argparse.Namespace(output_url="s3://data/run", **folders), (), print)
     with pytest.raises(UserError, match="no credential"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from datasets import synthetic
 from jobs import speedrun
 from tests.jobs import ROOT, environment, run
 
@@ -204,7 +205,7 @@ def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(speedrun, "accuracy", lambda model, *data: kept.update(tested=data) or 0.0)
     monkeypatch.setattr(speedrun, "HELD_OUT", 100)
     main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}")
-    pictures, labels = speedrun.cifar10.synthetic.cifar_like(5000, "train")
+    pictures, labels = synthetic.cifar_like(5000, "train")
     for name, part in (("trained", slice(4900)), ("tested", slice(4900, None))):
         assert (kept[name][0].numpy() == pictures[part]).all() and (kept[name][1].numpy() == labels[part]).all()
 
