@@ -21,6 +21,7 @@ from common.errors import UserError, one_line, report_failure
 from common.typed import boolean
 from common.world import folders
 
+TRACKERS = ("mlflow", "wandb", "swanlab")  # of --track
 LARGEST = 2**53  # whole numbers stay below it, so that a float holds each of them exactly
 
 
@@ -202,6 +203,8 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--save_seconds", type=POSITIVE, default=300.0, help="also save a checkpoint every N seconds")
     add("--keep", type=COUNT, default=2, help="how many checkpoints to keep: the last N, and the best")
     add("--max_hours", type=POSITIVE, help="save and exit with 0 after N hours; the same command goes on")
+    sends = "send the curves to mlflow, wandb or swanlab (several with commas), whose own variables have address and key"
+    add("--track", type=_trackers, help=sends)
     add("--ledger", type=boolean, default=False, help="write the ids of the trained samples, step by step, to ledger/")
 
     add = group(parser, "short runs").add_argument
@@ -215,6 +218,12 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--doctor_seconds", type=POSITIVE, default=30.0, help="how long the doctor waits for the other nodes")
     add("--profile", type=boolean, default=False, help=records)
     return parser
+
+
+def _trackers(text):
+    if wrong := [name for name in text.split(",") if name not in TRACKERS]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(TRACKERS)}")
+    return text
 
 
 def explain(parser: Parser, **texts: str) -> None:

@@ -11,6 +11,7 @@ import os
 import tempfile
 import webbrowser
 from pathlib import Path
+from typing import Callable
 
 from common import report
 from common.errors import UserError, one_line
@@ -47,9 +48,14 @@ def _local(run: str, scratch: str) -> str:
         if not os.path.isdir(run):
             raise UserError(f"{one_line(run)} does not exist: give the output folder of a job, or its address in a bucket")
         return run
+    fetch_files(run, scratch, lambda name: name in report.FILES or name.startswith("examples/"))
+    return scratch
+
+
+def fetch_files(run: str, folder: str, wanted: Callable[[str], bool]) -> None:
+    """Fetch the files of a run in a bucket whose names are `wanted`."""
     place = bucket.Bucket(run, print)
     items = {place.relative(item.key): item for item in place.items(place.below())}
-    wanted = {name: item for name, item in items.items() if name in report.FILES or name.startswith("examples/")}
-    if wanted:
-        download.fetch_items(place, wanted, scratch)
-    return scratch
+    os.makedirs(folder, exist_ok=True)
+    if found := {name: item for name, item in items.items() if wanted(name)}:
+        download.fetch_items(place, found, folder)

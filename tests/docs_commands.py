@@ -40,6 +40,10 @@ NOT_RUN = {
         "python -m launch report output_dir/train",
         "python -m launch report obs://bucket/runs/7",
     ],
+    "needs a tracker; tests/test_track.py has those": [
+        "MLFLOW_TRACKING_URI=http://HOST:5000 python jobs/train_ddp.py --custom_data true --track mlflow",
+        "python -m launch track obs://bucket/runs/7 --to swanlab --follow true",
+    ],
     "downloads from the Internet; tests/test_https.py does the same from a server of its own": [
         "python jobs/train.py",
         "python jobs/train.py --data_url https://HOST/cifar-10-python.tar.gz",

@@ -18,7 +18,7 @@ LOCK_SECONDS = 10  # the start before this one may not have ended yet
 # What a run writes, and nothing else: only this is ever deleted.
 _OTHERS = re.compile(
     r"checkpoints/\.attempt|\.starts/\d+/.*|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
-    r"curves\.png|report\.(txt|json|html)|nodes\.json|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
+    r"curves\.png|report\.(txt|json|html)|nodes\.json|tracked-\w+\.json|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 

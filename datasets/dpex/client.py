@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any, Optional
 
+from common.child import START_SECONDS, repository, start_python
 from common.errors import UserError, one_line
 from datasets.dpex import bridge as bridge_process
-from datasets.dpex.child import START_SECONDS, repository, start_python
 from datasets.dpex.wire import pack, receive, send, source_packages, unpack
 
 STOP_SECONDS = 20

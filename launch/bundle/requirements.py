@@ -20,8 +20,8 @@ NAMES = ("requirements.txt", "pip-requirements.txt")
 OF_AN_ENGINE = {"torch", "torchvision", "torch_npu", "numpy", "PIL"}
 # Packages that modules of this repository import only if they are installed, or only for some jobs (OF_JOBS).
 OF_OURS = {
-    *("awscrt", "boto3", "botocore", "isal", "jinja2", "kspeed", "matplotlib", "nvidia", "obstore", "pymemcache", "ray"),
-    *("simplejpeg", "sklearn", "tensorboard", "torchft", "tqdm", "urllib3"),
+    *("awscrt", "boto3", "botocore", "isal", "jinja2", "kspeed", "matplotlib", "mlflow", "nvidia", "obstore"),
+    *("pymemcache", "ray", "simplejpeg", "sklearn", "swanlab", "tensorboard", "torchft", "tqdm", "urllib3", "wandb"),
 }
 OF_JOBS = {"datasets.dali": "nvidia", "datasets.dpex": "ray"}  # {module that a job imports: package that the job then needs}
 OF_ADDRESSES = "boto3"

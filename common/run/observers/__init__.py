@@ -39,6 +39,10 @@ def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bo
         from common.run.observers.tensorboard import TensorBoard
 
         kinds += [TensorBoard, Report]
+    if may_write and args.track:
+        from common.run.observers.tracker import Tracker
+
+        kinds.append(Tracker)
     return kinds
 
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 120  # a process that uses Ray may take this long to start
+START_SECONDS = 120  # a process, such as one that uses Ray, may take this long to start
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen:
@@ -26,7 +26,7 @@ def repository() -> str:
     """Return the folder that holds `common` and `datasets`. A job in one file first writes them to a temporary folder."""
     sources = getattr(__spec__.loader, "sources", None)
     if sources is None:
-        return str(Path(__file__).resolve().parents[2])
+        return str(Path(__file__).resolve().parents[1])
     folder = tempfile.mkdtemp(prefix="anyrank-modules-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, source in sources.items():

@@ -1,0 +1,53 @@
+"""--track: let a process of its own send what this run writes into its folder to MLflow, W&B or SwanLab (common/track)."""
+
+import contextlib
+import subprocess
+import threading
+import time
+from typing import Any
+
+from common.alive.stops import STOPS
+from common.child import start_python
+from common.run.observers.observer import Facts, Observer
+from common.run.side_files import SideFiles
+from common.track import follow
+
+END_SECONDS, STOP_SECONDS = 20, 5  # for the last rows at the end of the run, and after a stop signal or an error
+
+
+class Tracker(Observer):
+    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+        self._tools, self._folder = args.track, args.output_dir
+        self._side_files = side_files
+        self._children: dict[str, Any] = {}
+
+    def began(self, _facts: Facts, **_: Any) -> None:
+        for tool in self._tools.split(",") if self._side_files.writes and not self._children else ():
+            child = start_python(follow.__name__, self._folder, tool, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._hear, args=(child,), name=f"what {tool} says", daemon=True).start()
+            self._children[tool] = child
+
+    def _hear(self, child):
+        for line in child.stdout:
+            self._side_files.say(line.rstrip())
+
+    def left(self, _facts: Facts, **_: Any) -> None:
+        self._end(STOP_SECONDS if STOPS.noted else END_SECONDS)
+
+    def failed(self, _facts: Facts, **_: Any) -> None:
+        self._end(STOP_SECONDS)
+
+    def _end(self, seconds):
+        deadline = time.monotonic() + seconds
+        for child in self._children.values():
+            with contextlib.suppress(OSError):  # it has ended
+                child.stdin.write("end\n")
+                child.stdin.flush()
+        for tool, child in self._children.items():
+            try:
+                child.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                lacks = f"python -m launch track {self._folder} --to {tool} sends what it lacks"
+                self._side_files.say(f"warning: {tool} has not taken all rows within {seconds} s; {lacks}")
+        self._children = {}

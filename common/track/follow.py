@@ -1,0 +1,125 @@
+"""Follow the folder of a run, and send what it gains to a tracker.
+
+The files are the queue. So a tracker that is slow, frozen or away costs the training nothing and loses no row: what it has not
+taken is sent by the next start, or by `python -m launch track`. A job follows its folder in a process of its own, so that no
+library of a tracker can make the training fail, wait, or hang at its end.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any, Callable
+
+from common.errors import one_line
+from common.files import open_regular, write_atomically
+from common.track import senders
+
+PAUSE, AGAIN = 5.0, 30.0  # seconds between two looks at the folder, and after one that could not be sent
+ROWS = 100  # that are sent at once
+# For each tool {"run": its id, "steps": samples up to which it has the rows of steps, "epochs": the same of epochs}.
+RECORD = "tracked-{}.json"
+PICTURES = ("curves.png", "examples/mistakes.png")
+
+
+class Follower:
+    def __init__(self, folder: str, tool: str, say: Callable[[str], object]):
+        self.folder, self.tool = folder, tool
+        self.record, self.rows = RECORD.format(tool), 0  # rows: that were sent
+        self._say, self._warned = say, False
+        self._sender: Any = None
+
+    def send(self, last: bool = False) -> bool:
+        """Send what is new, and return whether the tracker has all there is. `last`: this is the last call."""
+        try:
+            events = [row for row in rows(self.folder, "journal.jsonl") if row.get("event") in ("start", "end")]
+            starts = [row for row in events if row["event"] == "start"]
+            if starts:
+                self._sender = self._sender or senders.TOOLS[self.tool](starts[-1], self.folder)
+                self._send_rows(starts[-1])
+                if last:
+                    self._end(starts[-1]["run"], events[-1])
+        except Exception as error:  # a tracker's library may raise anything
+            self._warn(error)
+            return False
+        return True
+
+    def _warn(self, error):
+        why = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else one_line(error)[:300]
+        later = f"python -m launch track {self.folder} --to {self.tool} sends them"
+        if not self._warned:
+            self._say(f"warning: {self.tool} takes no rows: {why}; the run goes on, and {later}")
+        self._warned = True
+
+    def _send_rows(self, start):
+        told = self._told(start["run"])
+        for kind, new in (("steps", _steps(self.folder)), ("epochs", _epochs(self.folder, start))):
+            wanted = sorted((row for row in new if row[0] > told.get(kind, 0)), key=lambda row: row[0])
+            for part in (wanted[begin : begin + ROWS] for begin in range(0, len(wanted), ROWS)):
+                told[kind] = part[-1][0]
+                self._sender.log(part, told)
+                self._note(told)
+                self.rows += len(part)
+
+    def _end(self, run, event):
+        told, over = self._told(run), event["event"] == "end"
+        if over and told.get("ended") != event["time"]:
+            for path in (os.path.join(self.folder, name) for name in PICTURES):
+                if os.path.exists(path):
+                    self._sender.picture(path, event["samples"])
+            self._note({**told, "ended": event["time"]})
+        self._sender.end(event["how"] if over else "", event["why"] if over else "")
+
+    def _told(self, run):
+        """Return how far the tracker has been told of this run, by its own account or by the record in the folder."""
+        told = [{"run": run}, next(rows(self.folder, self.record), {}), self._sender.told()]
+        return max((one for one in told if one.get("run") == run), key=lambda one: one.get("steps", 0))
+
+    def _note(self, told):
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_atomically(os.path.join(self.folder, self.record), json.dumps(told).encode())
+
+
+def rows(folder, name):
+    """Yield the rows of a file of lines of JSON; none if there is no such file. Lines that are cut off are left out."""
+    with contextlib.suppress(OSError), open_regular(os.path.join(folder, name)) as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
+
+
+def _steps(folder):
+    """Return [(samples, time, values)] of the lines of the log; of steps that were done again after a kill, the latest."""
+    found = {}
+    for row in rows(folder, "speed.jsonl"):
+        if row["loss"] is not None:
+            speed = {f"speed/{name}": row[name] for name in ("images_per_s", "peak_memory_mib") if row[name] is not None}
+            found[row["samples"]] = (row["samples"], row["time"], {"train/loss": row["loss"], "train/lr": row["lr"], **speed})
+    return found.values()
+
+
+def _epochs(folder, start):
+    times = {row["samples"]: row["time"] for row in rows(folder, "speed.jsonl")}
+    for row in rows(folder, "metrics.jsonl"):
+        metrics = {f"test/{name}": row[name] for name in row if name not in ("epoch", "steps", "samples", "train_loss")}
+        values = {"epoch": row["epoch"], "train/loss_of_epoch": row["train_loss"], **metrics}
+        yield row["samples"], times.get(row["samples"], start["time"]), values
+
+
+def main(folder: str, tool: str) -> None:
+    """Follow the folder of the job that has started this process, until a line comes from it, or it has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is meant for the job, and this process ends after it
+    own, nowhere = os.fdopen(os.dup(1), "w", 1), os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):  # for what the libraries print
+        os.dup2(nowhere, number)
+    job, follower = os.getppid(), Follower(folder, tool, lambda text: print(one_line(text), file=own, flush=True))
+    told = False
+    while not told and os.getppid() == job:
+        began = time.monotonic()
+        sent = follower.send()
+        pause = max(PAUSE, 50 * (time.monotonic() - began)) if sent else AGAIN
+        told = bool(select.select([sys.stdin], [], [], pause)[0])
+    sys.exit(not follower.send(last=True))

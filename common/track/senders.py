@@ -1,0 +1,123 @@
+"""How each tracker is told of a run: one entry for all of its starts, found by the run's own id; the x axis counts samples, so
+that steps that are done again after a kill do not break a curve. Address and key come from the tracker's own variables.
+"""
+
+import json
+import os
+from typing import Any
+
+PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb", "swanlab": "swanlab"}
+TOLD = "anyrank.told"  # where a tracker keeps how far it has been told
+
+Rows = list[tuple[int, float, dict[str, float]]]  # (samples, time, values)
+
+
+def described(start: dict, folder: str) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Return (name, settings that are not at their defaults, tags) of a run. `start`: its last start in the journal."""
+    settings = {name: start[name] for name in ("epochs", "global_batch", "ranks", "best_by") if name in start}
+    settings.update({name: values[0] for name, values in start.get("options", {}).items()})
+    tags = {"job": start["job"], "platform": start.get("platform", ""), **start.get("versions", {})}  # among them the commit
+    return os.path.basename(os.path.abspath(folder)), settings, tags
+
+
+class MLflow:
+    def __init__(self, start: dict, folder: str):
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds, for 120
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
+
+        self._client = MlflowClient()
+        name, settings, tags = described(start, folder)
+        self._run = os.environ.get("MLFLOW_RUN_ID") or self._found(start["job"], start["run"], name)
+        there = self._client.get_run(self._run).data.params  # which cannot be changed
+        missing = [Param(name, str(value)[:6000]) for name, value in settings.items() if name not in there]
+        self._client.log_batch(self._run, params=missing, tags=[RunTag(*tag) for tag in tags.items()])
+        self._client.update_run(self._run, status="RUNNING")
+
+    def _found(self, job, run, run_name):
+        """Return the id of the entry for this run, which is made if there is none: MLflow chooses the ids itself."""
+        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", job)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if experiment is None:
+            known = client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else client.create_experiment(name)
+        found = client.search_runs([experiment], f"tags.`anyrank.run` = '{run}'")
+        made = found[0] if found else client.create_run(experiment, tags={"anyrank.run": run}, run_name=run_name)
+        return made.info.run_id
+
+    def told(self) -> dict[str, Any]:
+        return json.loads(self._client.get_run(self._run).data.tags.get(TOLD, "{}"))
+
+    def log(self, rows: Rows, told: dict) -> None:
+        from mlflow.entities import Metric, RunTag  # pyright: ignore[reportMissingImports]
+
+        points = [
+            Metric(name, value, int(1000 * at), samples) for samples, at, values in rows for name, value in values.items()
+        ]
+        self._client.log_batch(self._run, metrics=points, tags=[RunTag(TOLD, json.dumps(told))])
+
+    def picture(self, path: str, samples: int) -> None:
+        self._client.log_artifact(self._run, path)
+
+    def end(self, how: str, why: str) -> None:
+        if how:
+            self._client.set_tag(self._run, "ended", why)
+            self._client.set_terminated(self._run, {"failed": "FAILED", "stopped": "KILLED"}.get(how, "FINISHED"))
+
+
+class WandB:
+    def __init__(self, start: dict, folder: str):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        name, settings, tags = described(start, folder)
+        self._picture, quiet = wandb.Image, wandb.Settings(console="off", silent=True)
+        self._run = wandb.init(
+            id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name, dir=folder,
+            config=settings, tags=[f"{name}={value}"[:64] for name, value in tags.items()], settings=quiet,
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="samples")
+
+    def told(self) -> dict[str, Any]:
+        return json.loads(self._run.summary.get(TOLD, "{}"))
+
+    def log(self, rows: Rows, told: dict) -> None:
+        for samples, _, values in rows:
+            self._run.log({**values, "samples": samples})
+        self._run.summary[TOLD] = json.dumps(told)
+
+    def picture(self, path: str, samples: int) -> None:
+        self._run.log({os.path.basename(path): self._picture(path), "samples": samples})
+
+    def end(self, how: str, why: str) -> None:
+        self._run.summary["ended"] = why
+        self._run.finish(exit_code=int(how == "failed"))
+
+
+class SwanLab:
+    def __init__(self, start: dict, folder: str):
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        name, settings, tags = described(start, folder)
+        self._swanlab = swanlab
+        swanlab.init(
+            id=start["run"], resume="allow", project=os.environ.get("SWANLAB_PROJ_NAME", start["job"]), name=name,
+            log_dir=os.path.join(folder, "swanlog"), config=settings, tags=[f"{name}={value}" for name, value in tags.items()],
+        )  # fmt: skip
+
+    def told(self) -> dict[str, Any]:
+        return {}  # it cannot be asked: the record in the folder of the run knows
+
+    def log(self, rows: Rows, told: dict) -> None:
+        for samples, _, values in rows:
+            self._swanlab.log(values, step=samples)
+
+    def picture(self, path: str, samples: int) -> None:
+        self._swanlab.log({os.path.basename(path): self._swanlab.Image(path)}, step=samples)
+
+    def end(self, how: str, why: str) -> None:
+        state = {"failed": "crashed", "stopped": "aborted"}.get(how, "success")
+        self._swanlab.finish(state, why if state == "crashed" else None)
+
+
+TOOLS = {"mlflow": MLflow, "wandb": WandB, "swanlab": SwanLab}

@@ -1,0 +1,51 @@
+"""Send the curves of a run to MLflow, W&B or SwanLab: once, or while the run goes on.
+
+    python -m launch track output_dir/train                            to MLflow, at MLFLOW_TRACKING_URI
+    python -m launch track obs://bucket/run --to swanlab --follow true     a job without Internet, from its bucket
+
+A job does the same with --track. What the tracker has already is not sent again.
+"""
+
+import os
+import tempfile
+import time
+
+from common import storage
+from common.errors import TrainingFailed, UserError, one_line
+from common.track import senders
+from common.track.follow import PICTURES, Follower, rows
+from common.typed import boolean
+from common.world.folders import is_bucket
+from launch.options import new_parser, run_for_exit_code
+from launch.report import fetch_files
+
+FILES = ("journal.jsonl", "speed.jsonl", "metrics.jsonl", *PICTURES)
+PAUSE = 30  # seconds between two looks; a job publishes as often
+
+
+def main(argv: list[str]) -> int:
+    parser = new_parser("track", __doc__)
+    parser.add_argument("run", metavar="FOLDER_OR_URL", help="the output folder of a job, or its bucket")
+    parser.add_argument("--to", choices=list(senders.TOOLS), default="mlflow", help="the tracker; unset: mlflow")
+    parser.add_argument("--follow", type=boolean, default=False, help="true: go on until the run has ended")
+    options = parser.parse_args(argv)
+    return run_for_exit_code(lambda: track(options.run.rstrip("/"), options.to, options.follow))
+
+
+def track(run: str, to: str, follow: bool) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = os.path.join(scratch, os.path.basename(run)) if is_bucket(run) else run
+        follower, over = Follower(folder, to, print), False
+        while not over:
+            if is_bucket(run):
+                fetch_files(run, folder, (*FILES, follower.record).__contains__)
+            events = [row["event"] for row in rows(folder, "journal.jsonl") if row["event"] in ("start", "end")]
+            if not events:
+                raise UserError(f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket")
+            over = not follow or events[-1] == "end"
+            if not follower.send(last=over):
+                raise TrainingFailed(f"{to} has not taken all rows")
+            if is_bucket(run):
+                storage.publish(os.path.join(folder, follower.record), f"{run}/{follower.record}")
+            time.sleep(0 if over else PAUSE)
+    print(f"{to} has all rows: {follower.rows} were sent now")
