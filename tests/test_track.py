@@ -262,7 +262,7 @@ from swanlab.proto.swanlab.record.v1 import record_pb2
 from swanlab.sdk.internal.core_python.store import DataStoreReader
 from wandb.proto import wandb_internal_pb2
 found = {"wandb": [], "swanlab": []}
-for path in sorted(glob.glob("wandb/*/*.wandb")):
+for path in sorted(glob.glob("wandb/offline-run-*/*.wandb")):
     reader = WBDataStoreReader()
     reader.open(path)
     while (content := reader.scan()) is not None:

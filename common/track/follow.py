@@ -45,6 +45,9 @@ class Follower:
         except Exception as error:  # a tracker's library may raise anything
             self._warn(error)
             return False
+        if self._warned:
+            self._say(f"{self.tool} takes the rows again")
+        self._warned = False
         return True
 
     def _warn(self, error):

@@ -19,16 +19,19 @@ class Tracker(Observer):
     def __init__(self, args: Any, _device: Any, side_files: SideFiles):
         self._tools, self._folder = args.track, args.output_dir
         self._side_files = side_files
-        self._children: dict[str, Any] = {}
+        self._started: dict[str, tuple[Any, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
+        self._away: set[str] = set()  # tools that take no rows at present
 
     def began(self, _facts: Facts, **_: Any) -> None:
-        for tool in self._tools.split(",") if self._side_files.writes and not self._children else ():
+        for tool in self._tools.split(",") if self._side_files.writes and not self._started else ():
             child = start_python(follow.__name__, self._folder, tool, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._hear, args=(child,), name=f"what {tool} says", daemon=True).start()
-            self._children[tool] = child
+            hears = threading.Thread(target=self._hear, args=(tool, child.stdout), name=f"what {tool} says", daemon=True)
+            hears.start()
+            self._started[tool] = child, hears
 
-    def _hear(self, child):
-        for line in child.stdout:
+    def _hear(self, tool, lines):
+        for line in lines:
+            self._away = self._away | {tool} if line.startswith("warning: ") else self._away - {tool}
             self._side_files.say(line.rstrip())
 
     def left(self, _facts: Facts, **_: Any) -> None:
@@ -39,15 +42,17 @@ class Tracker(Observer):
 
     def _end(self, seconds):
         deadline = time.monotonic() + seconds
-        for child in self._children.values():
+        for child, _ in self._started.values():
             with contextlib.suppress(OSError):  # it has ended
                 child.stdin.write("end\n")
                 child.stdin.flush()
-        for tool, child in self._children.items():
-            try:
-                child.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        for tool, (child, hears) in self._started.items():
+            while child.poll() is None and tool not in self._away and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if child.poll() is None:
                 child.kill()
-                lacks = f"python -m launch track {self._folder} --to {tool} sends what it lacks"
-                self._side_files.say(f"warning: {tool} has not taken all rows within {seconds} s; {lacks}")
-        self._children = {}
+                if tool not in self._away:
+                    lacks = f"python -m launch track {self._folder} --to {tool} sends what it lacks"
+                    self._side_files.say(f"warning: {tool} has not taken all rows within {seconds} s; {lacks}")
+            hears.join(1)
+        self._started = {}
