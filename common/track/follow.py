@@ -18,7 +18,7 @@ from common.errors import one_line
 from common.files import open_regular, write_atomically
 from common.track import senders
 
-PAUSE, AGAIN = 5.0, 30.0  # seconds between two looks at the folder, and after one that could not be sent
+PAUSE, LONGEST_PAUSE = 5.0, 30.0  # seconds between two looks at the folder; longer where one takes long, or was in vain
 ROWS = 100  # that are sent at once
 # For each tool {"run": its id, "steps": samples up to which it has the rows of steps, "epochs": the same of epochs}.
 RECORD = "tracked-{}.json"
@@ -123,6 +123,6 @@ def main(folder: str, tool: str) -> None:
     while not told and os.getppid() == job:
         began = time.monotonic()
         sent = follower.send()
-        pause = max(PAUSE, 50 * (time.monotonic() - began)) if sent else AGAIN
+        pause = min(LONGEST_PAUSE, max(PAUSE, 50 * (time.monotonic() - began))) if sent else LONGEST_PAUSE
         told = bool(select.select([sys.stdin], [], [], pause)[0])
     sys.exit(not follower.send(last=True))
