@@ -221,9 +221,10 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
 
 
 def _trackers(text):
-    if wrong := [name for name in text.split(",") if name not in TRACKERS]:
+    names = dict.fromkeys(text.split(","))
+    if wrong := [name for name in names if name not in TRACKERS]:
         raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(TRACKERS)}")
-    return text
+    return ",".join(names)
 
 
 def explain(parser: Parser, **texts: str) -> None:

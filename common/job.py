@@ -96,9 +96,7 @@ def _run(main):
         _announcing_failure(main)
     except Exception as given:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler for loader processes could raise during these lines
-        from common.devices.diagnosis import no_memory
-
-        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or no_memory(given)
+        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or _no_memory(given)
         if error is None:
             _end_with_a_traceback(given)
         if heartbeat.has_parent():  # the parent prints it once for all ranks
@@ -119,10 +117,20 @@ def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
     return None
 
 
-def _end_with_a_traceback(error: Exception) -> NoReturn:
-    from common.alive.wire import network
+def _no_memory(error: Exception) -> Optional[TrainingFailed]:
+    with contextlib.suppress(OSError, ImportError, MemoryError):  # of this import
+        from common.devices.diagnosis import no_memory
 
-    message = f"{type(error).__name__}: {one_line(error)[:300]}{network.advice(error)}"
+        return no_memory(error)
+    return None
+
+
+def _end_with_a_traceback(error: Exception) -> NoReturn:
+    message = f"{type(error).__name__}: {one_line(error)[:300]}"
+    with contextlib.suppress(OSError, ImportError, MemoryError):
+        from common.alive.wire import network
+
+        message += network.advice(error)
     text = one_line(error.line) if isinstance(error, SampleError) else message
     watched = heartbeat.has_parent() or heartbeat.has_watcher()
     if not watched or not is_victim(error):

@@ -13,7 +13,7 @@ import time
 from common import storage
 from common.errors import TrainingFailed, UserError, one_line
 from common.track import senders
-from common.track.follow import PICTURES, Follower, rows
+from common.track.follow import PICTURES, Follower, has_ended
 from common.typed import boolean
 from common.world.folders import is_bucket
 from launch.options import new_parser, run_for_exit_code
@@ -35,17 +35,25 @@ def main(argv: list[str]) -> int:
 def track(run: str, to: str, follow: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = os.path.join(scratch, os.path.basename(run)) if is_bucket(run) else run
-        follower, over = Follower(folder, to, print), False
-        while not over:
-            if is_bucket(run):
-                fetch_files(run, folder, (*FILES, follower.record).__contains__)
-            events = [row["event"] for row in rows(folder, "journal.jsonl") if row["event"] in ("start", "end")]
-            if not events:
-                raise UserError(f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket")
-            over = not follow or events[-1] == "end"
-            if not follower.send(last=over):
-                raise TrainingFailed(f"{to} has not taken all rows")
-            if is_bucket(run):
-                storage.publish(os.path.join(folder, follower.record), f"{run}/{follower.record}")
-            time.sleep(0 if over else PAUSE)
+        if is_bucket(run):  # what wandb and swanlab write themselves stays
+            os.environ.setdefault("WANDB_DIR", os.getcwd())
+            os.environ.setdefault("SWANLAB_LOG_DIR", os.path.join(os.getcwd(), "swanlog"))
+        follower, over = Follower(folder, to, lambda text: print(text.replace(folder, run))), not follow
+        while not _send(run, folder, follower, over):
+            over = has_ended(folder)  # and looks again: the other files may be older than the journal
+            time.sleep(PAUSE)
     print(f"{to} has all rows: {follower.rows} were sent now")
+
+
+def _send(run, folder, follower, last):
+    """Send what is new in the run; return `last`, the last time only if the tracker has all."""
+    if is_bucket(run):
+        fetch_files(run, folder, (*FILES, follower.record).__contains__)
+    if not os.path.exists(os.path.join(folder, FILES[0])):
+        raise UserError(f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket")
+    sent = follower.send(last)
+    if is_bucket(run) and os.path.exists(record := os.path.join(folder, follower.record)):
+        storage.publish(record, f"{run}/{follower.record}")
+    if last and not sent:
+        raise TrainingFailed(f"{follower.tool} has not taken all rows")
+    return last

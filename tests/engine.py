@@ -130,6 +130,7 @@ VERBS = {
         ["folder/jobs/train.py", *TINY, "--output_dir", "alone"],
     ],
     "report": [job("train", *TINY), verb("report", "out")],
+    "track": [job("train", *TINY, "--track", "mlflow"), verb("track", "--help")],  # without the package
     "export": [
         job("train", *TINY),
         *(verb("export", "out", "--format", name, "--output", name) for name in ("torch", "onnx", "modelarts")),

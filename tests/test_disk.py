@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from jobs import speedrun
 from launch.pack import command as pack
 from tests import observed
 from tests.check_ledger import steps_that_count
-from tests.jobs import FIGURES, ROOT, TINY, assert_same_bits, command, final_state, run_forked, run_job
+from tests.jobs import FIGURES, ROOT, TINY, assert_same_bits, command, environment, final_state, run_forked, run_job
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -147,6 +149,30 @@ def test_any_other_file_is_one_line_too(number, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         f"error: /data/x: {os.strerror(number)}; mend that and start again: the run goes on from its last checkpoint\n"
     )
+
+
+NO_FILES = """
+import resource, sys
+sys.path.insert(0, {root!r})
+from common.job import run_job
+
+def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    opened = []
+    while True:
+        opened.append(open("/dev/null"))
+
+run_job(main)
+"""
+
+
+def test_without_files_to_open_the_line_is_printed_too():
+    """Nothing can be imported then."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_FILES.format(root=str(ROOT))], capture_output=True, text=True, env=environment()
+    )
+    assert (done.returncode, done.stderr) == (1, f"error: /dev/null: {os.strerror(errno.EMFILE)}; mend that and start again: the run "
+                                              "goes on from its last checkpoint\n"), done.stderr  # fmt: skip
 
 
 def failing(monkeypatch, name, number=errno.ENOSPC):

@@ -20,6 +20,7 @@ from datasets.sampler import InOrder
 from launch.report import main
 from tests import observed
 from tests.jobs import FIGURES, ROOT, TINY, Popen, command, environment, run_forked, run_job, wait_for
+from tests.ranks import processes_of
 from tests.runs import TIME, ended, lines, made_up
 from tests.stores import MIB, remote_names, store_environment
 
@@ -147,6 +148,9 @@ def test_a_run_that_was_killed_has_its_page_too(tmp_path):
     with Popen(command("train", *TINY, "--epochs", 500, "--output_dir", tmp_path / "out"), env=environment()) as job_:
         wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), job_, "its first epoch")
         job_.kill()
+    wait_for(lambda: not processes_of(tmp_path), None, "the end of its watcher")
+    journal = tmp_path / "out" / "journal.jsonl"  # as if the watcher were lost with it
+    journal.write_text("".join(line for line in journal.open() if json.loads(line)["event"] != "end"))
     assert main([str(tmp_path / "out")]) == 0
     text = Parsed((tmp_path / "out" / "report.html").read_text()).text()
     assert "no end was recorded: it still runs, or was killed after 20" in text and "To go on:" in text

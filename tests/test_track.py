@@ -1,5 +1,6 @@
 """--track and launch track: one entry for all starts of a run, each row once, and no tracker that stops, slows or changes a training."""
 
+import contextlib
 import json
 import os
 import re
@@ -77,6 +78,35 @@ def test_each_row_is_sent_once_whatever_was_done_twice(tmp_path, recorded):
     assert follow.Follower(str(run), "mlflow", print).send() and samples_of(recorded.made[-1].has, "epoch") == [500]
 
 
+def test_a_run_that_branches_off_has_an_entry_of_its_own_and_one_that_goes_back_is_sent_again(tmp_path, recorded):
+    run = made_up(tmp_path / "branch", epochs=2, branched=True, samples=400, goes_on_from="/other/checkpoints/000000000400.pt")
+    assert (
+        follow.Follower(str(run), "mlflow", print).send()
+        and follow.entry_of({"run": "1", "samples": 400, "branched": True}) == "1-400"
+    )
+    assert json.loads((run / "tracked-mlflow.json").read_text())["run"] == "1-400"
+    run = made_up(tmp_path / "back", epochs=2)
+    assert follow.Follower(str(run), "mlflow", print).send()
+    (first,) = [row for row in follow.rows(run, "journal.jsonl") if row["event"] == "start"]
+    with open(run / "journal.jsonl", "a") as file:  # --resume PATH --overwrite true
+        file.write(json.dumps({**first, "time": first["time"] + 300, "samples": 500, "branched": True}) + "\n")
+    for _ in range(2):
+        assert follow.Follower(str(run), "mlflow", print).send()
+    assert [samples_of(made.has, "epoch") for made in recorded.made[-3:]] == [[500, 1000], [1000], []]
+
+
+def test_a_run_is_followed_until_a_look_after_its_end(tmp_path, recorded, monkeypatch):
+    run, looks = made_up(tmp_path / "run", epochs=1), []
+
+    def more(_):
+        looks.append(1)
+        made_up(run, epochs=1 + len(looks), event=[ended()] * (len(looks) == 2))
+
+    monkeypatch.setattr(track.time, "sleep", more)
+    assert track.main([str(run), "--follow", "true"]) == 0 and len(looks) == 3
+    assert samples_of(recorded.made[0].has, "epoch") == [500, 1000, 1500, 2000]
+
+
 def test_a_tracker_that_is_away_is_one_warning_and_gets_all_later(tmp_path, recorded, capsys):
     run = made_up(tmp_path / "run", epochs=1)
     recorded.away, said = True, []
@@ -127,19 +157,26 @@ def test_a_tracker_that_never_answers_is_left_at_the_end(tmp_path, monkeypatch, 
 
 @pytest.fixture(scope="module")
 def mlflow(tmp_path_factory):
+    with server_of(tmp_path_factory.mktemp("mlflow")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def server_of(folder):
     """A server of MLflow, and what a job needs to use it."""
-    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    port = free_port()
     program = python_program("mlflow", MLFLOW)
     words = [program, "server", "--backend-store-uri", f"sqlite:///{folder}/db", "--artifacts-destination", str(folder / "artifacts"),
              "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]  # fmt: skip
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(list(map(str, words)), cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    server = Server(process, port, program)
-    wait_for(lambda: server.answers(), process, "an answer of the server")
-    yield server
-    os.killpg(process.pid, signal.SIGCONT)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        server = Server(process, port, program)
+        wait_for(server.answers, process, "an answer of the server")
+        yield server
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 class Server:

@@ -142,6 +142,7 @@ def of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
     return {
         "run": run.saving.id,
         "goes_on_from": goes_on_from,
+        "branched": bool(goes_on_from) and args.resume not in ("auto", "never"),  # gone on from the --resume PATH of this start
         **at.row(at.epoch),
         "consumed": at.consumed,
         "epochs": args.epochs,

@@ -18,7 +18,8 @@ from common.world.folders import local_folder
 
 FOLDERS = (names.FOLDER, starts.FOLDER)
 GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
-OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png")  # an evaluation leaves them, and report.html shows them
+# An evaluation leaves them, and report.html shows them; and the record of what a tracker has.
+OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png|tracked-\w+\.json")
 
 
 class RunBucket:

@@ -38,10 +38,11 @@ class Follower:
             events = [row for row in rows(self.folder, "journal.jsonl") if row.get("event") in ("start", "end")]
             starts = [row for row in events if row["event"] == "start"]
             if starts:
-                self._sender = self._sender or senders.TOOLS[self.tool](starts[-1], self.folder)
-                self._send_rows(starts[-1])
+                start = {**starts[-1], "run": entry_of(starts[0])}
+                self._sender = self._sender or senders.TOOLS[self.tool](start, self.folder)
+                told = self._send_rows(start)
                 if last:
-                    self._end(starts[-1]["run"], events[-1])
+                    self._end(told, events[-1])
         except Exception as error:  # a tracker's library may raise anything
             self._warn(error)
             return False
@@ -58,7 +59,7 @@ class Follower:
         self._warned = True
 
     def _send_rows(self, start):
-        told = self._told(start["run"])
+        told = self._told(start)
         for kind, new in (("steps", _steps(self.folder)), ("epochs", _epochs(self.folder, start))):
             wanted = sorted((row for row in new if row[0] > told.get(kind, 0)), key=lambda row: row[0])
             for part in (wanted[begin : begin + ROWS] for begin in range(0, len(wanted), ROWS)):
@@ -66,24 +67,36 @@ class Follower:
                 self._sender.log(part, told)
                 self._note(told)
                 self.rows += len(part)
+        return told
 
-    def _end(self, run, event):
-        told, over = self._told(run), event["event"] == "end"
+    def _end(self, told, event):
+        over = event["event"] == "end"
         if over and told.get("ended") != event["time"]:
             for path in (os.path.join(self.folder, name) for name in PICTURES):
                 if os.path.exists(path):
                     self._sender.picture(path, event["samples"])
-            self._note({**told, "ended": event["time"]})
         self._sender.end(event["how"] if over else "", event["why"] if over else "")
+        self._note({**told, "ended": event["time"] if over else None})
 
-    def _told(self, run):
-        """Return how far the tracker has been told of this run, by its own account or by the record in the folder."""
-        told = [{"run": run}, next(rows(self.folder, self.record), {}), self._sender.told()]
-        return max((one for one in told if one.get("run") == run), key=lambda one: one.get("steps", 0))
+    def _told(self, start):
+        """Return how far the tracker has been told of this run, by its own account and by the record in the folder."""
+        told = {"run": start["run"]}
+        for account in (next(rows(self.folder, self.record), {}), self._sender.told()):
+            if account.get("run") == start["run"]:
+                known = {name: value for name, value in account.items() if value is not None}
+                told.update({name: value for name, value in known.items() if name not in told or value > told[name]})
+        if start.get("branched") and told.get("since") != start["time"]:  # it has gone back, by --resume PATH
+            told.update({kind: min(told.get(kind, 0), start["samples"]) for kind in ("steps", "epochs")}, since=start["time"])
+        return told
 
     def _note(self, told):
         with contextlib.suppress(OSError):  # the disk may be full
             write_atomically(os.path.join(self.folder, self.record), json.dumps(told).encode())
+
+
+def entry_of(start: dict) -> str:
+    """Return the id of a run's entry, by its first start: that of the run, unless it has branched off another one there."""
+    return f"{start['run']}-{start['samples']}" if start.get("branched") else start["run"]
 
 
 def rows(folder, name):
@@ -123,6 +136,20 @@ def main(folder: str, tool: str) -> None:
     while not told and os.getppid() == job:
         began = time.monotonic()
         sent = follower.send()
-        pause = min(LONGEST_PAUSE, max(PAUSE, 50 * (time.monotonic() - began))) if sent else LONGEST_PAUSE
+        pause = min(LONGEST_PAUSE, max(PAUSE, 5 * (time.monotonic() - began))) if sent else LONGEST_PAUSE
         told = bool(select.select([sys.stdin], [], [], pause)[0])
+    if not told:  # the process that watched the job may still note why it has ended
+        wait_for_end(folder)
     sys.exit(not follower.send(last=True))
+
+
+def wait_for_end(folder: str, seconds: float = PAUSE) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not has_ended(folder):
+        time.sleep(0.2)
+
+
+def has_ended(folder: str) -> bool:
+    """Whether the last start of the run has noted its end."""
+    events = [row["event"] for row in rows(folder, "journal.jsonl") if row.get("event") in ("start", "end")]
+    return events[-1:] == ["end"]

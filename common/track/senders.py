@@ -23,7 +23,7 @@ def described(start: dict, folder: str) -> tuple[str, dict[str, Any], dict[str, 
 class MLflow:
     def __init__(self, start: dict, folder: str):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds, for 120
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the follower tries again
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
 
@@ -73,7 +73,8 @@ class WandB:
         name, settings, tags = described(start, folder)
         self._picture, quiet = wandb.Image, wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
-            id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name, dir=folder,
+            id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name,
+            dir=os.environ.get("WANDB_DIR", folder),
             config=settings, tags=[f"{name}={value}"[:64] for name, value in tags.items()], settings=quiet,
         )  # fmt: skip
         self._run.define_metric("*", step_metric="samples")
@@ -102,7 +103,8 @@ class SwanLab:
         self._swanlab = swanlab
         swanlab.init(
             id=start["run"], resume="allow", project=os.environ.get("SWANLAB_PROJ_NAME", start["job"]), name=name,
-            log_dir=os.path.join(folder, "swanlog"), config=settings, tags=[f"{name}={value}" for name, value in tags.items()],
+            log_dir=os.environ.get("SWANLAB_LOG_DIR", os.path.join(folder, "swanlog")), config=settings,
+            tags=[f"{name}={value}" for name, value in tags.items()],
         )  # fmt: skip
 
     def told(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 from common.track import follow
 
-END_SECONDS, STOP_SECONDS = 20, 5  # for the last rows at the end of the run, and after a stop signal or an error
+END_SECONDS, STOP_SECONDS, FAILURE_SECONDS = 20, 5, 2  # for the last rows at the end of the run, after a signal, an error
 
 
 class Tracker(Observer):
@@ -38,7 +38,7 @@ class Tracker(Observer):
         self._end(STOP_SECONDS if STOPS.noted else END_SECONDS)
 
     def failed(self, _facts: Facts, **_: Any) -> None:
-        self._end(STOP_SECONDS)
+        self._end(FAILURE_SECONDS)
 
     def _end(self, seconds):
         deadline = time.monotonic() + seconds
