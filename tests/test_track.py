@@ -92,7 +92,16 @@ def test_a_run_that_branches_off_has_an_entry_of_its_own_and_one_that_goes_back_
         file.write(json.dumps({**first, "time": first["time"] + 300, "samples": 500, "branched": True}) + "\n")
     for _ in range(2):
         assert follow.Follower(str(run), "mlflow", print).send()
-    assert [samples_of(made.has, "epoch") for made in recorded.made[-3:]] == [[500, 1000], [1000], []]
+    with open(
+        run / "journal.jsonl", "a"
+    ) as file:  # the same command once more, after a kill: it goes on from its newest checkpoint
+        file.write(json.dumps({**first, "time": first["time"] + 400, "samples": 1000, "branched": True}) + "\n")
+    with open(run / "speed.jsonl", "a") as file:
+        (late,) = [row for row in follow.rows(run, "speed.jsonl") if row["samples"] == 900]
+        file.write(json.dumps({**late, "samples": 1100, "time": first["time"] + 350}) + "\n")
+    assert follow.Follower(str(run), "mlflow", print).send()
+    assert [samples_of(made.has, "epoch") for made in recorded.made[-4:]] == [[500, 1000], [1000], [], []]
+    assert samples_of(recorded.made[-1].has, "train/loss") == [1100]
 
 
 def test_a_run_is_followed_until_a_look_after_its_end(tmp_path, recorded, monkeypatch):
@@ -105,6 +114,40 @@ def test_a_run_is_followed_until_a_look_after_its_end(tmp_path, recorded, monkey
     monkeypatch.setattr(track.time, "sleep", more)
     assert track.main([str(run), "--follow", "true"]) == 0 and len(looks) == 3
     assert samples_of(recorded.made[0].has, "epoch") == [500, 1000, 1500, 2000]
+
+
+def test_a_job_that_was_killed_has_failed_and_the_reason_of_its_parent_is_waited_for(tmp_path, recorded, monkeypatch):
+    monkeypatch.setattr(follow, "PAUSE", 0)
+    run = made_up(tmp_path / "run", epochs=1)
+    noted = [ended("failed", "rank 1 was killed by SIGKILL")]
+    for wait in (lambda *_: None, lambda *_: made_up(run, epochs=1, event=noted)):
+        monkeypatch.setattr(follow, "wait_for_end", wait)
+        ours, of_job = os.pipe()
+        os.close(of_job)  # as the system does
+        assert follow.follow(follow.Follower(str(run), "mlflow", print), os.fdopen(ours), os.getppid())
+    ends = [made.has[-1] for made in recorded.made]
+    assert ends == [("failed", "the process of the run has ended without a word"), ("failed", "rank 1 was killed by SIGKILL")]
+
+
+def test_a_job_that_says_its_end_is_not_waited_for(tmp_path, recorded, monkeypatch):
+    monkeypatch.setattr(follow, "wait_for_end", None)
+    run = made_up(tmp_path / "run", epochs=1, event=[ended()])
+    ours, of_job = os.pipe()
+    os.write(of_job, b"end\n")
+    assert follow.follow(follow.Follower(str(run), "mlflow", print), os.fdopen(ours), os.getppid())
+    assert recorded.made[0].has[-1] == ("finished", "--epochs 4")
+    os.close(of_job)
+
+
+def test_a_warning_that_nobody_hears_does_not_end_the_following(tmp_path, recorded):
+    def closed(_):
+        raise BrokenPipeError
+
+    recorded.away = True
+    follower = follow.Follower(str(made_up(tmp_path / "run", epochs=1)), "mlflow", closed)
+    assert not follower.send()
+    recorded.away = False
+    assert follower.send() and follower.rows == 5
 
 
 def test_a_tracker_that_is_away_is_one_warning_and_gets_all_later(tmp_path, recorded, capsys):
@@ -236,6 +279,7 @@ def test_a_run_that_is_killed_twice_is_one_run_of_mlflow(tmp_path, mlflow, untra
         wait_for(saved(tmp_path, samples), process, "so many steps")
         process.kill()
         process.wait()
+        wait_for(lambda: [run["info"]["status"] for run in mlflow.runs(tmp_path / "out")] == ["FAILED"], None, "its end")
     assert started(tmp_path, mlflow).wait(PATIENCE) == 0
     out = tmp_path / "out"
     (run,) = mlflow.runs(out)

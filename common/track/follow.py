@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import time
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
 from common.errors import one_line
 from common.files import open_regular, write_atomically
@@ -32,8 +32,11 @@ class Follower:
         self._say, self._warned = say, False
         self._sender: Any = None
 
-    def send(self, last: bool = False) -> bool:
-        """Send what is new, and return whether the tracker has all there is. `last`: this is the last call."""
+    def send(self, last: bool = False, otherwise: tuple[str, str] = ("", "")) -> bool:
+        """Send what is new, and return whether the tracker has all there is.
+
+        `last`: this is the last call. `otherwise`: (how, why) the run has ended, if it has not noted that itself.
+        """
         try:
             events = [row for row in rows(self.folder, "journal.jsonl") if row.get("event") in ("start", "end")]
             starts = [row for row in events if row["event"] == "start"]
@@ -42,20 +45,24 @@ class Follower:
                 self._sender = self._sender or senders.TOOLS[self.tool](start, self.folder)
                 told = self._send_rows(start)
                 if last:
-                    self._end(told, events[-1])
+                    self._end(told, events[-1], otherwise)
         except Exception as error:  # a tracker's library may raise anything
             self._warn(error)
             return False
         if self._warned:
-            self._say(f"{self.tool} takes the rows again")
+            self._tell(f"{self.tool} takes the rows again")
         self._warned = False
         return True
+
+    def _tell(self, text):
+        with contextlib.suppress(OSError):  # nobody hears it any more
+            self._say(text)
 
     def _warn(self, error):
         why = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else one_line(error)[:300]
         later = f"python -m launch track {self.folder} --to {self.tool} sends them"
         if not self._warned:
-            self._say(f"warning: {self.tool} takes no rows: {why}; the run goes on, and {later}")
+            self._tell(f"warning: {self.tool} takes no rows: {why}; the run goes on, and {later}")
         self._warned = True
 
     def _send_rows(self, start):
@@ -69,13 +76,13 @@ class Follower:
                 self.rows += len(part)
         return told
 
-    def _end(self, told, event):
+    def _end(self, told, event, otherwise):
         over = event["event"] == "end"
         if over and told.get("ended") != event["time"]:
             for path in (os.path.join(self.folder, name) for name in PICTURES):
                 if os.path.exists(path):
                     self._sender.picture(path, event["samples"])
-        self._sender.end(event["how"] if over else "", event["why"] if over else "")
+        self._sender.end(*((event["how"], event["why"]) if over else otherwise))
         self._note({**told, "ended": event["time"] if over else None})
 
     def _told(self, start):
@@ -85,7 +92,7 @@ class Follower:
             if account.get("run") == start["run"]:
                 known = {name: value for name, value in account.items() if value is not None}
                 told.update({name: value for name, value in known.items() if name not in told or value > told[name]})
-        if start.get("branched") and told.get("since") != start["time"]:  # it has gone back, by --resume PATH
+        if told.get("since") != start["time"] and _has_gone_back(self.folder, start):
             told.update({kind: min(told.get(kind, 0), start["samples"]) for kind in ("steps", "epochs")}, since=start["time"])
         return told
 
@@ -97,6 +104,12 @@ class Follower:
 def entry_of(start: dict) -> str:
     """Return the id of a run's entry, by its first start: that of the run, unless it has branched off another one there."""
     return f"{start['run']}-{start['samples']}" if start.get("branched") else start["run"]
+
+
+def _has_gone_back(folder, start):
+    """Whether this start has deleted later checkpoints, by --resume PATH --overwrite true: their rows are to be replaced."""
+    saves = [row["samples"] for row in rows(folder, "speed.jsonl") if row["loss"] is None and row["time"] < start["time"]]
+    return start.get("branched") and saves[-1:] > [start["samples"]]
 
 
 def rows(folder, name):
@@ -131,16 +144,24 @@ def main(folder: str, tool: str) -> None:
     own, nowhere = os.fdopen(os.dup(1), "w", 1), os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # for what the libraries print
         os.dup2(nowhere, number)
-    job, follower = os.getppid(), Follower(folder, tool, lambda text: print(one_line(text), file=own, flush=True))
-    told = False
-    while not told and os.getppid() == job:
+    follower = Follower(folder, tool, lambda text: print(one_line(text), file=own, flush=True))
+    sys.exit(not follow(follower, sys.stdin, os.getppid()))
+
+
+def follow(follower: Follower, from_job: IO[str], job: int) -> bool:
+    """Send what is new until a line comes from the job, or it has gone; return whether the tracker has all."""
+    said = gone = False
+    while not said and not gone:
         began = time.monotonic()
         sent = follower.send()
         pause = min(LONGEST_PAUSE, max(PAUSE, 5 * (time.monotonic() - began))) if sent else LONGEST_PAUSE
-        told = bool(select.select([sys.stdin], [], [], pause)[0])
-    if not told:  # the process that watched the job may still note why it has ended
-        wait_for_end(folder)
-    sys.exit(not follower.send(last=True))
+        heard = bool(select.select([from_job], [], [], pause)[0])
+        said = heard and bool(from_job.readline())
+        gone = (heard and not said) or os.getppid() != job  # its end of the pipe may be open in a process that it had started
+    if not gone:
+        return follower.send(last=True)
+    wait_for_end(follower.folder)  # the process that watched it may still note why
+    return follower.send(last=True, otherwise=("failed", "the process of the run has ended without a word"))
 
 
 def wait_for_end(folder: str, seconds: float = PAUSE) -> None:
