@@ -1,8 +1,12 @@
-"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why it ends."""
+"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why it ends.
+
+The job trains on when the reader of its output is gone or the disk of its log is full.
+"""
 
 import argparse
 import contextlib
 import errno
+import io
 import os
 import resource
 import signal
@@ -11,7 +15,7 @@ import threading
 import traceback
 from typing import Callable, NoReturn, Optional
 
-from common import moments, packages, progress, streams
+from common import moments, packages, progress
 from common.alive import heartbeat
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
@@ -72,7 +76,7 @@ class _WriteTheReport:
 
 def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main`, and return if it returns. After an error, end the process with the exit code for it (errors.py)."""
-    streams.never_fail()
+    never_fail()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,3 +162,31 @@ def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class _Unfailing(io.FileIO):
+    """A file that drops what cannot be written."""
+
+    def write(self, content):
+        try:
+            return super().write(content) or len(content)
+        except OSError:
+            return len(content)
+
+
+def never_fail() -> None:
+    """Make writes to sys.stdout and sys.stderr never fail, unless these were replaced; escape what their encoding lacks."""
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the descriptor of a closed stream
+        pass
+    os.close(unused)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # its descriptor may belong to another file by now
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        file, by_line = io.BufferedWriter(_Unfailing(number, "w", closefd=False)), stream.line_buffering or stream.write_through
+        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line))

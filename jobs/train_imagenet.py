@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import torch
 from torch import distributed
 
-from common import arguments, devices, exact, recipe
+from common import arguments, devices, exact
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.checkpoints import restore
 from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights
@@ -45,7 +45,7 @@ from common.models.average import Average
 from common.progress import say
 from common.ranks import barrier, group, norms
 from common.run import Run, Scaler, Scores
-from datasets import imagenet
+from datasets import imagenet, recipe
 from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
 

@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from common import arguments, recipe
+from common import arguments
 from common.errors import UserError
-from datasets import imagenet
+from datasets import imagenet, recipe
 from datasets.photos import splits, tree
 from tests import pictures
 from tests.jobs import FIGURES, NETWORK, module_of, run_job

@@ -10,7 +10,7 @@ import termios
 
 import pytest
 
-from common import streams
+from common import job
 from common.job import run_job
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, command, environment, final_state, in_rehearsal, wait_for
 
@@ -105,8 +105,8 @@ def test_what_fits_is_printed_in_order_and_any_name_can_be(tmp_path):
     """In a process of its own, whose output becomes unwritable in the middle and writable again."""
     script = """
 import os, sys
-from common import streams
-streams.never_fail()
+from common import job
+job.never_fail()
 print("one")
 print("no UTF-8:", os.fsdecode(b"a\\xff"), flush=True)
 kept = os.dup(1)
@@ -120,13 +120,13 @@ print("two")
 
 
 def test_streams_that_others_have_replaced_are_left_alone(capsys):
-    streams.never_fail()
+    job.never_fail()
     print("seen")
     assert capsys.readouterr().out == "seen\n"
 
 
 def test_a_file_of_the_run_never_takes_the_place_of_a_closed_stream(tmp_path):
-    script = "import os; from common import streams; streams.never_fail(); print(os.open('x', os.O_CREAT | os.O_WRONLY), file=open('y', 'w'))"
+    script = "import os; from common import job; job.never_fail(); print(os.open('x', os.O_CREAT | os.O_WRONLY), file=open('y', 'w'))"
     env = environment(PYTHONPATH=str(ROOT))
     subprocess.run(["sh", "-c", f'"{sys.executable}" -c "$1" >&- 2>&- <&-', "sh", script], cwd=tmp_path, env=env, check=True)
     assert int((tmp_path / "y").read_text()) > 2 and os.path.getsize(tmp_path / "x") == 0

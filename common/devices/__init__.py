@@ -54,6 +54,6 @@ __all__ = [
     "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back", "grad_scaler",
     "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_nvidia", "layout",
     "loader_workers", "memory_in_use", "noun", "of", "on_stream", "peak_memory", "profiled", "record_event",
-    "require_feature", "require_one_each", "seed_in_use", "side_stream", "slices", "synchronize", "to_device", "use",
+    "require_feature", "require_one_each", "seed_in_use", "seeds", "side_stream", "slices", "synchronize", "to_device", "use",
     "widest",
 ]  # fmt: skip

@@ -22,11 +22,11 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import arguments, devices
+from common.devices.seeds import seed_step
 from common.errors import UserError
 from common.exact import sums
 from common.ranks import collectives, norms
 from common.ranks.collectives import RanksChanged
-from common.seeds import seed_step
 
 SHARES = "parts of the global batch: as many as there will ever be ranks, or more; unset: the ranks of the first start"
 PART_BYTES = 8 << 20  # of gradients that are exchanged together

@@ -31,6 +31,7 @@ from common.checkpoints.evidence import Evidence
 from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.checkpoints.weights import unwrapped
+from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
 from common.errors import STOP_SIGNALS
 from common.moments import REPLACED
 from common.run import first_lines
@@ -41,7 +42,6 @@ from common.run.peers import Fixed
 from common.run.plan import Plan, Results
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
-from common.seeds import EVALUATION, HEAD, TAIL, seed_step
 
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
 MOST_WAITED = 100  # steps without an update of the weights, after which a save or a stop waits no longer for one

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from common import devices
+from common.devices import work
 
 HEAD, EVALUATION, TAIL, BATCH = -1, -2, -3, -4  # places: before an epoch's steps, after them, after end_epoch(), in a loader
 
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:
     """Seed every generator for a step of rank or share `part`. For HEAD, EVALUATION and TAIL, samples_seen is the epoch."""
-    devices.seed_in_use(_seed(seed, samples_seen, part))
+    work.seed_in_use(_seed(seed, samples_seen, part))
 
 
 def states() -> tuple:
