@@ -27,7 +27,7 @@ BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", 
 NO_INPUT = ["synthetic", "syntetic"]  # Alibaba's document has the second spelling
 DATA = (
     "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or with CLASS/*.JPEG, of which a "
-    "fifth is held out; or what launch pack made of the first"
+    "fifth is held out; or the .manifest of a labelling platform; or what launch pack made of one of these"
 )
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SYNTHETIC = {"train": 1280, "val": 256}
@@ -159,7 +159,12 @@ def _find(args):
         for part in found if is_address(args.data_url) and not remote else ():
             packed.verify_once(part)
         return found, False
-    root = storage.fetch(args.data_url, inputs=args.input_dir)
+    labels = photo_files.manifest_of(args.data_url)
+    root = args.data_url if labels else storage.fetch(args.data_url, inputs=args.input_dir)
+    if labels := labels or photo_files.manifest_of(root):
+        from datasets.photos import manifest
+
+        return manifest.load(labels, args.input_dir)
     require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
     if not os.path.isdir(os.path.join(root, "train")):
         from datasets.photos import packed

@@ -53,6 +53,7 @@ NOT_RUN = {
         "python jobs/train.py --data_url obs://bucket/cifar10",
         "python jobs/train_ddp.py --data_url obs://bucket/cifar10 --output_dir obs://bucket/runs/7",
         "python jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed",
+        "python jobs/train_imagenet.py --data_url obs://bucket/flowers-out/annotation/V001/V001.manifest --arch resnet18 --image_size 64",
         "python -m launch pack /data/imagenet obs://bucket/imagenet-packed",
         "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048",
     ],

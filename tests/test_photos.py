@@ -157,11 +157,12 @@ def test_an_index_with_flipped_bits_or_of_another_form_is_made_again(folder):
     first = tree.load(str(folder))
     path = next((Path("input_dir") / "index").glob("*.npz"))
     good, classes, read = path.read_bytes(), files.classes(str(folder)), 0
+    signature = bytes(np.load(path)["signature"]).decode()
     for position in range(0, len(good) * 8, 29):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8
         path.write_bytes(bad)
-        found = tree._read(str(path), str(folder), classes)
+        found = tree._read(str(path), str(folder), list(classes), signature)
         read += found is not None  # a bit that says nothing, as in the date of an entry
         for name, value in vars(first).items() if found else ():
             assert np.array_equal(getattr(found, name), value), (position, name)
@@ -170,7 +171,7 @@ def test_an_index_with_flipped_bits_or_of_another_form_is_made_again(folder):
         arrays = dict(stored)
     for left_out in (b"[" * 200_000 + b"]" * 200_000, b"[]", b'{"empty": [5]}'):
         np.savez(path, **{**arrays, "left_out": np.frombuffer(left_out, np.uint8)})
-        assert tree._read(str(path), str(folder), classes) is None
+        assert tree._read(str(path), str(folder), list(classes), signature) is None
 
 
 def test_a_folder_without_pictures_is_refused(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import hashlib
 import os
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
@@ -25,13 +26,18 @@ AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # concurrent parts of an object; concu
 DAMAGED = 8  # attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
 
 
-def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print) -> None:
-    """Fetch missing and changed objects below `url`, or the one of this name; delete fetched files whose objects are gone."""
+def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, only: Optional[Collection[str]] = None) -> None:
+    """Fetch missing and changed objects below `url`, or the one of this name; delete fetched files whose objects are gone.
+
+    `only`: names in the folder; other objects are not fetched.
+    """
     bucket = Bucket(url, say)
     os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as known:
-        items = listing.named(bucket, listing.everything(bucket, tell))
-        for name in known.names() - items.keys():
+        there = listing.everything(bucket, tell)
+        wanted = there if only is None else [item for item in there if bucket.relative(item.key) in only]
+        items = listing.named(bucket, wanted)
+        for name in known.names() - items.keys() - {bucket.relative(item.key) for item in there}:
             known.remove(name)
         missing = {name: item for name, item in items.items() if not known.has(name, item)}
         if not missing:

@@ -7,6 +7,7 @@ publish(path, url)              a file or folder, to a path or a bucket
 import os
 import shutil
 import urllib.parse
+from collections.abc import Collection
 from typing import Optional
 
 from common import files
@@ -15,8 +16,13 @@ from common.errors import UserError, of_a_file, one_line
 from common.world.folders import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 
 
-def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR) -> str:
-    """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this, or `url` if it is a path."""
+def fetch(
+    url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR, only: Optional[Collection[str]] = None
+) -> str:
+    """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this, or `url` if it is a path.
+
+    `only`: paths below a bucket's `url`; of its objects those that are among them are fetched, and no others.
+    """
     if not is_address(url):
         return url
     from common.storage import download, https, index, once
@@ -27,7 +33,7 @@ def fetch(url: str, folder: Optional[str] = None, say: Say = print, inputs: str 
     try:
         if is_bucket(url):
             lease = os.path.join(index.notes(folder), "fetch")
-            once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say))
+            once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say, only))
         else:
             name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
             if not is_fetchable_name(name):

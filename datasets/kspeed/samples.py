@@ -130,9 +130,10 @@ def _connected(_process, client, root, login):
 def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None) -> Union[CachedTree, VendorsTree]:
     """Return a copy of the tree that reads through Alibaba's service if its package is installed, else through memcached."""
     client = vendors_folder()
+    known = {field.name: getattr(files, field.name) for field in dataclasses.fields(tree.Tree)}
     if client is None:
-        return CachedTree(**vars(files), cache=open_cache(iplist, user))
-    return VendorsTree(**vars(files), client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
+        return CachedTree(**known, cache=open_cache(iplist, user))
+    return VendorsTree(**known, client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
 
 
 # --- Filling the cache -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # The formats that Pillow may open. For EPS, for example, it would start another program.
 FORMATS = ["JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF"]
+MANIFEST = ".manifest"  # the ending of a file that labels photographs
 OF_A_JOB = ("journal.jsonl", ".lock")  # files in the output folder of a run, which is not a class
 MOST_BYTES = 256 << 20  # of a file
 MOST_PIXELS = 100_000_000  # more is a decompression bomb
@@ -30,6 +31,18 @@ def add_max_megapixels(group: "argparse._ActionsContainer") -> None:
     most = arguments.number(int, at_least=1, below=MOST_PIXELS // 10**6 + 1)
     group.add_argument("--max_megapixels", type=most, default=MEGAPIXELS, help="photographs of more million pixels are left "
                        "out and counted, because one that is decoded takes up to 10 MB a million in its worker")  # fmt: skip
+
+
+def manifest_of(place: str) -> Optional[str]:
+    """Return the .manifest that `place` is, or that lies in this folder without train and val; None if there is none."""
+    if place.endswith(MANIFEST):
+        return place
+    if not os.path.isdir(place) or any(os.path.exists(os.path.join(place, split)) for split in ("train", "val")):
+        return None
+    found = sorted(name for name in os.listdir(place) if name.endswith(MANIFEST) and not name.startswith("."))
+    if len(found) > 1:
+        raise UserError(f"{one_line(place)} has {len(found)} manifests: give one, such as {one_line(found[-1])} in it")
+    return os.path.join(place, found[0]) if found else None
 
 
 def classes(folder: str) -> dict[str, int]:

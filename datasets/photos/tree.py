@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar, Union
+from typing import TYPE_CHECKING, Callable, ClassVar, Union
 
 import numpy as np
 
@@ -106,52 +106,68 @@ class Tree:
 def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     """Return the tree below `folder`, from its index, which is made once per node if it is missing or outdated."""
     require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
-    name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
-    path = os.path.join(index_folder, "index", f"{name}.npz")
     classes = files.classes(folder)
-    once.once_per_node(path, lambda held: _read(path, folder, classes) or _write(path, folder, classes, held))
-    found = _read(path, folder, classes)
-    if found is None:
-        raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
-    return found
+
+    def listed(others):
+        return [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, others)]
+
+    return indexed(folder, folder, list(classes), list(classes.values()), listed, index_folder)
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
-def _signature(folder, classes):
-    return json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, list(classes.items())])
+def indexed(
+    place: str, folder: str, classes: list[str], state: object, listed: Callable[[dict[str, list[str]]], list[tuple[int, str]]],
+    index_folder: str, judged: Callable[[str], Verdict] = lambda path: judge(path),
+) -> Tree:  # fmt: skip
+    """Return the tree of the files below `folder` that `listed(others)` returns as (label, path), from the index of `place`.
+
+    It is made once per node if it is missing or of another `state`. `listed` adds what it leaves out to `others`, by extension.
+    """
+    signature = json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, classes, state])
+    name = hashlib.sha256(os.fsencode(os.path.realpath(place))).hexdigest()[:16]
+    path = os.path.join(index_folder, "index", f"{name}.npz")
+
+    def read():
+        return _read(path, folder, classes, signature)
+
+    once.once_per_node(path, lambda held: read() or _write(path, folder, signature, listed, judged, held))
+    found = read()
+    if found is None:
+        raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
+    return found
 
 
-def _read(path, folder, classes):
+def _read(path, folder, classes, signature):
     """Return the tree, or None where the index is missing, damaged, or of another state of the folder."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            if stored.zip.testzip() or bytes(stored["signature"]).decode() != _signature(folder, classes):
+            if stored.zip.testzip() or bytes(stored["signature"]).decode() != signature:
                 return None
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
-            now = [_when(os.path.join(folder, name)) for name in _names(left_out)]
+            now = [when(os.path.join(folder, name)) for name in _names(left_out)]
             if now != stored["changed"].tolist():  # a repaired file leaves its folder's time as it was
                 return None
             arrays = {name: stored[name] for name in ("labels", "widths", "heights", "special")}
     except Exception:  # a damaged file can fail in any way
         return None
-    return Tree(folder, list(classes), names, left_out=left_out, **arrays)
+    return Tree(folder, classes, names, left_out=left_out, **arrays)
 
 
-def _write(path, folder, classes, held):
+def _write(path, folder, signature, listed, judged, held):
     others: dict[str, list[str]] = {}
-    names = [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, others)]
+    names = listed(others)
     rows, left_out, changed = [], collections.defaultdict(list), {}
     left_out.update({f"{BY_NAME}{ending or 'without an extension'}": found for ending, found in others.items()})
     with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
         paths = (os.path.join(folder, name) for _, name in names)
-        verdicts = pool.map(lambda path: (_when(path), judge(path)), paths, chunksize=64)  # the time is read before the file
-        for (label, name), (when, verdict) in zip(names, verdicts):
+        verdicts = pool.map(lambda path: (when(path), judged(path)), paths, chunksize=64)  # the time is read before the file
+        for (label, name), (changed_at, verdict) in zip(names, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
-                changed[name] = when
+                changed[name] = changed_at
             else:
                 rows.append((name, label, *verdict))
             progress.add(1)
@@ -160,7 +176,7 @@ def _write(path, folder, classes, held):
         raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
     names, labels, special, widths, heights = zip(*rows)
     stored = {
-        "signature": _bytes(_signature(folder, classes)), "names": _bytes("\0".join(names)),
+        "signature": _bytes(signature), "names": _bytes("\0".join(names)),
         "left_out": _bytes(json.dumps(left_out)), "changed": np.array([changed[name] for name in _names(left_out)], np.int64),
         "labels": np.array(labels, np.int64),
         "special": np.array(special, bool), "widths": np.array(widths, np.int32), "heights": np.array(heights, np.int32),
@@ -174,7 +190,8 @@ def _names(left_out):
     return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
 
-def _when(path):
+def when(path: str) -> int:
+    """Return the time in ns at which a file or folder was changed; 0 if there is none."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:

@@ -33,7 +33,7 @@ from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
 from common.world import folders
-from datasets.photos import files, packed, splits, tiles, tree
+from datasets.photos import files, manifest, packed, splits, tiles, tree
 from launch.options import new_parser, run_for_exit_code
 from launch.pack.forms import FORMS
 from launch.pack.shards import ShardPlan, make
@@ -68,26 +68,13 @@ def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequenc
 
 def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     """Make the missing shards and the indexes of the pack in `folder`, print a summary, and return the names of all shards."""
-    require_folder("ROOT", root, "give the folder of the photographs")
-    flat = splits.is_unsplit(root)
-    for split in () if flat else splits.SPLITS:  # this is checked before a folder is made
-        if not os.path.isdir(os.path.join(root, split)):
-            raise UserError(
-                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
-                "CLASS/*.JPEG"
-            )
-    if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
-        raise UserError(f"{one_line(folder)} is in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
+    if not files.manifest_of(root):
+        _require_photographs(root, folder)
     os.makedirs(folder, exist_ok=True)
     busy = f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
     with once.locked(os.path.join(folder, ".pack"), busy):
         index = os.path.join(folder, ".tree")
-        if flat:
-            trees = splits.hold_out(tree.load(root, index).without_larger(options.max_megapixels), options.seed)
-        else:
-            trees = [
-                tree.load(os.path.join(root, split), index).without_larger(options.max_megapixels) for split in splits.SPLITS
-            ]
+        trees = _photographs(root, index, options)
         plans = [ShardPlan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
         _clear(folder, plans, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
@@ -104,6 +91,31 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         shutil.rmtree(index)
     print(_describe(plans, len(missing), progress), flush=True)
     return [shard.name for plan in plans for shard in plan.shards]
+
+
+def _require_photographs(root: str, folder: str) -> None:
+    """Raise UserError, before a folder is made, unless ROOT holds photographs, and OUT elsewhere."""
+    require_folder("ROOT", root, "give the folder of the photographs")
+    for split in () if splits.is_unsplit(root) else splits.SPLITS:
+        if not os.path.isdir(os.path.join(root, split)):
+            raise UserError(
+                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
+                "CLASS/*.JPEG"
+            )
+    if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
+        raise UserError(f"{one_line(folder)} is in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
+
+
+def _photographs(root: str, index: str, options: argparse.Namespace) -> Sequence[tree.Tree]:
+    """Return the photographs for training and validation. `index`: the folder for their index."""
+    if labels := files.manifest_of(root):
+        found, undivided = manifest.load(labels, index_folder=index)
+    else:
+        undivided = splits.is_unsplit(root)
+        parts = [root] if undivided else [os.path.join(root, split) for split in splits.SPLITS]
+        found = [tree.load(part, index) for part in parts]
+    found = [part.without_larger(options.max_megapixels) for part in found]
+    return splits.hold_out(found[0], options.seed) if undivided else found
 
 
 def _describe(plans: list[ShardPlan], count: int, progress: Progress) -> str:
@@ -248,7 +260,8 @@ def _is_original(files: packed.Packed, number: int, root: str) -> bool:
 
 def run(options: argparse.Namespace) -> None:
     if options.verify:
-        return verify(options.verify, options.root, options.workers)
+        labels = files.manifest_of(options.root or "")
+        return verify(options.verify, manifest.load(labels)[0][0].folder if labels else options.root, options.workers)
     if options.form == "tiled":
         tiles.need_jpegtran()
     url = options.out if folders.is_address(options.out) else None
@@ -264,7 +277,7 @@ def main(argv: list[str]) -> int:
     parser = new_parser("pack", __doc__)
     forms = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
     mb, threads = number(float, above=0), number(int, at_least=1, below=257)
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs, or a .manifest")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
     parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
     parser.add_argument("--shard_mb", type=mb, default=256.0, help="MiB of a shard at most (default: 256), or one image")

@@ -1,0 +1,209 @@
+"""Photographs with labels from a manifest: a line of JSON for each, as ModelArts, PAI iTAG or SageMaker Ground Truth writes it.
+
+    {"source": "s3://b/1.jpg", "usage": "TRAIN", "annotation": [{"type": "modelarts/image_classification", "name": "rose"}]}
+    {"data": {"source": "oss://b/1.jpg"}, "label-7": {"results": [{"type": "survey/value", "data": "rose"}]}}
+    {"source-ref": "s3://b/1.jpg", "job-metadata": {"type": "groundtruth/image-classification", "class-name": "rose"}}
+
+The name of a sample is its path below the folder that all labelled pictures have in common. So a manifest of ROOT/CLASS/* gives
+the samples of ROOT in the same order, and the same ones are held out.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from typing import Any, Optional
+
+import numpy as np
+
+from common import storage
+from common.errors import UserError, of_a_file, one_line
+from common.files import open_regular
+from common.world.folders import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
+from datasets.photos import tree
+
+LONGEST_LINE = 1 << 20  # bytes
+TRIED = 100  # pictures that are looked for beside the manifest
+STAGES = ("-verify", "-check", "")  # of iTAG, the last first: each corrects the one before it
+UNLABELLED, UNUSED = "without a label", "neither for TRAIN nor for EVAL"
+
+Labelled = dict[str, tuple[str, bool]]  # {bucket and key, or path: (class, whether it is for EVAL)}
+
+
+@dataclasses.dataclass
+class LabelledTree(tree.Tree):
+    manifest: str
+
+    def describe(self) -> str:
+        return f"labels of {one_line(self.manifest)}: {super().describe()}"
+
+
+def load(address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = None) -> tuple[list[tree.Tree], bool]:
+    """Return ([training, validation], False), or ([all], True) if no line is for EVAL.
+
+    The pictures lie beside the manifest, or are fetched to `inputs` from the bucket that it names.
+    """
+    path = address
+    if is_address(address):
+        folder = storage.fetch(address, local_folder(address, os.path.join(inputs, "manifests")))
+        path = os.path.join(folder, os.path.basename(address))
+    labelled, left_out, scheme = _read(path, one_line(address))
+    root = os.path.commonpath({os.path.dirname(key) for key in labelled})
+    by_name = {}
+    while labelled:  # a million of them need memory once, not twice
+        key, value = labelled.popitem()
+        by_name[key[len(root) :].lstrip("/")] = value
+    folder = _beside(os.path.dirname(path), root, by_name) or _fetched(address, scheme, root, by_name, inputs)
+    classes = sorted({label for label, _ in by_name.values()})
+    if len(classes) == 1:
+        raise UserError(f"{one_line(address)} has one class, {one_line(classes[0])}: label pictures of another one, too")
+    numbers = {label: number for number, label in enumerate(classes)}
+    listed = [(numbers[label], name) for name, (label, _) in by_name.items()]
+    listed.sort(key=lambda one: (one[0], os.path.split(one[1])))
+    digest = hashlib.sha256(json.dumps(classes).encode())
+    for number, name in listed:
+        digest.update(f"{number} {name}\n".encode())
+    changed = {below: tree.when(os.path.join(folder, below)) for below in sorted(set(map(os.path.dirname, by_name)))}
+    state = [digest.hexdigest(), changed]
+    whole = tree.indexed(address, folder, classes, state, lambda _: listed, index_folder or inputs, _judge_if_there)
+    whole = LabelledTree(**{**vars(whole), "left_out": {**whole.left_out, **left_out}}, manifest=address)
+    held = np.array([by_name[name][1] for name in whole.names])
+    if not held.any():
+        return [whole], True
+    if held.all():
+        raise UserError(f"{one_line(address)} has no picture for TRAIN that can be read")
+    return [whole.pick(np.flatnonzero(~held)), dataclasses.replace(whole, left_out={}).pick(np.flatnonzero(held))], False
+
+
+def _judge_if_there(path):
+    return tree.judge(path) if os.path.lexists(path) else "not there"
+
+
+# --- Where the pictures lie --------------------------------------------------------------------------------------------
+
+
+def _beside(folder, root, names):
+    """Return the folder of the pictures: `folder`, or one below it that ends as `root` does; None if neither has them."""
+    words = root.split("/")
+    some = list(names)[:TRIED]
+    places = (os.path.join(folder, *words[skipped:]) for skipped in range(len(words) + 1))
+    return next((place for place in places if any(os.path.exists(os.path.join(place, name)) for name in some)), None)
+
+
+def _fetched(address, scheme, root, names, inputs):
+    """Fetch the pictures from the bucket that the manifest names, or in which it is itself; return their folder."""
+    if not scheme and not is_bucket(address):
+        first = one_line(next(iter(names)))
+        raise UserError(f"{one_line(address)}: {first} and the others are not in its folder: put it into the one that has them")
+    if scheme and not root:
+        raise UserError(f"{one_line(address)} names pictures in several buckets: copy them into one, or into its own folder")
+    if not scheme:
+        url = os.path.join(os.path.dirname(address), root)
+    else:
+        url = f"{address.partition('://')[0] if is_bucket(address) else scheme}://{root}"
+    return storage.fetch(url, inputs=inputs, only=names)
+
+
+# --- What a line says --------------------------------------------------------------------------------------------------
+
+
+class _Unusable(ValueError):
+    """The line is in order, but no job here can train on it."""
+
+
+def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], str]:
+    """Return the labelled pictures, {reason: those left out}, and the scheme of their addresses, empty if they are paths."""
+    labelled: Labelled = {}
+    left_out: dict[str, list[str]] = {}
+    schemes = set()
+    for number, line in _lines(path, shown):
+        try:
+            source, labels, usage = _said(json.loads(line.decode("utf-8-sig")))
+            scheme, key = _place(source)
+        except _Unusable as error:
+            raise UserError(f"{shown}, line {number}: {one_line(error)[:300]}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"{shown}, line {number} is no line of a manifest of ModelArts, iTAG or Ground Truth") from None
+        if usage not in ("TRAIN", "EVAL", "") or not labels:
+            left_out.setdefault(UNUSED if labels else UNLABELLED, []).append(key)
+            continue
+        said = [(label, usage == "EVAL") for label in labels]
+        first = labelled.setdefault(key, said[0])
+        for other in said:
+            if other != first:
+                two = " and ".join(one_line(label) + " for EVAL" * held for label, held in (first, other))
+                raise UserError(f"{shown}, line {number}: {one_line(key)} is {two}: leave one of them")
+        schemes.add(scheme)
+    if not labelled:
+        reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
+        raise UserError(f"{shown} has no picture with a label ({reasons or 'no line'})")
+    return labelled, left_out, "" if "" in schemes else min(schemes)
+
+
+def _lines(path, shown):
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                if len(line) > LONGEST_LINE:
+                    raise UserError(f"{shown}, line {number} has more than {LONGEST_LINE >> 20} MiB")
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise of_a_file(error, f"{shown} cannot be read ({error.strerror}): give the path of a .manifest") from None
+
+
+def _said(row: dict) -> tuple[str, list[str], str]:
+    """Return (source, labels, usage) of a line."""
+    if "source-ref" in row:
+        source, labels = row["source-ref"], _of_ground_truth(row)
+    elif "data" in row:
+        source, labels = row["data"]["source"], _of_itag(row)
+    else:
+        source, labels = re.sub("(?i)^s3://", "obs://", row["source"]), _of_modelarts(row)  # it names OBS so
+    for text in (source, *labels):
+        text.encode()  # an error for half a character
+    return source, [label for label in labels if label], row.get("usage", "").upper()
+
+
+def _of_modelarts(row):
+    for one in row.get("annotation", ()):
+        if one["type"].rpartition("/")[2] != "image_classification":
+            raise _Unusable(_another(one["type"]))
+    return [one["name"] for one in row.get("annotation", ())]
+
+
+def _of_itag(row):
+    jobs = [key for key in row if key.startswith("label-")]
+    for stage in STAGES:
+        keys = [key for key in jobs if key.endswith(stage) and (stage or not key.endswith(STAGES[:-1]))]
+        found = [one for key in keys for one in row[key]["results"]]
+        for one in found:
+            if one["type"] != "survey/value":
+                raise _Unusable(_another(one["type"]))
+        if labels := [one["data"] for one in found if one["data"]]:
+            return labels
+    return []
+
+
+def _of_ground_truth(row):
+    # Where a picture could not be labelled, there is a failure-reason in place of the type.
+    found = [row[key] for key in row if key.endswith("-metadata") and "type" in row[key]]
+    for one in found:
+        if one["type"] != "groundtruth/image-classification":
+            raise _Unusable(_another(one["type"]))
+    return [one["class-name"] for one in found]
+
+
+def _another(kind: Any) -> str:
+    return f"{kind} is not what is trained here, which is one class for each picture"
+
+
+def _place(source: str) -> tuple[str, str]:
+    """Return (scheme, bucket and key) of an address, or ("", path)."""
+    scheme, _, key = source.partition("://") if is_address(source) else ("", "", source.removeprefix("./").lstrip("/"))
+    if scheme.lower() not in ("", "s3", "obs", "oss"):
+        raise _Unusable(f"{source} is neither in a bucket (s3://, obs://, oss://) nor a path")
+    if not is_fetchable_name(key):
+        raise _Unusable(f"{source} cannot be the name of a file below a folder")
+    return scheme.lower(), re.sub(r"^([^/.]+)\.oss-[^/]+\.aliyuncs\.com/", r"\1/", key) if scheme else key
