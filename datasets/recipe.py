@@ -57,7 +57,8 @@ def _of_a_small_folder(args, trained_on, ranks) -> dict[str, Any]:
     # The parts of a total batch: the shares if it has any; in an elastic job, all ranks that there may be; else the ranks.
     parts = args.shares or (args.world.world_size if args.min_nodes else ranks)
     batch = min(BATCH, 2 ** int(math.log2(max(1, trained_on / STEPS))))
-    size = args.batch_size if "batch_size" in args.given else max(1, batch // parts)
+    least = 2 if trained_on >= 2 * parts else 1  # norms of a last layer have no statistic of one sample
+    size = args.batch_size if "batch_size" in args.given else max(least, batch // parts)
     optimizer = args.optimizer if "optimizer" in args.given else SMALL["optimizer"]
     values = {**SMALL, "batch_size": size, "warmup": WARMUP * args.epochs}
     if optimizer in RATES:

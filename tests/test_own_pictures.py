@@ -173,13 +173,13 @@ def test_the_rate_is_for_the_batch_and_for_the_optimizer():
     assert four == 4 * one > settled(480)[0].lr
 
 
-@pytest.mark.parametrize("pictures, batch", [(1, 1), (40, 4), (100, 8), (256, 32), (5000, 32)])
+@pytest.mark.parametrize("pictures, batch", [(1, 1), (6, 2), (40, 4), (100, 8), (256, 32), (5000, 32)])
 def test_an_epoch_of_few_pictures_has_several_steps(pictures, batch):
     assert settled(pictures)[0].batch_size == batch
 
 
 def test_more_ranks_share_the_batch_and_in_exact_training_its_shares():
-    assert [settled(480, ranks=ranks)[0].batch_size for ranks in (1, 2, 8, 64)] == [32, 16, 4, 1]
+    assert [settled(480, ranks=ranks)[0].batch_size for ranks in (1, 2, 8, 64, 480)] == [32, 16, 4, 2, 1]
     for ranks in (1, 2, 4):
         assert settled(480, "--exact", "true", "--shares", "4", ranks=ranks)[0].batch_size == 8
 
