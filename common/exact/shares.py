@@ -24,7 +24,6 @@ import torch
 from common import arguments, devices
 from common.devices.seeds import seed_step
 from common.errors import UserError
-from common.exact import sums
 from common.ranks import collectives, norms
 from common.ranks.collectives import RanksChanged
 
@@ -65,7 +64,7 @@ class Shares:
         self._device = self._weights[0].device
         self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._buffers = [*self._averaged, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
-        self._kind = sums.Part if in_order else sums.AnyOrder
+        self._in_order = in_order
         if in_order and not devices.is_accelerator(self._device):
             torch.set_num_threads(1)  # sums over two threads have other bits than over one
         self.passes = 1  # backward passes for each share
@@ -80,6 +79,8 @@ class Shares:
 
     def _deal(self, shares):
         """Deal the shares to the ranks, and group the tensors to exchange: the gradients, last weight first, then the rest."""
+        from common.exact import sums
+
         rank, ranks = self._group.rank, self._group.size
         if ranks > shares:
             raise UserError(
@@ -93,7 +94,8 @@ class Shares:
         self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
         self._loss = torch.zeros((), device=self._device)
         groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
-        self._parts = [self._kind(tensors, shares, self._group) for tensors in groups]
+        kind = sums.Part if self._in_order else sums.AnyOrder
+        self._parts = [kind(tensors, shares, self._group) for tensors in groups]
         self._part_of = {tensor: part for part in self._parts for tensor in part.tensors}
 
     def deal_tests(self) -> None:
@@ -102,7 +104,7 @@ class Shares:
     @property
     def first_line(self) -> str:
         many, size = self.number, self._sampler.global_batch // self.number
-        if self._kind is sums.AnyOrder:
+        if not self._in_order:
             return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
         threads = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
         return (
