@@ -116,10 +116,10 @@ def test_the_index_of_a_tree_is_believed_where_the_folder_is_still_as_it_was(tmp
     with np.load(OLD / "index" / "train.npz") as stored:
         arrays = dict(stored)
     assert json.loads(bytes(arrays["signature"]))[0] == tree.FORMAT
-    arrays["signature"] = tree._bytes(tree._signature(str(folder), classes))
+    arrays["signature"] = tree._bytes(signature := tree._signature(str(folder), list(classes.items())))
     os.utime(folder / "cat" / "broken.jpg", ns=(0, int(arrays["changed"][0])))
     np.savez(tmp_path / "index.npz", **arrays)
-    files = tree._read(str(tmp_path / "index.npz"), str(folder), classes)
+    files = tree._read(str(tmp_path / "index.npz"), str(folder), list(classes), signature)
     assert files.names == [f"{label}/{number}.jpg" for label in ("cat", "dog") for number in range(3)]
     assert files.labels.tolist() == [0, 0, 0, 1, 1, 1] and files.left_out == {"empty": ["cat/broken.jpg"]}
 

@@ -111,7 +111,7 @@ def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     def listed(others):
         return [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, others)]
 
-    return indexed(folder, folder, list(classes), list(classes.values()), listed, index_folder)
+    return indexed(folder, folder, list(classes), list(classes.items()), listed, index_folder)
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def indexed(
 
     It is made once per node if it is missing or of another `state`. `listed` adds what it leaves out to `others`, by extension.
     """
-    signature = json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, classes, state])
+    signature = _signature(folder, state)
     name = hashlib.sha256(os.fsencode(os.path.realpath(place))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
 
@@ -137,6 +137,10 @@ def indexed(
     if found is None:
         raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
     return found
+
+
+def _signature(folder, state):
+    return json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, state])
 
 
 def _read(path, folder, classes, signature):
