@@ -14,7 +14,7 @@ from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
-from common.world.folders import is_address
+from common.world.folders import is_address, is_bucket
 from datasets import crops, recipe
 from datasets.loader import DeviceLoader, Loader, more_workers, torch_batches
 from datasets.photos import decode, splits, tree
@@ -58,6 +58,8 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument(
         "--kspeed_user", help="user of the memcached servers, if they need one; the password is the variable KSPEED_PASSWORD"
     )
+    first = "with packed and a bucket: fetch the pack before training; false: train while it arrives"
+    data.add_argument("--fetch_first", type=arguments.boolean, default=True, help=first)
     photo_files.add_max_megapixels(data)
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
     data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
@@ -154,6 +156,10 @@ def _find(args):
         from datasets.photos import packed
 
         remote = args.data_backend == "packed-remote"
+        if is_bucket(args.data_url) and not remote and not args.fetch_first:
+            from datasets.photos import arrival
+
+            return arrival.begin(args.data_url, splits.SPLITS, args.input_dir, args.world.local_rank == 0), False
         root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
         found = [packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))]
         for part in found if is_address(args.data_url) and not remote else ():

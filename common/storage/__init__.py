@@ -2,4 +2,4 @@
 
 from common.storage.transfer import fetch, publish
 
-__all__ = ["bucket", "download", "fetch", "https", "index", "listing", "once", "publish", "upload"]
+__all__ = ["bucket", "download", "fetch", "https", "index", "listing", "once", "publish", "ranges", "upload"]

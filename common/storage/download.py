@@ -16,7 +16,7 @@ from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.files import create, refuse_link
 from common.progress import Progress, Tell
-from common.storage import etag, index, listing, obstore
+from common.storage import etag, index, listing, obstore, ranges
 from common.storage.bucket import THREADS, Bucket, Item, ObjectChanged
 from common.storage.index import Index, Parts
 
@@ -215,22 +215,10 @@ class Transfer:
             self._patience.succeeded()
         else:
             self._fast_parts = checksum = None  # obstore has one time limit for a whole part, which a slow line exceeds
-            self._slow_part(parts, item, begin, length)
+            parts.write(begin, ranges.read_slowly(self._bucket, item, begin, length, self._patience))
         parts.record(number)
         self._progress.add(size=length)
         return checksum
-
-    def _slow_part(self, parts: Parts, item: Item, begin: int, length: int) -> None:
-        def keep(answer):
-            have = 0
-            while chunk := answer["Body"].read(CHUNK):
-                if have + len(chunk) <= length:
-                    parts.write(begin + have, chunk)
-                have += len(chunk)
-            if have != length:
-                raise ConnectionError("the answer has another length than was asked for")
-
-        self._get(item, keep, Range=f"bytes={begin}-{begin + length - 1}")
 
     def _hasher(self, item: Item) -> etag.Hasher:
         """Return a hasher to compare bytes with the store's checksum, else with an ETag that is a digest, else with nothing."""

@@ -61,7 +61,7 @@ def require_space(folder: str, items: dict[str, Item]) -> None:
 
 def _bytes_there(folder: str, name: str, item: Item) -> int:
     """Return how many bytes of an object are on the disk: in a file of its size, else in an unfinished one, else 0."""
-    if index.has_size(path := os.path.join(folder, name), item.size):
+    if index.has_size(os.path.join(folder, name), item.size):
         return item.size
-    path = index.unfinished(folder, name) + ".part"
-    return os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
+    unfinished = [f"{index.unfinished(folder, name)}{ending}" for ending in (".part", ".arriving")]
+    return max((os.stat(path).st_blocks * 512 for path in unfinished if os.path.exists(path)), default=0)

@@ -39,7 +39,7 @@ class Lease:
             self.write(state="working", text=text)
 
     def write(self, **words: object) -> None:
-        content = json.dumps({**words, "at": time.monotonic(), "boot": _boot_id()}).encode().ljust(512)
+        content = json.dumps({**words, "at": time.monotonic(), "boot": boot_id()}).encode().ljust(512)
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
 
@@ -80,6 +80,30 @@ def locked(path: str, refusal: str) -> Iterator[None]:
         os.close(file)
 
 
+@contextlib.contextmanager
+def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lock of `path` during the block, which is given True; or False, if goes_on() ended before the lock was free."""
+    file = _lockable(path)
+    try:
+        while goes_on():
+            if _take(file):
+                yield True
+                return
+            time.sleep(POLL_SECONDS)
+        yield False
+    finally:
+        os.close(file)
+
+
+def is_free(path: str) -> bool:
+    """Whether no process holds the lock of `path`."""
+    file = _lockable(path)
+    try:
+        return _take(file)
+    finally:
+        os.close(file)
+
+
 def _lockable(path: str) -> int:
     """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has no locks."""
     refuse_link(f"{path}.lock")
@@ -106,10 +130,10 @@ def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
     note = _read(file)
-    return note if note.get("boot") == _boot_id() and note.get("at", 0) > began else {}
+    return note if note.get("boot") == boot_id() and note.get("at", 0) > began else {}
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     """Return an id of this boot of the machine, from which time.monotonic() counts; empty if the system gives none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()

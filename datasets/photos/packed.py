@@ -16,8 +16,9 @@ import json
 import os
 import re
 import zipfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Optional
+from typing import Any, Callable, ClassVar, Optional
 
 import numpy as np
 
@@ -54,6 +55,8 @@ class Packed(tree.Tree):
     form: str  # original, or what launch/pack/forms.py made of it
     stored_widths: np.ndarray  # of the pictures in the pack; 0 for one that could not be decoded
     stored_heights: np.ndarray
+    number: np.ndarray  # of a sample in the pack
+    arrival: Any  # datasets.photos.arrival.Arrival while the shards come from a bucket, else None
 
     def place(self, number: int) -> str:
         """Return the path or address of the shard that holds a sample."""
@@ -68,12 +71,24 @@ class Packed(tree.Tree):
     def describe(self) -> str:
         return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
 
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        if self.arrival:
+            self.arrival.want(self.number[np.fromiter(numbers, np.int64)])
+
+    def _local(self, number: int) -> Callable[[int, int], bytes]:
+        """Return read(begin, length) of the file of a sample's shard, once the sample is there."""
+        place, growing = self.place(number), None
+        if self.arrival:
+            self.arrival.wait(int(self.number[number]))
+            growing = self.arrival.growing(os.path.basename(place))
+        return lambda begin, length: _from_file(place, begin, length, growing)
+
     def read(self, number: int) -> bytes:
         """Return the bytes of a sample; OSError if they do not match its checksum, in a bucket after DAMAGED tries."""
         remote = is_bucket(self.folder)
-        read = _from_store if remote else _from_file
+        read = functools.partial(_from_store, self.place(number)) if remote else self._local(number)
         for _ in range(DAMAGED if remote else 1):  # bytes that were damaged on the way may arrive whole next time
-            content = read(self.place(number), int(self.offset[number]), int(self.length[number]))
+            content = read(int(self.offset[number]), int(self.length[number]))
             if crc32(content) == self.checksum[number]:
                 return content
         raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
@@ -82,15 +97,16 @@ class Packed(tree.Tree):
         """Return what the picture is decoded from. Of raw pixels in a folder only the rows that are needed are read, unchecked:
         to check all would take two thirds longer. Of tiles in a folder, only the rows that are needed are checked."""
         if self.form == "tiled" and not is_bucket(self.folder):
-            content = _from_file(self.place(number), int(self.offset[number]), int(self.length[number]))
+            content = self._local(number)(int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
             return self.read(number)
         height, width = self.stored(number)
-        place, size = self.place(number), 3 * height * width
+        size = 3 * height * width
         begin = int(self.offset[number] + self.length[number]) - size  # after the header
         if not is_bucket(self.folder):
-            return decode.Pixels(height, width, lambda at, length: _from_file(place, begin + at, length))
+            read = self._local(number)
+            return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
         pixels = memoryview(self.read(number))[-size:]
         return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
 
@@ -114,23 +130,27 @@ class Packed(tree.Tree):
 
 def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
     """Return the samples of a split. From a bucket only the index is fetched, to `inputs`; samples are read when needed."""
-    remote = is_bucket(folder)
-    path = _fetch_index(folder, split, inputs) if remote else index_path(folder, split)
-    if not path or not os.path.isfile(path):
-        place = one_line(folder)
-        raise UserError(
-            f"{place} has no finished pack of {split}: python -m launch pack ROOT {place} makes it, or completes it"
-        )
-    files = read_index(path, folder, split)
-    for shard in [] if remote else files.shards:
+    files = read_index(local_index(folder, split, inputs), folder, split)
+    for shard in [] if is_bucket(folder) else files.shards:
         path = os.path.join(folder, shard["name"])
         if not os.path.isfile(path) or os.path.getsize(path) != shard["size"]:
             raise UserError(
                 f"{one_line(path)} is missing or has not the {shard['size']} bytes that its index says; "
                 f"python -m launch pack ROOT {one_line(folder)} makes it again"
             )
-    _opened.cache_clear()  # a pack that was made again has other files under the same names
+    forget_open_files()
     return files
+
+
+def local_index(folder: str, split: str, inputs: str) -> str:
+    """Return the path of a split's index; that of a bucket is fetched. UserError if there is none."""
+    path = _fetch_index(folder, split, inputs) if is_bucket(folder) else index_path(folder, split)
+    if not path or not os.path.isfile(path):
+        place = one_line(folder)
+        raise UserError(
+            f"{place} has no finished pack of {split}: python -m launch pack ROOT {place} makes it, or completes it"
+        )
+    return path
 
 
 def verify_once(files: Packed) -> None:
@@ -166,9 +186,9 @@ def _state(files):
 # --- The bytes of a sample ---------------------------------------------------------------------------------------------
 
 
-def _from_file(path, begin, length):
+def _from_file(path, begin, length, growing=None):
     """Read a part of a file with pread, which does not move the file position that threads and forked workers share."""
-    shard = _opened(path)  # this reference keeps the file open if the cache drops it meanwhile
+    shard = _opened(path, growing)  # this reference keeps the file open if the cache drops it meanwhile
     try:
         return os.pread(shard.fileno(), length, begin)
     except OSError as error:
@@ -177,8 +197,17 @@ def _from_file(path, begin, length):
 
 
 @functools.lru_cache(OPEN_SHARDS)
-def _opened(path):
+def _opened(path, growing):
+    """Open a shard's file or, until that is whole, the one from which it grows; a rename does not concern open files."""
+    for one in (path, growing) if growing else ():
+        with contextlib.suppress(FileNotFoundError):
+            return open(one, "rb", buffering=0)
     return open(path, "rb", buffering=0)
+
+
+def forget_open_files() -> None:
+    """Close the shards: a pack that was made again has other files under the same names."""
+    _opened.cache_clear()
 
 
 def _from_store(url, begin, length):
@@ -261,7 +290,7 @@ def read_index(path: str, folder: str, split: str) -> Packed:
         raise UserError(
             f"{one_line(path)} is damaged ({reason}): fetch it again, or have python -m launch pack ROOT OUT make it again"
         ) from None
-    return Packed(folder, names=names, **words, **arrays)
+    return Packed(folder, names=names, **words, **arrays, number=np.arange(len(names)), arrival=None)
 
 
 def _check(about, names, arrays, split):

@@ -1,0 +1,44 @@
+"""Read parts of a bucket's objects: through obstore where it is installed, else boto3, which also says why a request failed."""
+
+from typing import Any
+
+from common.alive.patience import Patience
+from common.storage import obstore
+from common.storage.bucket import Bucket, Item, ObjectChanged
+
+
+class Ranges:
+    """Reads parts, from any number of threads. Temporary errors are retried for `patience`; a refusal raises UserError."""
+
+    def __init__(self, bucket: Bucket, patience: Patience) -> None:
+        self._bucket, self._patience = bucket, patience
+        self._fast = obstore.reader(bucket)
+
+    @property
+    def threads(self) -> int:
+        """How many concurrent requests are of use: boto3 keeps 32 connections."""
+        return 64 if self._fast else 32
+
+    def read(self, item: Item, begin: int, length: int) -> bytes:
+        """Return a part of the object; ObjectChanged if there is another one under its key by now."""
+        pieces = []
+        if self._fast and self._fast.part(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
+            self._patience.succeeded()
+            return b"".join(pieces)
+        return read_slowly(self._bucket, item, begin, length, self._patience)
+
+
+def read_slowly(bucket: Bucket, item: Item, begin: int, length: int, patience: Patience) -> bytes:
+    """Return a part of the object, read with boto3."""
+
+    def read(answer: Any) -> bytes:
+        whole = str(answer.get("ContentRange", "")).rpartition("/")[2]
+        if whole.isdigit() and int(whole) < begin + length:
+            raise ObjectChanged
+        if answer["ContentLength"] != length:
+            answer["Body"].close()
+            raise ConnectionError("the answer has another length than was asked for")
+        return answer["Body"].read()
+
+    same = {"IfMatch": f'"{item.etag}"'} if item.etag else {}
+    return bucket.ask("get_object", item.key, patience, work=read, Range=f"bytes={begin}-{begin + length - 1}", **same)

@@ -1,0 +1,161 @@
+"""A pack that is read while it arrives from a bucket: the same bits, each byte once, and whole files in the end, killed or not."""
+
+import filecmp
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common import storage
+from common.world.folders import local_folder
+from datasets.photos import arrival, packed
+from datasets.photos.fetcher import State
+from launch.pack import command as pack
+from tests.jobs import NETWORK, PATIENCE, ROOT, assert_same_bits, command, environment, final_state, run_job, wait_for
+from tests.line import Line
+from tests.test_packed import settings, write_tree
+
+FORMS = ("original", "raw")
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory, store):
+    """{form: (folder of a pack, its address in a bucket)}"""
+    root = write_tree(tmp_path_factory.mktemp("photographs"))
+    made = {}
+    for form in FORMS:
+        folder = tmp_path_factory.mktemp(form)
+        pack.pack(str(root), str(folder), settings(form, shard_mb=0.3 if form == "raw" else 0.1))
+        made[form] = folder, publish(folder, store, f"arriving-{form}")
+    return made
+
+
+def publish(folder, store, bucket):
+    store.client().create_bucket(Bucket=bucket)
+    for path in folder.glob("[tv]*"):
+        store.client().upload_file(str(path), bucket, f"pack/{path.name}")
+    return f"s3://{bucket}/pack"
+
+
+@pytest.fixture
+def at(monkeypatch, tmp_path, store):
+    """In this process: the store, and a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def through(line, store):
+    return {**store.environment, "AWS_ENDPOINT_URL_S3": line.url}
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.glob("[tv]*"))
+
+
+def is_whole(folder, pack):
+    """Whether it has the files of the pack, byte for byte, as the fetcher leaves it."""
+    names = sorted(path.name for path in pack.glob("[tv]*"))
+    there = sorted(path.name for path in folder.glob("[tv]*"))
+    return there == names and filecmp.cmpfiles(folder, pack, names, shallow=False)[0] == names
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(packs, store, at, monkeypatch, form):
+    folder, url = packs[form]
+    with Line(store.port, rate=300_000) as line:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", line.url)
+        parts = arrival.begin(url, ["train", "val"], "input_dir", starts=True)
+        came = Path(local_folder(url, "input_dir"))
+        wanted = [packed.load(str(folder), split) for split in ("train", "val")]
+        some = np.random.default_rng(0).permutation(len(parts[0]))
+        parts[0].prefetch(some[:8])
+        first = parts[0].read(int(some[0]))
+        assert not list(came.glob("*-index.npz")), "it is not whole yet"
+        assert first == wanted[0].read(int(some[0]))
+        for ours, there in zip(parts, wanted):
+            for number in np.random.default_rng(1).permutation(len(ours)):
+                assert ours.read(int(number)) == there.read(int(number))
+        wait_for(lambda: is_whole(came, folder), None, "the whole pack")
+        assert line.down < 1.05 * size_of(folder) + 20_000, (line.down, size_of(folder))  # the headers of some requests
+    assert storage.fetch(url) == str(came), "which has nothing to fetch"
+    pack.verify(str(came), None, 2)
+
+
+WORDS = [*NETWORK, "--image_size", 32, "--epochs", 2, "--recipe", "imagenet", "--batch_size", 8, "--data_backend", "packed"]
+WAYS = [("original", 1, 2), *(pytest.param(form, ranks, workers, marks=pytest.mark.rehearsal) for form in FORMS
+                              for ranks in (1, 2, 3) for workers in (0, 2) if (form, ranks, workers) != ("original", 1, 2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "ranks", "workers"), WAYS)
+def test_the_bits_are_those_of_the_folder(packs, store, tmp_path, form, ranks, workers):
+    folder, url = packs[form]
+    states = []
+    for place, source in (("folder", [folder]), ("arriving", [url, "--fetch_first", "false"])):
+        (tmp_path / place).mkdir()
+        run_job("train_imagenet", tmp_path / place, *WORDS, "--workers", workers, "--nproc_per_node", ranks, "--data_url", *source,
+                env=store.environment)  # fmt: skip
+        states.append(final_state(tmp_path / place))
+    assert_same_bits(*states)
+
+
+def test_a_second_start_asks_for_nothing_that_is_there(packs, store, tmp_path):
+    folder, url = packs["original"]
+    words = [*WORDS, "--workers", 0, "--data_url", url, "--fetch_first", "false", "--epochs", 1]
+    came = tmp_path / local_folder(url, "input_dir")
+    for most in (1.05, 0.01):
+        with Line(store.port) as line:
+            (tmp_path / "out").exists() and (tmp_path / "out").rename(tmp_path / "before")
+            done = run_job("train_imagenet", tmp_path, *words, env=through(line, store))
+        assert line.down < most * size_of(folder) + 60_000, (line.down, done.stdout)
+        wait_for(lambda: is_whole(came, folder), None, "the whole pack")
+
+
+@pytest.mark.rehearsal
+def test_twenty_kills_cost_no_bits_and_what_is_there_is_not_fetched_again(store, tmp_path):
+    pack.pack(str(write_tree(tmp_path / "photographs", count=2000)), str(folder := tmp_path / "pack"), settings(shard_mb=0.2))
+    url = publish(folder, store, "arriving-killed")
+    words = [*WORDS, "--batch_size", 64, "--workers", 2, "--data_url"]
+    (tmp_path / "folder").mkdir()
+    run_job("train_imagenet", tmp_path / "folder", *words, folder)
+    words += [url, "--fetch_first", "false"]
+    arrived, draw, early = [0], random.Random(0), 0
+    with Line(store.port, rate=300_000) as line:
+        for _ in range(20):
+            start = [*command("train_imagenet", *words), "--output_dir", tmp_path / "out"]
+            process = subprocess.Popen(
+                list(map(str, start)), cwd=tmp_path, env=environment(**through(line, store)), stdout=subprocess.DEVNULL
+            )
+            until = line.down + draw.uniform(0.005, 0.04) * size_of(folder)
+            wait_for(lambda until=until: line.down > until or process.poll() is not None, None, "a moment")  # noqa: B023
+            process.kill()
+            process.wait()
+            early += process.returncode == -signal.SIGKILL
+            time.sleep(1)  # the fetcher looks twice a second whether the job is there, and the line may still carry something
+            arrived.append(bytes_there(tmp_path / local_folder(url, "input_dir"), folder))
+        before, line.rate = line.down, None
+        run_job("train_imagenet", tmp_path, *words, env=through(line, store))
+    missing = size_of(folder) - arrived[-1]
+    assert early == 20 and arrived == sorted(arrived) and 0.2 * size_of(folder) < arrived[-1] < size_of(folder), arrived
+    assert line.down - before < 1.05 * missing + 150_000, (line.down - before, missing)  # indexes and the list of the bucket
+    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "folder"))
+
+
+def bytes_there(came, pack):
+    """Of the samples that the state of a fetcher says are there."""
+    (path,) = (came / ".fetching").glob("*.state")
+    lengths = np.concatenate(
+        [packed.read_index(str(pack / f"{split}-index.npz"), str(pack), split).length for split in ("train", "val")]
+    )
+    return int(lengths[State(str(path), len(lengths)).there != 0].sum())
+
+
+def test_what_the_process_imports(tmp_path):
+    code = "import sys, datasets.photos.fetcher; print([name for name in ('torch', 'boto3', 'obstore', 'PIL') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert done.stdout == "[]\n"
