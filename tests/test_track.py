@@ -139,6 +139,23 @@ def test_a_job_that_says_its_end_is_not_waited_for(tmp_path, recorded, monkeypat
     os.close(of_job)
 
 
+def test_a_run_that_goes_on_already_has_not_failed(tmp_path, recorded, monkeypatch):
+    """The next start may note its beginning before the process that followed the last one sees that its job is gone."""
+    monkeypatch.setattr(follow, "PAUSE", 0)
+    run = made_up(tmp_path / "run", epochs=1)
+    (first,) = [row for row in follow.rows(run, "journal.jsonl") if row["event"] == "start"]
+
+    def another(_):
+        with open(run / "journal.jsonl", "a") as file:
+            file.write(json.dumps({**first, "time": first["time"] + 300}) + "\n")
+
+    monkeypatch.setattr(follow, "wait_for_end", another)
+    ours, of_job = os.pipe()
+    os.close(of_job)
+    assert follow.follow(follow.Follower(str(run), "mlflow", print), os.fdopen(ours), os.getppid())
+    assert len(recorded.made[0].has[-1]) == 3, "rows, and no end"
+
+
 def test_a_warning_that_nobody_hears_does_not_end_the_following(tmp_path, recorded):
     def closed(_):
         raise BrokenPipeError

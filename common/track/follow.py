@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import time
-from typing import IO, Any, Callable
+from typing import IO, Any, Callable, Optional
 
 from common.errors import one_line
 from common.files import open_regular, write_atomically
@@ -31,6 +31,7 @@ class Follower:
         self.record, self.rows = RECORD.format(tool), 0  # rows: that were sent
         self._say, self._warned = say, False
         self._sender: Any = None
+        self._followed: Optional[float] = None  # the time of the start that was the last at the first look
 
     def send(self, last: bool = False, otherwise: tuple[str, str] = ("", "")) -> bool:
         """Send what is new, and return whether the tracker has all there is.
@@ -40,6 +41,9 @@ class Follower:
         try:
             events = [row for row in rows(self.folder, "journal.jsonl") if row.get("event") in ("start", "end")]
             starts = [row for row in events if row["event"] == "start"]
+            self._followed = self._followed or (starts[-1]["time"] if starts else None)
+            if otherwise[0] and starts and starts[-1]["time"] != self._followed:
+                return True  # another start has begun meanwhile, and has a follower of its own
             if starts:
                 start = {**starts[-1], "run": entry_of(starts[0])}
                 self._sender = self._sender or senders.TOOLS[self.tool](start, self.folder)
