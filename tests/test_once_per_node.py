@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -199,3 +200,24 @@ def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collecti
         texts = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
         assert all(node.returncode for node in nodes)
         assert all("403 SignatureDoesNotMatch: the secret key does not belong" in text for text in texts), texts
+
+
+def test_who_wants_something_else_of_a_place_does_not_take_that_for_done(tmp_path, monkeypatch):
+    did, waits, path, wait = [], queue.SimpleQueue(), str(tmp_path / "fetch"), once._wait
+    monkeypatch.setattr(once, "_wait", lambda *how: waits.put(how) or wait(*how))
+    works, ends = threading.Event(), threading.Event()
+    first = threading.Thread(target=once.once_per_node, args=(path, lambda _: works.set() or ends.wait(), "one"))
+    others = [
+        threading.Thread(target=once.once_per_node, args=(path, lambda _, what=what: did.append(what), what))
+        for what in ("one", "two")
+    ]
+    first.start()
+    assert works.wait(PATIENCE)
+    for thread in others:
+        thread.start()
+    for _ in range(3):
+        waits.get(timeout=PATIENCE)
+    ends.set()
+    for thread in (first, *others):
+        thread.join(PATIENCE)
+    assert did.count("two") == 1, "and one may have looked again, after it"

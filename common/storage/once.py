@@ -44,14 +44,19 @@ class Lease:
         os.ftruncate(self._file, len(content))
 
 
-def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
-    """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error, or work if it dies."""
+def once_per_node(path: str, work: Callable[[Lease], object], what: str = "") -> None:
+    """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error, or work if it dies.
+
+    `what`: those that want something else under the same lock do their own work afterwards.
+    """
     began = time.monotonic()
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     file = _lockable(path)
     lease = Lease(file)
     try:
         note = _wait(lease, file, path, began)
+        if note.get("what", "") != what:
+            note = {}
         if note.get("state") == "failed":
             raise UserError(note["text"]) if note.get("code") == 2 else TrainingFailed(note["text"])
         if note.get("state") == "done":
@@ -60,9 +65,9 @@ def once_per_node(path: str, work: Callable[[Lease], object]) -> None:
         try:
             work(lease)
         except (UserError, TrainingFailed) as error:
-            lease.write(state="failed", text=mask(error)[:2000], code=error.exit_code)
+            lease.write(state="failed", what=what, text=mask(error)[:2000], code=error.exit_code)
             raise
-        lease.write(state="done")
+        lease.write(state="done", what=what)
     finally:
         lease.pulse.set("start", 0)
         os.close(file)

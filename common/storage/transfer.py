@@ -4,6 +4,7 @@ folder = fetch(url, folder)     what to read: the path itself, or a folder that 
 publish(path, url)              a file or folder, to a path or a bucket
 """
 
+import hashlib
 import os
 import shutil
 import urllib.parse
@@ -33,7 +34,8 @@ def fetch(
     try:
         if is_bucket(url):
             lease = os.path.join(index.notes(folder), "fetch")
-            once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say, only))
+            what = "" if only is None else hashlib.sha256("\n".join(sorted(only)).encode()).hexdigest()
+            once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say, only), what)
         else:
             name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
             if not is_fetchable_name(name):
