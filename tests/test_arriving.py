@@ -1,6 +1,8 @@
 """A pack that is read while it arrives from a bucket: the same bits, each byte once, and whole files in the end, killed or not."""
 
+import dataclasses
 import filecmp
+import os
 import random
 import signal
 import subprocess
@@ -12,8 +14,11 @@ import numpy as np
 import pytest
 
 from common import storage
+from common.errors import TrainingFailed, UserError
+from common.storage import once
 from common.world.folders import local_folder
-from datasets.photos import arrival, packed
+from datasets.crc import crc32
+from datasets.photos import arrival, fetcher, packed
 from datasets.photos.fetcher import State
 from launch.pack import command as pack
 from tests.jobs import NETWORK, PATIENCE, ROOT, assert_same_bits, command, environment, final_state, run_job, wait_for
@@ -87,6 +92,33 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
     pack.verify(str(came), None, 2)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, form):
+    folder, url = packs[form]
+    came = Path(local_folder(url, "input_dir"))
+    wanted = packed.load(str(folder), "train")
+    (cut,) = [Path(fetcher.growing(str(came), "val-000000.tar"))]
+    cut.parent.mkdir(parents=True)
+    content = (folder / "val-000000.tar").read_bytes()
+    cut.write_bytes(content[:-1500] + bytes(1000) + content[-500:])  # a kill between a sample and what follows it
+    for change in (lambda path: None, os.unlink, damage):
+        if (came / "train-000001.tar").exists():
+            change(came / "train-000001.tar")
+        (came / "train-index.npz").unlink(missing_ok=True)
+        ours = arrival.begin(url, ["train", "val"], "input_dir", starts=True)[0]
+        for number in np.flatnonzero(ours.shard == 1):
+            assert ours.read(int(number)) == wanted.read(int(number))
+        wait_for(lambda: is_whole(came, folder) and once.is_free(fetcher.lease(str(came))), None, "the whole pack, and the end")
+
+
+def damage(path):
+    """As a file that a store's digest of something else has let through: recorded, of the right size and time."""
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (path.parent / ".fetching" / "arrived.json").unlink()
+
+
 WORDS = [*NETWORK, "--image_size", 32, "--epochs", 2, "--recipe", "imagenet", "--batch_size", 8, "--data_backend", "packed"]
 WAYS = [("original", 1, 2), *(pytest.param(form, ranks, workers, marks=pytest.mark.rehearsal) for form in FORMS
                               for ranks in (1, 2, 3) for workers in (0, 2) if (form, ranks, workers) != ("original", 1, 2))]  # fmt: skip
@@ -147,15 +179,59 @@ def test_twenty_kills_cost_no_bits_and_what_is_there_is_not_fetched_again(store,
 
 
 def bytes_there(came, pack):
-    """Of the samples that the state of a fetcher says are there."""
-    (path,) = (came / ".fetching").glob("*.state")
-    lengths = np.concatenate(
-        [packed.read_index(str(pack / f"{split}-index.npz"), str(pack), split).length for split in ("train", "val")]
-    )
-    return int(lengths[State(str(path), len(lengths)).there != 0].sum())
+    """Of the samples that have come, whether their shards are whole or not."""
+    found = 0
+    for split in ("train", "val"):
+        files = packed.read_index(str(pack / f"{split}-index.npz"), str(came), split)
+        for number in range(len(files)):
+            place = Path(files.place(number))
+            place = place if place.exists() else Path(fetcher.growing(str(came), place.name))
+            if place.exists():
+                with open(place, "rb") as file:
+                    content = os.pread(file.fileno(), files.length[number], files.offset[number])
+                found += len(content) * (crc32(content) == files.checksum[number])
+    return found
 
 
 def test_what_the_process_imports(tmp_path):
     code = "import sys, datasets.photos.fetcher; print([name for name in ('torch', 'boto3', 'obstore', 'PIL') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout == "[]\n"
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """(what a reader knows of a pack of which nothing comes, its state)"""
+    State.make(path := str(tmp_path / "state"), 3)
+    return arrival.Arrival("s3://none/pack", str(tmp_path), path, 3, time.monotonic(), os.getpid()), State(path, 3)
+
+
+def test_what_ends_the_fetcher_ends_the_readers_with_its_line(waiting):
+    reader, state = waiting
+    state.fail(UserError("s3://none/pack/train-000000.tar has changed since this run began: start again"))
+    with pytest.raises(UserError, match="has changed since this run began"):
+        reader.wait(1)
+    assert state.wanted.tolist() == [0, 1, 0]
+    state.fail(TrainingFailed("no good answer"))
+    with pytest.raises(TrainingFailed, match="no good answer"):
+        reader.wait(1)
+    later = dataclasses.replace(reader, since=time.monotonic())  # the next start: that was the last one's
+    state.there[1] = 1
+    later.wait(1)
+
+
+def test_a_loader_process_whose_rank_was_killed_waits_no_longer(waiting):
+    with pytest.raises(TrainingFailed, match=r"the rank of loader process \d+ has ended"):
+        dataclasses.replace(waiting[0], rank=2**22).wait(0)
+
+
+def test_a_fetcher_that_is_gone_or_gets_nothing_is_named(waiting, monkeypatch):
+    reader, state = waiting
+    state.note_life()
+    monkeypatch.setattr(arrival, "START_SECONDS", -1)
+    with pytest.raises(TrainingFailed, match="the process that fetches s3://none/pack has ended: start again to go on"):
+        reader.wait(0)
+    monkeypatch.setattr(arrival.once, "is_free", lambda _: False)
+    monkeypatch.setattr(arrival.patience, "limit", lambda: 0.5)
+    with pytest.raises(TrainingFailed, match="nothing of s3://none/pack has come for "):
+        reader.wait(0)

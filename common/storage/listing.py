@@ -47,9 +47,12 @@ def named(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
     return named
 
 
-def require_space(folder: str, items: dict[str, Item]) -> None:
-    """Raise UserError, before anything is fetched, if the disk has no room for the missing bytes or files."""
-    there = sum(_bytes_there(folder, name, item) for name, item in items.items())
+def require_space(folder: str, items: dict[str, Item], ending: str = ".part") -> None:
+    """Raise UserError, before anything is fetched, if the disk has no room for the missing bytes or files.
+
+    `ending`: of the files in which they grow.
+    """
+    there = sum(_bytes_there(folder, name, item, ending) for name, item in items.items())
     need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
     free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
     if need + SPARE > free:
@@ -59,9 +62,9 @@ def require_space(folder: str, items: dict[str, Item]) -> None:
         raise UserError(f"{folder} can take {files} more files, {len(items)} are to be fetched: start on another disk")
 
 
-def _bytes_there(folder: str, name: str, item: Item) -> int:
+def _bytes_there(folder: str, name: str, item: Item, ending: str) -> int:
     """Return how many bytes of an object are on the disk: in a file of its size, else in an unfinished one, else 0."""
     if index.has_size(os.path.join(folder, name), item.size):
         return item.size
-    unfinished = [f"{index.unfinished(folder, name)}{ending}" for ending in (".part", ".arriving")]
-    return max((os.stat(path).st_blocks * 512 for path in unfinished if os.path.exists(path)), default=0)
+    path = index.unfinished(folder, name) + ending
+    return os.stat(path).st_blocks * 512 if os.path.exists(path) else 0

@@ -21,10 +21,11 @@ class Ranges:
 
     def read(self, item: Item, begin: int, length: int) -> bytes:
         """Return a part of the object; ObjectChanged if there is another one under its key by now."""
-        pieces = []
+        pieces: list[bytes] = []
         if self._fast and self._fast.part(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
             self._patience.succeeded()
             return b"".join(pieces)
+        self._fast = None  # it has one time limit for a whole part, which a slow line exceeds
         return read_slowly(self._bucket, item, begin, length, self._patience)
 
 

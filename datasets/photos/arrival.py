@@ -6,7 +6,6 @@ pack that arrives delays a step and changes none.
 
 import dataclasses
 import functools
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -16,8 +15,7 @@ import numpy as np
 from common.alive import heartbeat, patience
 from common.child import START_SECONDS, start_python
 from common.errors import TrainingFailed, one_line
-from common.files import sha256
-from common.storage import index, once
+from common.storage import once
 from common.world.folders import local_folder
 from datasets.photos import fetcher, packed
 from datasets.photos.fetcher import State
@@ -36,6 +34,7 @@ class Arrival:
     path: str  # of the State
     samples: int  # of all splits
     since: float  # when the job began to read, by time.monotonic()
+    rank: int  # the process that reads, or starts those that do
 
     def want(self, numbers: np.ndarray) -> None:
         """Announce samples that will be read next."""
@@ -61,12 +60,15 @@ class Arrival:
                     wait.report_begin(self.url, began, max(state.alive(), self.since) + patience.limit())
                 if now - looked > LOOKS_AT_FETCHER:
                     looked = now
-                    self._look_at_fetcher(state, now)
+                    self._look_at_others(state, now)
         finally:
             wait.report_end(self.url)
 
-    def _look_at_fetcher(self, state, now):
-        if error := state.failure(self.since):
+    def _look_at_others(self, state, now):
+        if self.rank not in (os.getpid(), os.getppid()):
+            raise TrainingFailed(f"the rank of loader process {os.getpid()} has ended")
+        error = state.failure(self.since)
+        if error and once.is_free(fetcher.lease(self.folder)):  # else the process of another job goes on
             raise error
         heard = now - max(state.alive(), self.since)
         if heard > START_SECONDS and once.is_free(fetcher.lease(self.folder)):
@@ -90,15 +92,17 @@ def begin(url: str, splits: Sequence[str], inputs: str, starts: bool) -> list[pa
     indexes = [packed.local_index(url, split, inputs) for split in splits]
     parts = [packed.read_index(path, folder, split) for path, split in zip(indexes, splits)]
     ends = np.cumsum([len(part) for part in parts]).tolist()
-    # Another pack has another state, and so has another boot: after a power cut, what is on the disk is looked at again.
-    digest = hashlib.sha256(" ".join([once.boot_id(), *map(sha256, indexes)]).encode()).hexdigest()[:16]
-    path = os.path.join(index.notes(folder), f"{digest}.state")
+    path = os.path.abspath(fetcher.state_path(folder, indexes))
     once.once_per_node(path, lambda _: State.make(path, ends[-1]))
     packed.forget_open_files()
     if starts:
-        start_python(fetcher.__name__, url, folder, path, str(ends[-1]), *indexes, env=_without_pulse())
+        if once.is_free(fetcher.lease(folder)):  # what it has marked is of an earlier start
+            State(path, ends[-1]).forget()
+        start_python(fetcher.__name__, str(os.getpid()), url, folder, str(ends[-1]), *indexes, env=_without_pulse())
     return [
-        dataclasses.replace(part, arrival=Arrival(url, folder, path, ends[-1], since), number=part.number + end - len(part))
+        dataclasses.replace(
+            part, arrival=Arrival(url, folder, path, ends[-1], since, os.getpid()), number=part.number + end - len(part)
+        )
         for part, end in zip(parts, ends)
     ]
 

@@ -11,11 +11,13 @@ A shard grows in .fetching and gets its name when it is whole and its SHA-256 is
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import queue
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Optional
 
@@ -77,6 +79,11 @@ class State:
         """Return when the fetcher last got something, by time.monotonic()."""
         return int(self._alive[0]) / 1e9
 
+    def forget(self) -> None:
+        """Forget what an earlier fetcher said: files may have changed since."""
+        self.there[:] = 0
+        self._text[:] = 0
+
     def fail(self, error: Exception) -> None:
         note = {"at": time.monotonic(), "text": mask(error)[:400], "code": getattr(error, "exit_code", 1)}
         self._text[:] = np.frombuffer(json.dumps(note).encode().ljust(len(self._text)), np.uint8)
@@ -130,19 +137,24 @@ class ShardFile:
     growing: str  # the path of its file until it is whole
     samples: slice
     file: int = -1
-    suspect: bool = False  # whether the file may have right bytes of which nothing is known
-    ends: bool = False  # whether all samples are there, and it is made whole
+    left: int = 0  # samples that have not come
+    suspect: bool = False  # whether the file may have right bytes, of which nothing is known
 
 
 class Fetcher:
     def __init__(self, url: str, folder: str, indexes: list[str], state: State, goes_on: Callable[[], bool]) -> None:
         self._url, self._folder = url, folder
         self._state, self._goes_on = state, goes_on
-        bucket = Bucket(url, lambda text: print(text, flush=True))
+        bucket, self._patience = Bucket(url, lambda text: print(text, flush=True)), Patience()
         items = listing.named(bucket, listing.everything(bucket, None))
-        self._ranges = Ranges(bucket, Patience())
-        self._known = Index(folder)
-        self._indexes = {path: items[os.path.basename(path)] for path in indexes}
+        self._ranges = Ranges(bucket, self._patience)
+        self._known, self._checked = Index(folder), _Checked(folder)
+        self._indexes: dict[str, Item] = {}
+        for path in indexes:
+            name = os.path.basename(path)
+            if name not in items or not Index(os.path.dirname(path)).has(name, items[name]):
+                raise UserError(f"{one_line(url)} has another {name} since this run began: start again")
+            self._indexes[path] = items[name]
         self._read(items)
         self._asked = np.zeros(len(self._samples.number), bool)  # whether a sample is there or under way
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -166,28 +178,31 @@ class Fetcher:
         bounds = np.searchsorted(self._samples.shard, range(len(shards) + 1)).tolist()
         self.shards = []
         for number, shard in enumerate(shards):
-            path, samples = growing(self._folder, shard["name"]), slice(*bounds[number : number + 2])
-            self.shards.append(ShardFile(**shard, item=items[shard["name"]], growing=path, samples=samples))
+            name, samples = shard["name"], slice(*bounds[number : number + 2])
+            path = growing(self._folder, name)
+            self.shards.append(ShardFile(name, shard["size"], shard["sha256"], items[name], path, samples))
 
-    def run(self) -> None:
-        """Fetch what is missing; return when all of it is there, or the job is gone."""
+    def run(self) -> bool:
+        """Fetch what is missing; return when all of it is there, or the job is gone; whether all shards are whole."""
         missing = [shard for shard in self.shards if not self._is_whole(shard)]
-        listing.require_space(self._folder, {shard.name: shard.item for shard in missing})
+        listing.require_space(self._folder, {shard.name: shard.item for shard in missing}, ".arriving")
         for shard in missing:
             self._open(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as whole:
             try:
                 self._serve(len(missing), requests, whole)
             finally:
+                self._patience.give_up()
                 requests.shutdown(cancel_futures=True)
                 whole.shutdown(cancel_futures=True)
-        if all(map(self._is_whole, self.shards)):
-            for path, item in self._indexes.items():
-                name = os.path.basename(path)
-                if not self._known.has(name, item):
-                    write_atomically(os.path.join(self._folder, name), contents(path))
-                    self._known.add(name, item)
-        self._known.close()
+        if not all(map(self._is_whole, self.shards)):
+            return False
+        for path, item in self._indexes.items():
+            name = os.path.basename(path)
+            if not self._known.has(name, item):
+                write_atomically(os.path.join(self._folder, name), contents(path))
+                self._known.add(name, item)
+        return True
 
     # --- The files ---
 
@@ -195,39 +210,42 @@ class Fetcher:
         return self._samples.number[shard.samples]
 
     def _is_whole(self, shard):
-        """Whether the shard's file is there and right; a wrong one is deleted."""
+        """Whether the shard's file is there and has its SHA-256, by a note or by its bytes; a wrong one is deleted."""
         path = os.path.join(self._folder, shard.name)
-        if not self._known.has(shard.name, shard.item):
+        if not self._checked.has(shard):
             if not index.has_size(path, shard.size) or sha256(path) != shard.sha256:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                 return False
+            self._state.note_life()
+            self._checked.add(shard)
+        if not self._known.has(shard.name, shard.item):
             self._known.add(shard.name, shard.item)
         self._state.there[self._numbers(shard)] = self._asked[shard.samples] = 1
         return True
 
     def _open(self, shard):
         """Open the file of an unfinished shard. What is not known to be right in it is compared before it is fetched again."""
-        there = self._state.there
         shard.suspect = index.has_size(shard.growing, shard.size)
-        if shard.suspect and there[self._numbers(shard)].all():
-            shard.suspect = sha256(shard.growing) == shard.sha256
-        if not shard.suspect:
-            there[self._numbers(shard)] = 0
+        shard.left = len(self._numbers(shard))
         shard.file = os.open(shard.growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(shard.file, shard.size)
-        self._asked[shard.samples] = there[self._numbers(shard)] != 0
-        self._events.put(("", shard))  # all of it may be there
 
     def _finish(self, shard):
+        """Give the shard its name, and return it. What is wrong now lies between the samples, which were compared already."""
         if sha256(shard.growing) == shard.sha256:
             os.fdatasync(shard.file)
-            os.replace(shard.growing, os.path.join(self._folder, shard.name))
-            self._known.add(shard.name, shard.item)
-        else:  # what was trained on is right: it was compared with the checksums
-            what = f"{one_line(self._url)}/{shard.name} has other bytes between its samples than its index says"
-            print(f"warning: {what}; the next start fetches it again", flush=True)
+            if index.has_size(path := os.path.join(self._folder, shard.name), shard.size):  # another job has fetched it
+                os.unlink(shard.growing)
+            else:
+                os.replace(shard.growing, path)
+        elif shard.suspect:  # it was cut off by a kill: once more, all from the bucket
+            shard.suspect, shard.left = False, len(self._numbers(shard))
+            return shard
+        else:
+            print(f"warning: {one_line(self._url)}/{shard.name} is not what its index says, between its samples", flush=True)
         os.close(shard.file)
+        return shard
 
     # --- What is fetched next ---
 
@@ -249,28 +267,33 @@ class Fetcher:
             if self._state.bell() != heard:
                 heard = self._state.bell()
                 units = [(WANTED, unit) for unit in self._wanted()]
-            while under_way[REST] + len(units) < RUNS and under_way[WANTED] < RUNS and cursor < len(self._asked):
-                unit = self._unit(cursor, ~self._asked)
-                cursor = max(cursor + 1, unit.stop)
-                units += [(REST, unit)] if unit.stop > unit.start else []
+            while under_way[REST] + len(units) < RUNS and under_way[WANTED] < RUNS and not self._asked[cursor:].all():
+                unit = self._unit(cursor + int(np.argmin(self._asked[cursor:])))
+                cursor = unit.stop
+                units.append((REST, unit))
             for what, unit in units:
                 under_way[what] += 1
                 submit(requests, what, self._obtain, unit)
-            with contextlib.suppress(queue.Empty):
-                what, shard = self._events.get(timeout=LOOK)
-                if isinstance(shard, Exception):
-                    raise shard
-                if what == WHOLE:
+            for what, found in self._happened():
+                if isinstance(found, Exception):
+                    raise found
+                if what == WHOLE and found.left:
+                    self._asked[found.samples], cursor = False, min(cursor, found.samples.start)
+                elif what == WHOLE:
                     growing -= 1
-                elif what:
+                else:
+                    shard, came = found
                     under_way[what] -= 1
-                if what != WHOLE and not shard.ends and self._state.there[self._numbers(shard)].all():
-                    shard.ends = True
-                    submit(whole, WHOLE, self._finish_and_return, shard)
+                    shard.left -= came
+                    if not shard.left:
+                        submit(whole, WHOLE, self._finish, shard)
 
-    def _finish_and_return(self, shard):
-        self._finish(shard)
-        return shard
+    def _happened(self):
+        """Yield what the threads have done; wait a moment if that is nothing."""
+        with contextlib.suppress(queue.Empty):
+            yield self._events.get(timeout=LOOK)
+            while True:
+                yield self._events.get_nowait()
 
     def _wanted(self):
         """Yield units of samples that are wanted and not asked for yet, the longest wanted first."""
@@ -281,11 +304,12 @@ class Fetcher:
             if not self._asked[place]:
                 yield self._unit(place, wanted)
 
-    def _unit(self, first, among):
-        """Return the samples from `first` on that are `among` these, of one shard and not too many; now they are asked for."""
+    def _unit(self, first, among=None):
+        """Return the samples from `first` on, of one shard and `among` these, that are not too many. Now they are asked for."""
         samples, last = self._samples, first
         while (
-            last < len(among) and among[last] and not self._asked[last] and samples.shard[last] == samples.shard[first]
+            last < len(self._asked) and not self._asked[last] and samples.shard[last] == samples.shard[first]
+            and (among is None or among[last])
             and (last == first or samples.end[last] - samples.begin[first] <= RUN)
         ):  # fmt: skip
             last += 1
@@ -295,7 +319,7 @@ class Fetcher:
     # --- In a thread ---
 
     def _obtain(self, unit):
-        """Bring the bytes of a unit to their place, say that its samples are there, and return their shard."""
+        """Bring the bytes of a unit to their place, and say that its samples are there. Return (their shard, how many)."""
         shard = self.shards[self._samples.shard[unit.start]]
         begin, end = int(self._samples.begin[unit.start]), int(self._samples.end[unit.stop - 1])
         if not shard.suspect or not self._is_right(unit, os.pread(shard.file, end - begin, begin)):
@@ -304,7 +328,7 @@ class Fetcher:
             _write(shard.file, content, begin)
         self._state.there[self._samples.number[unit]] = 1
         self._state.note_life()
-        return shard
+        return shard, unit.stop - unit.start
 
     def _from_bucket(self, shard, unit, begin, length):
         place = f"{one_line(self._url)}/{shard.name}"
@@ -324,6 +348,29 @@ class Fetcher:
         return all(crc32(view[begin : begin + length]) == checksum for begin, length, checksum in parts)
 
 
+class _Checked:
+    """Notes in the folder of which files had the SHA-256 of which shard: a store's digest may be of something else."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._path = folder, os.path.join(index.notes(folder), "arrived.json")
+        self._known: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            self._known = dict(json.loads(contents(self._path)))
+
+    def has(self, shard: ShardFile) -> bool:
+        seen = self._seen(shard)
+        return seen is not None and self._known.get(shard.name) == seen
+
+    def add(self, shard: ShardFile) -> None:
+        self._known[shard.name] = self._seen(shard)
+        write_atomically(self._path, json.dumps(self._known).encode())
+
+    def _seen(self, shard):
+        with contextlib.suppress(OSError):
+            status = os.lstat(os.path.join(self._folder, shard.name))
+            return [shard.sha256, status.st_size, status.st_mtime_ns]
+
+
 def _write(file, content, begin):
     view = memoryview(content)
     while view:
@@ -331,34 +378,43 @@ def _write(file, content, begin):
         begin, view = begin + written, view[written:]
 
 
-def main(url: str, folder: str, state_path: str, samples: str, *indexes: str) -> None:
-    """Fetch the pack at `url` to `folder`, unless another process of this node does. `indexes`: the paths of its indexes."""
+def main(job: str, url: str, folder: str, samples: str, *indexes: str) -> None:
+    """Fetch the pack at `url` to `folder` for a process, unless another one of this node does. `indexes`: their paths."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is meant for the job, which needs samples until it has saved
-    job, state = os.getppid(), State(state_path, int(samples))
+    path = state_path(folder, indexes)
+    State.make(path, int(samples))  # another one, of which nobody reads, if an index was replaced since
+    state = State(path, int(samples))
 
     def goes_on():
-        return os.getppid() == job
+        return os.getppid() == int(job)
 
     with once.when_free(lease(folder), goes_on) as held:
         if not held:
             return
+        state.forget()
         state.note_life()
         began = time.monotonic()
         try:
             fetcher = Fetcher(url, folder, list(indexes), state, goes_on)
-            fetcher.run()
+            whole = fetcher.run()
         except (UserError, TrainingFailed) as error:
             return state.fail(error)
         except Exception as error:
             state.fail(TrainingFailed(f"{one_line(url)} cannot be fetched to {folder}: {error!r}"))
             raise
-    if goes_on():
+    if whole and goes_on():
         now = f"{fetcher.fetched / MIB:.1f} MiB of them now, in {time.monotonic() - began:.0f} s"
         print(f"arrived: {count(len(fetcher.shards), 'shard')} of {one_line(url)}, {now}; all verified", flush=True)
 
 
 def lease(folder: str) -> str:
     return os.path.join(index.notes(folder), "arriving")
+
+
+def state_path(folder: str, indexes: Sequence[str]) -> str:
+    """Return the path of the State. Another pack has another one, and so has another boot, which has another clock."""
+    digest = hashlib.sha256(" ".join([once.boot_id(), *map(sha256, indexes)]).encode()).hexdigest()[:16]
+    return os.path.join(index.notes(folder), f"{digest}.state")
 
 
 def growing(folder: str, shard: str) -> str:
