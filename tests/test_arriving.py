@@ -101,11 +101,12 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, form):
     cut.parent.mkdir(parents=True)
     content = (folder / "val-000000.tar").read_bytes()
     cut.write_bytes(content[:-1500] + bytes(1000) + content[-500:])  # a kill between a sample and what follows it
-    for change in (lambda path: None, os.unlink, damage):
+    for change in (lambda _: None, os.unlink, damage):
         if (came / "train-000001.tar").exists():
             change(came / "train-000001.tar")
         (came / "train-index.npz").unlink(missing_ok=True)
         ours = arrival.begin(url, ["train", "val"], "input_dir", starts=True)[0]
+        assert not State(ours.arrival.path, ours.arrival.samples).wanted.any(), "what an earlier start wanted"
         for number in np.flatnonzero(ours.shard == 1):
             assert ours.read(int(number)) == wanted.read(int(number))
         wait_for(lambda: is_whole(came, folder) and once.is_free(fetcher.lease(str(came))), None, "the whole pack, and the end")

@@ -96,8 +96,10 @@ def begin(url: str, splits: Sequence[str], inputs: str, starts: bool) -> list[pa
     once.once_per_node(path, lambda _: State.make(path, ends[-1]))
     packed.forget_open_files()
     if starts:
-        if once.is_free(fetcher.lease(folder)):  # what it has marked is of an earlier start
-            State(path, ends[-1]).forget()
+        if once.is_free(fetcher.lease(folder)):  # what is marked there is of an earlier start
+            state = State(path, ends[-1])
+            state.forget()
+            state.wanted[:] = 0
         start_python(fetcher.__name__, str(os.getpid()), url, folder, str(ends[-1]), *indexes, env=_without_pulse())
     return [
         dataclasses.replace(
