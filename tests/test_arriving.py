@@ -4,6 +4,7 @@ import dataclasses
 import filecmp
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,8 +100,9 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, form):
     wanted = packed.load(str(folder), "train")
     (cut,) = [Path(fetcher.growing(str(came), "val-000000.tar"))]
     cut.parent.mkdir(parents=True)
-    content = (folder / "val-000000.tar").read_bytes()
-    cut.write_bytes(content[:-1500] + bytes(1000) + content[-500:])  # a kill between a sample and what follows it
+    content = bytearray((folder / "val-000000.tar").read_bytes())
+    content[:100] = bytes(100)  # a kill between a sample and its header
+    cut.write_bytes(content)
     for change in (lambda _: None, os.unlink, damage):
         if (came / "train-000001.tar").exists():
             change(came / "train-000001.tar")
@@ -110,6 +112,36 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, form):
         for number in np.flatnonzero(ours.shard == 1):
             assert ours.read(int(number)) == wanted.read(int(number))
         wait_for(lambda: is_whole(came, folder) and once.is_free(fetcher.lease(str(came))), None, "the whole pack, and the end")
+
+
+def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, tmp_path):
+    shutil.copytree(packs["raw"][0], folder := tmp_path / "wrong")
+    ours = packed.load(str(folder), "train")
+    place = int(np.flatnonzero(ours.shard == 0)[0])
+    with open(ours.place(place), "r+b") as file:
+        file.seek(ours.offset[place] + ours.length[place] - 1)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([last[0] ^ 1]))
+    part = arrival.begin(publish(folder, store, "arriving-wrong"), ["train"], "input_dir", starts=True)[0]
+    with pytest.raises(
+        TrainingFailed, match=r"train-000000\.tar, \d+ bytes from \d+ on, arrived 8 times with others than its index"
+    ):
+        part.content(place).cut(None)
+    assert not State(part.arrival.path, part.arrival.samples).there[place]
+
+
+def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
+    url = packs["original"][1]
+    part = arrival.begin(url, ["train"], "input_dir", starts=False)[0]
+    state = State(part.arrival.path, part.arrival.samples)
+    index = packed.local_index(url, "train", "input_dir")
+    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], state, lambda: True)
+    order = np.lexsort((part.offset, part.shard))
+    for since, places in ((3, [0, 1]), (2, [20]), (1, [40])):
+        state.wanted[order[places]] = since
+    assert [(unit.start, unit.stop) for unit in ours._wanted()] == [(40, 41), (20, 21), (0, 2)]
+    assert not list(ours._wanted()), "they are asked for"
 
 
 def damage(path):

@@ -92,16 +92,15 @@ def test_a_run_that_branches_off_has_an_entry_of_its_own_and_one_that_goes_back_
         file.write(json.dumps({**first, "time": first["time"] + 300, "samples": 500, "branched": True}) + "\n")
     for _ in range(2):
         assert follow.Follower(str(run), "mlflow", print).send()
-    with open(
-        run / "journal.jsonl", "a"
-    ) as file:  # the same command once more, after a kill: it goes on from its newest checkpoint
-        file.write(json.dumps({**first, "time": first["time"] + 400, "samples": 1000, "branched": True}) + "\n")
+    (late,) = [row for row in follow.rows(run, "speed.jsonl") if row["samples"] == 900]
     with open(run / "speed.jsonl", "a") as file:
-        (late,) = [row for row in follow.rows(run, "speed.jsonl") if row["samples"] == 900]
         file.write(json.dumps({**late, "samples": 1100, "time": first["time"] + 350}) + "\n")
     assert follow.Follower(str(run), "mlflow", print).send()
-    assert [samples_of(made.has, "epoch") for made in recorded.made[-4:]] == [[500, 1000], [1000], [], []]
-    assert samples_of(recorded.made[-1].has, "train/loss") == [1100]
+    with open(run / "journal.jsonl", "a") as file:  # the same command once more, after a kill: from its newest checkpoint on
+        file.write(json.dumps({**first, "time": first["time"] + 400, "samples": 1000, "branched": True}) + "\n")
+    assert follow.Follower(str(run), "mlflow", print).send()
+    assert [samples_of(made.has, "epoch") for made in recorded.made[-5:]] == [[500, 1000], [1000], [], [], []]
+    assert [samples_of(made.has, "train/loss") for made in recorded.made[-2:]] == [[1100], []]
 
 
 def test_a_run_is_followed_until_a_look_after_its_end(tmp_path, recorded, monkeypatch):
