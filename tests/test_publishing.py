@@ -277,10 +277,10 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
 
 def test_a_credential_that_expires_is_one_warning_and_then_the_end(store, monkeypatch, tmp_path):
     monkeypatch.setattr(publisher, "INTERVAL_SECONDS", 0.02)
-    monkeypatch.setenv(patience.VARIABLE, "1")
     fault, said, saved = [None], [], threading.Event()
     with faults(store, lambda request: fault[0], monkeypatch):
         publishing = publisher.Publisher(str(tmp_path), "s3://data/runs/expires", said.append)
+        monkeypatch.setenv(patience.VARIABLE, "1")  # now: a request of its client keeps the time that it usually has
         publishing.start()
         fault[0] = "expired"
         monkeypatch.setattr(bucket, "_client", None)  # whatever goes wrong where a new credential is looked for
