@@ -340,6 +340,15 @@ def disk(tmp_path):
     answer()
 
 
+def test_what_has_a_session_of_its_own_holds_no_rank():
+    code = "import subprocess as s; own, other = (s.Popen(['cat'], stdin=s.PIPE, start_new_session=new) for new in (False, True)); "
+    code += "print(own.pid, other.pid, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        own, other = map(int, process.stdout.readline().split())
+        wait_for(lambda: os.getsid(other) == other, process, "its session")
+        assert [*held.children(process.pid)] == [own]
+
+
 def test_a_process_that_the_kernel_holds_is_not_idle(tmp_path, now, disk, capsys):
     code, answer = disk
     with subprocess.Popen([sys.executable, "-c", f"import os; {code}; print('there', flush=True); input()"], stdin=subprocess.PIPE,

@@ -47,9 +47,17 @@ def waits_of(pid: int) -> Iterator[tuple[int, str]]:
 
 
 def children(pid: int) -> Iterator[int]:
+    """Yield its child processes, without those that have a session of their own: training does not wait for them alone."""
     for thread in threads(pid):
         with contextlib.suppress(OSError):
-            yield from map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+            found = map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+            yield from (child for child in found if _session(child) == os.getsid(pid))
+
+
+def _session(pid):
+    with contextlib.suppress(OSError):  # it has ended
+        return os.getsid(pid)
+    return None
 
 
 def threads(pid: int) -> list[int]:
