@@ -11,6 +11,7 @@ A listener is an object with a method for each moment that it needs:
     data(args)                   the data are about to be fetched and opened
     run(args)                    a Run is being made: the data are open, and no step was taken
     said(text)                   a line of the log was printed for the user
+    row(row)                     a row of speed.jsonl is about to be written; a listener may add numbers
     written(folder, write)       rank 0 has written files of the report; `write(name, content)` adds an optional file
     killed(args, since, why)     the watcher or parent of rank 0, which began to watch at `since`, knows why the job ends
     failure(error)               `main` has raised this error; a listener has a few seconds to save what can be saved

@@ -14,7 +14,7 @@ from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
-from common.world.folders import is_address, is_bucket
+from common.world.folders import is_address
 from datasets import crops, recipe
 from datasets.loader import DeviceLoader, Loader, more_workers, torch_batches
 from datasets.photos import decode, splits, tree
@@ -52,14 +52,13 @@ def add_options(parser: arguments.Parser) -> None:
         "dpex: files, decoded by --workers processes of each rank (0: 2) on the Ray cluster RAY_ADDRESS; "
         "synthetic (or syntetic): one batch of noise that stays on the device, to measure the speed of everything else",
     )
-    data.add_argument(
-        "--kspeed_iplist", help="memcached servers for kspeed, host:port,host:port,...; unset: the variable KSPEED_IPLIST"
-    )
+    servers = "memcached servers for kspeed, host:port,host:port,...; unset: the variable KSPEED_IPLIST"
+    data.add_argument("--kspeed_iplist", help=servers)
     data.add_argument(
         "--kspeed_user", help="user of the memcached servers, if they need one; the password is the variable KSPEED_PASSWORD"
     )
-    first = "with packed and a bucket: fetch the pack before training; false: train while it arrives"
-    data.add_argument("--fetch_first", type=arguments.boolean, default=True, help=first)
+    first = "with packed and a bucket: train when the whole pack is on the disk; false: while it arrives"
+    data.add_argument("--fetch_first", type=arguments.boolean, default=False, help=first)
     photo_files.add_max_megapixels(data)
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
     data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
@@ -109,6 +108,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
 
     moments.announce("data", args)
     found, classes_alone = on_every_rank("data", lambda: _find(args))
+    if collectives.rank_and_size()[1] > 1 and (packs := [files.identity for files in found if hasattr(files, "identity")]):
+        collectives.require_equal({"the pack in --data_url": packs})  # it may be published again while the ranks read it
     found = [files.without_larger(args.max_megapixels) for files in found]
     lines = [files.describe() for files in found]
     before = _before(args)
@@ -153,18 +154,9 @@ def _counted(found):
 def _find(args):
     """Return ([photographs of each needed split], False), or ([all photographs], True) if there is neither train nor val."""
     if args.data_backend.startswith("packed"):
-        from datasets.photos import packed
+        from datasets.photos import arrival
 
-        remote = args.data_backend == "packed-remote"
-        if is_bucket(args.data_url) and not remote and not args.fetch_first:
-            from datasets.photos import arrival
-
-            return arrival.begin(args.data_url, splits.SPLITS, args.input_dir, args.world.local_rank == 0), False
-        root = args.data_url if remote else storage.fetch(args.data_url, inputs=args.input_dir)
-        found = [packed.load(root, split, args.input_dir) for split in _splits(args, root, packed.index_path(root, "train"))]
-        for part in found if is_address(args.data_url) and not remote else ():
-            packed.verify_once(part)
-        return found, False
+        return arrival.find(args), False
     labels = photo_files.manifest_of(args.data_url)
     root = args.data_url if labels else storage.fetch(args.data_url, inputs=args.input_dir)
     if labels := labels or photo_files.manifest_of(root):
@@ -179,7 +171,7 @@ def _find(args):
             raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
     if splits.is_unsplit(root):
         return [tree.load(root, args.input_dir)], True
-    needed = _splits(args, root, os.path.join(root, "train"))
+    needed = splits.needed(args.evaluate, os.path.join(root, "train"))
     return [tree.load(os.path.join(root, split), args.input_dir) for split in needed], False
 
 
@@ -196,12 +188,6 @@ def _settled(args, found, before):
     pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
     trained_on = min(len(found[0]), args.max_samples or pictures)
     return recipe.with_recipe(args, pictures, trained_on, collectives.rank_and_size()[1], before)
-
-
-def _splits(args, root, training_images):
-    """Return the splits to read: val alone for an evaluation of a local folder without training images; else both."""
-    only_val = args.evaluate and not is_address(root) and not os.path.exists(training_images)
-    return ("val",) if only_val else splits.SPLITS
 
 
 def _compare_classes(train, val):

@@ -231,7 +231,8 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
 def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
     """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids; an error may come in place of a batch."""
     # The sampler gives whole batches of ids. With a generator of its own, an epoch draws nothing from the global one.
-    how: dict[str, Any] = {"sampler": WithEpoch(sampler), "batch_size": None, "generator": torch.Generator()}
+    order = WithEpoch(sampler, getattr(data_set, "announced", iter))
+    how: dict[str, Any] = {"sampler": order, "batch_size": None, "generator": torch.Generator()}
     if workers:
         from datasets.processes import worker_batches
 
@@ -288,13 +289,16 @@ class HandsOnErrors(torch.utils.data.Dataset):
 
 
 class WithEpoch:
-    """Yields (epoch, ids) for each batch of the sampler: worker processes outlive an epoch, so they are told which it is."""
+    """Yields (epoch, ids) for each batch of the sampler: worker processes outlive an epoch, so they are told which it is.
 
-    def __init__(self, sampler: Any):
-        self._sampler = sampler
+    `announced(batches)` yields what it is given, and may look ahead.
+    """
+
+    def __init__(self, sampler: Any, announced: Callable[[Any], Iterator] = iter):
+        self._sampler, self._announced = sampler, announced
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return ((self._sampler.epoch, ids) for ids in self._sampler)
+        return ((self._sampler.epoch, ids) for ids in self._announced(self._sampler))

@@ -56,7 +56,7 @@ NOT_RUN = {
         "python jobs/train_imagenet.py --data_url obs://bucket/flowers-out/annotation/V001/V001.manifest --arch resnet18 --image_size 64",
         "python -m launch pack /data/imagenet obs://bucket/imagenet-packed",
         "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048",
-        "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed --fetch_first false",
+        "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed",
     ],
     "sets a variable for a job on other machines; tests/test_strangers.py has a secret of its own": [
         "export ANYRANK_SECRET=$(openssl rand -hex 32)",

@@ -11,9 +11,14 @@ PIECE = 1 << 14
 
 
 class Line:
-    """`rate`: bytes a second from the store, None: as many as come; `pause`: seconds before the first byte of an answer."""
+    """`rate`: bytes a second from the store, None: as many as come; `pause`: seconds before the first byte of an answer.
+
+    While `open` is not set, nothing comes.
+    """
 
     def __init__(self, port, rate=None, pause=0.0):
+        self.open = threading.Event()
+        self.open.set()
         self.port, self.rate, self.pause = free_port(), rate, pause
         self.down = self.requests = 0  # bytes from the store; answers
         self._to, self._lock, self._free_at = port, threading.Lock(), 0.0
@@ -25,6 +30,7 @@ class Line:
         return self
 
     def __exit__(self, *_):
+        self.open.set()
         self._listener.close()
 
     def _accept(self):
@@ -53,6 +59,7 @@ class Line:
                 one.shutdown(socket.SHUT_RDWR)
 
     def _take_turn(self, size):
+        self.open.wait()
         with self._lock:
             self.down += size
             now = time.monotonic()

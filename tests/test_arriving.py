@@ -1,29 +1,50 @@
 """A pack that is read while it arrives from a bucket: the same bits, each byte once, and whole files in the end, killed or not."""
 
 import dataclasses
+import errno
 import filecmp
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common import storage
+from common import report, storage
+from common.alive import patience
+from common.child import start_python
 from common.errors import TrainingFailed, UserError
+from common.files import MIB
 from common.storage import once
 from common.world.folders import local_folder
 from datasets.crc import crc32
 from datasets.photos import arrival, fetcher, packed
 from datasets.photos.fetcher import State
 from launch.pack import command as pack
-from tests.jobs import NETWORK, PATIENCE, ROOT, assert_same_bits, command, environment, final_state, run_job, wait_for
+from tests.faultproxy import faults
+from tests.jobs import (
+    NETWORK,
+    PATIENCE,
+    ROOT,
+    Popen,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    lock_holders,
+    run_job,
+    wait_for,
+)
 from tests.line import Line
+from tests.ranks import fork_ranks
 from tests.test_packed import settings, write_tree
 
 FORMS = ("original", "raw")
@@ -80,7 +101,7 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
         came = Path(local_folder(url, "input_dir"))
         wanted = [packed.load(str(folder), split) for split in ("train", "val")]
         some = np.random.default_rng(0).permutation(len(parts[0]))
-        parts[0].prefetch(some[:8])
+        next(parts[0].announced([some[:8]]))
         first = parts[0].read(int(some[0]))
         assert not list(came.glob("*-index.npz")), "it is not whole yet"
         assert first == wanted[0].read(int(some[0]))
@@ -136,7 +157,7 @@ def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
     part = arrival.begin(url, ["train"], "input_dir", starts=False)[0]
     state = State(part.arrival.path, part.arrival.samples)
     index = packed.local_index(url, "train", "input_dir")
-    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], state, lambda: True)
+    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], state)
     order = np.lexsort((part.offset, part.shard))
     for since, places in ((3, [0, 1]), (2, [20]), (1, [40])):
         state.wanted[order[places]] = since
@@ -145,11 +166,12 @@ def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
 
 
 def damage(path):
-    """As a file that a store's digest of something else has let through: recorded, of the right size and time."""
+    """As a file of the right size and time, of which nothing is recorded."""
     status = path.stat()
     path.write_bytes(bytes(status.st_size))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    (path.parent / ".fetching" / "arrived.json").unlink()
+    for notes in ("arrived.json", "index.jsonl"):
+        (path.parent / ".fetching" / notes).unlink()
 
 
 WORDS = [*NETWORK, "--image_size", 32, "--epochs", 2, "--recipe", "imagenet", "--batch_size", 8, "--data_backend", "packed"]
@@ -167,6 +189,12 @@ def test_the_bits_are_those_of_the_folder(packs, store, tmp_path, form, ranks, w
                 env=store.environment)  # fmt: skip
         states.append(final_state(tmp_path / place))
     assert_same_bits(*states)
+    rows = [json.loads(line) for line in (tmp_path / "arriving/out/speed.jsonl").read_text().splitlines()]
+    came = sum(sum(row.get(name, 0) for name in fetcher.CAME) for row in rows) * MIB
+    shards = sum(path.stat().st_size for path in folder.glob("*.tar"))
+    assert 0.5 * shards < came < 1.01 * shards, "all of them, unless the job has ended before"
+    pages = [report.of_one(report.RunFiles.read(str(tmp_path / place / "out"))) for place in ("arriving", "folder")]
+    assert ["Where the data came from" in page for page in pages] == [True, False]
 
 
 def test_a_second_start_asks_for_nothing_that_is_there(packs, store, tmp_path):
@@ -179,6 +207,29 @@ def test_a_second_start_asks_for_nothing_that_is_there(packs, store, tmp_path):
             done = run_job("train_imagenet", tmp_path, *words, env=through(line, store))
         assert line.down < most * size_of(folder) + 60_000, (line.down, done.stdout)
         wait_for(lambda: is_whole(came, folder), None, "the whole pack")
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.rehearsal)])
+def test_a_job_that_waits_for_a_batch_saves_and_ends_when_it_is_told_to(store, tmp_path, ranks, workers):
+    pack.pack(str(write_tree(tmp_path / "photographs")), str(folder := tmp_path / "pack"), settings(shard_mb=0.01))
+    url = publish(folder, store, f"arriving-told-{ranks}")
+    samples = sum(len(packed.load(str(folder), split)) for split in ("train", "val"))
+    words = [*WORDS, "--workers", workers, "--nproc_per_node", ranks, "--data_url", url, "--output_dir", tmp_path / "out"]
+    with Line(store.port, rate=30_000) as line, open(tmp_path / "log", "w") as log:
+        process = Popen(
+            command("train_imagenet", *words), cwd=tmp_path, env=environment(**through(line, store)), stdout=log, stderr=log
+        )
+        wait_for(lambda: line.down > 0.6 * size_of(folder), process, "half of the pack")
+        line.open.clear()
+        (path,) = (tmp_path / local_folder(url, "input_dir") / ".fetching").glob("*.state")
+        state = State(str(path), samples)
+        wait_for(lambda: ((state.wanted == 1) & (state.there == 0)).any(), process, "a wait for a sample")
+        process.send_signal(signal.SIGTERM)
+        if ranks > 1:  # they stop after a step that all have done
+            wait_for(lambda: "all ranks stop at the next common step" in (tmp_path / "log").read_text(), process, "its line")
+            line.open.set()
+        assert process.wait(PATIENCE) == 143
+    assert "stopped by SIGTERM; saved after step" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.rehearsal
@@ -232,6 +283,116 @@ def test_what_the_process_imports(tmp_path):
     assert done.stdout == "[]\n"
 
 
+def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, at, monkeypatch, capsys):
+    def make(*_):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(State, "make", make)
+    folder, url = packs["original"]
+    args = types.SimpleNamespace(data_url=url, input_dir="input_dir", data_backend="packed", fetch_first=False, evaluate=False)
+    args.world = types.SimpleNamespace(local_rank=0)
+    train, val = arrival.find(args)
+    assert "warning: input_dir has no memory that processes can share (" in capsys.readouterr().out
+    assert not train.arrival and not val.arrival and is_whole(Path(local_folder(url, "input_dir")), folder)
+
+
+@pytest.mark.rehearsal
+def test_ranks_that_read_two_packs_are_refused(packs, tmp_path):
+    for rank, form in enumerate(FORMS):
+        (tmp_path / f"pack{rank}").symlink_to(packs[form][0])
+    job = str(ROOT / "jobs" / "train_imagenet.py")
+    own = "import os, sys; sys.argv += ['--data_url', 'pack' + os.environ['RANK']]; "
+    own += f"exec(open({job!r}).read(), dict(__name__='__main__', __file__={job!r}))"
+    (tmp_path / "job.py").write_text(own)
+    done = fork_ranks(tmp_path / "job.py", tmp_path, *WORDS, "--workers", 0)
+    assert done.returncode == 2 and "the pack in --data_url differs: " in done.stderr
+
+
+def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
+    State.make(path := str(tmp_path / "larger"), 4000)
+    reader, state = dataclasses.replace(waiting[0], path=path, samples=4000), State(path, 4000)
+    number = np.arange(4000)[::-1]  # of a sample in the pack
+    batches = np.random.default_rng(0).permutation(4000).reshape(40, 100)
+    for place, batch in enumerate(reader.announced(iter(batches), number)):
+        assert (batch == batches[place]).all()
+        until = min(40, place + 11)  # 1,024 samples ahead
+        assert set(np.flatnonzero(state.wanted)) == set(number[batches[:until].ravel()].tolist())
+    first, later = (state.wanted[number[batches[place]]] for place in (0, 9))
+    assert place == 39 and first.max() < later.min()
+    few = [np.array([sample]) for sample in range(8)]
+    assert next(reader.announced(iter(few), number)) == [0] and state.wanted[number[4]], "of small ones at least four"
+
+
+@pytest.fixture
+def fetchers(monkeypatch):
+    """The processes that begin() has started."""
+    started = []
+    monkeypatch.setattr(
+        arrival, "start_python", lambda *words, **how: started.append(start_python(*words, **how)) or started[-1]
+    )
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def holder(part):
+    """The process that fetches."""
+    wait_for(lambda: State(part.arrival.path, part.arrival.samples).alive() > part.arrival.since, None, "a sign of life")
+    (pid,) = lock_holders(f"{fetcher.lease(part.arrival.folder)}.lock")
+    return pid
+
+
+def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store, at, monkeypatch, fetchers):
+    folder, url = packs["original"]
+    with Line(store.port, rate=100_000) as line:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", line.url)
+        parts = [arrival.begin(url, ["train", "val"], "input_dir", starts=True)[0] for _ in range(2)]
+        first = holder(parts[0])
+        os.kill(first, signal.SIGKILL)
+        wanted = packed.load(str(folder), "train")
+        for part in parts:
+            for number in range(len(part)):
+                assert part.read(number) == wanted.read(number)
+        wait_for(lambda: is_whole(Path(local_folder(url, "input_dir")), folder), None, "the whole pack")
+    assert sorted(process.wait(PATIENCE) for process in fetchers if process.pid == first) == [-signal.SIGKILL]
+
+
+def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, fetchers):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # nobody answers
+    url = packs["original"][1]
+    monkeypatch.setattr(packed, "local_index", lambda _, split, __: str(packs["original"][0] / f"{split}-index.npz"))
+    part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
+    state = State(part.arrival.path, part.arrival.samples)
+    holder(part)
+    state.end_frozen(url)
+    monkeypatch.setattr(fetcher, "FROZEN_SECONDS", -1)
+    state.end_frozen("s3://another/pack")
+    assert fetchers[0].poll() is None
+    state.end_frozen(url)
+    assert fetchers[0].wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_an_object_that_changes_in_mid_run_ends_it_and_nothing_of_it_is_read(packs, store, at, tmp_path, monkeypatch, fetchers):
+    shutil.copytree(packs["raw"][0], folder := tmp_path / "before")
+    url = publish(folder, store, "arriving-changed")
+    other, changes = (folder / "train-000000.tar").read_bytes()[::-1], []
+
+    def plan(request):
+        if request.is_object and "train-000000.tar" in request.path and not changes:
+            changes.append(store.client().put_object(Bucket="arriving-changed", Key="pack/train-000000.tar", Body=other))
+
+    with faults(store, plan, monkeypatch):
+        part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
+        number = int(np.flatnonzero(part.shard == 0)[0])
+        with pytest.raises(UserError, match=r"arriving-changed/pack/train-000000\.tar has changed since this run began"):
+            part.content(number).cut(None)
+        assert fetchers[0].wait(PATIENCE) == 0
+    assert not list(Path(part.arrival.folder).glob("train-000000.tar"))
+    growing = Path(part.arrival.growing("train-000000.tar"))
+    assert not growing.exists() or not set(growing.read_bytes()) - {0}, "nothing of it is on the disk"
+
+
 @pytest.fixture
 def waiting(tmp_path):
     """(what a reader knows of a pack of which nothing comes, its state)"""
@@ -258,13 +419,29 @@ def test_a_loader_process_whose_rank_was_killed_waits_no_longer(waiting):
         dataclasses.replace(waiting[0], rank=2**22).wait(0)
 
 
-def test_a_fetcher_that_is_gone_or_gets_nothing_is_named(waiting, monkeypatch):
+def test_a_fetcher_that_is_gone_or_frozen_is_named(waiting, monkeypatch):
     reader, state = waiting
-    state.note_life()
     monkeypatch.setattr(arrival, "START_SECONDS", -1)
     with pytest.raises(TrainingFailed, match="the process that fetches s3://none/pack has ended: start again to go on"):
         reader.wait(0)
-    monkeypatch.setattr(arrival.once, "is_free", lambda _: False)
-    monkeypatch.setattr(arrival.patience, "limit", lambda: 0.5)
-    with pytest.raises(TrainingFailed, match="nothing of s3://none/pack has come for "):
-        reader.wait(0)
+    over = threading.Event()
+    over.set()
+    state.live(over)
+    assert state.alive() > reader.since
+    monkeypatch.setattr(arrival, "LOST_SECONDS", 1)
+    with once.when_free(fetcher.lease(reader.folder), lambda: True) as held:
+        assert held
+        with pytest.raises(
+            TrainingFailed, match=r"fetches s3://none/pack has shown no sign of life for \d+ s: start again to go"
+        ):
+            reader.wait(0)
+
+
+def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting, monkeypatch):
+    _, state = waiting
+    monkeypatch.setattr(fetcher, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fetcher, "STUCK_SECONDS", 0.2)
+    monkeypatch.setenv(patience.VARIABLE, "0.3")
+    began = time.monotonic()
+    state.live(threading.Event())  # else it would never return
+    assert began + 0.4 < state.alive() < time.monotonic()

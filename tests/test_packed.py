@@ -414,7 +414,7 @@ def test_a_shorter_object_is_named(url, store):
 
 def test_a_wrong_shard_of_pixels_is_refused_after_the_fetch_and_a_right_one_verified_once(root, store, reached, monkeypatch):
     run(root, "s3://data/pixels", "--form", "raw", "--shard_mb", SMALL_SHARDS)
-    words = ["--data_backend", "packed", "--data_url", "s3://data/pixels", "--recipe", "imagenet"]
+    words = ["--data_backend", "packed", "--data_url", "s3://data/pixels", "--fetch_first", "true", "--recipe", "imagenet"]
     args = arguments.parse(module_of("train_imagenet").options(), words, environ={})
     imagenet.load(args)
     with monkeypatch.context() as unread:

@@ -15,7 +15,10 @@ from common.files import append, drop_half_a_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
 LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes: a file above LARGEST is ignored; above GROUPED, rows of speed.jsonl are joined
-ADDED = ("images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
+CAME = ("from_bucket_mib", "from_bucket_first_mib", "on_disk_mib")  # where the data of a pack came from
+ADDED = (
+    "images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage", *CAME
+)  # fmt: skip
 NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
 LARGEST_NUMBER = 1e11  # larger ones are dropped; as Unix time it is in the year 5138
 NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # must be numbers in the journal

@@ -17,7 +17,7 @@ from common import VERSION, packages
 from common.checkpoints import names
 from common.errors import UserError, count, one_line
 from common.report import figures, template
-from common.report.left import RunFiles
+from common.report.left import CAME, RunFiles
 
 MOST_COLUMNS = 30  # the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
 MANY = 10_000  # from so many pictures on, the accuracy is shown without a range
@@ -42,7 +42,8 @@ def of_one(left: RunFiles) -> str:
     by, best = left.best()
     return rendered(
         template.ONE_RUN, left.name, left=left, outcome=outcome(left), marks=figures.MARKS, curves=list(_curves(left, best)),
-        events=list(_events(left, by, best)), speed=list(_speed(left)), confusion=_confusion(left), classes=_classes(left),
+        events=list(_events(left, by, best)), speed=list(_speed(left)), sources=_sources(left),
+        confusion=_confusion(left), classes=_classes(left),
         galleries=list(_galleries(left)), restored=_examples(left), warnings=_warnings(left), options=options_of(left),
         machine=_machine(left), data=left.data(), mistakes=_mistakes(left), epoch=left.scores.get("epoch"), **_commands(left),
     )  # fmt: skip
@@ -223,6 +224,20 @@ def _speed(left: RunFiles) -> Iterator[dict]:
     svg = figures.line_chart("rate", [(minutes, rates, {"color": figures.COLOURS[0]})])
     title = ("Images a second, over minutes", "每秒图像数（横轴：分钟）")
     yield figure("rate", title, [], heads, figures.thinned(rows, MOST_OF_A_CURVE), svg)
+
+
+def _sources(left: RunFiles) -> list[tuple]:
+    """Return a row for each epoch in which data came: MiB from a bucket, those ahead of their shard, on the disk; seconds."""
+    came = collections.defaultdict(lambda: [0.0] * 4)
+    for row in left.speed:
+        for place, name in enumerate((*CAME, "waiting_for_storage")):
+            came[int(row.get("epoch", 0))][place] += row.get(name, 0)
+    rows = [
+        (epoch, *(f"{size:.1f}" for size in (bucket + first, first, disk, waited)))
+        for epoch, (bucket, first, disk, waited) in came.items()
+        if bucket + first + disk
+    ]
+    return figures.thinned(rows, MOST_ROWS)
 
 
 # --- What it got wrong ------------------------------------------------------------------------------------------------------

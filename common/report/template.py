@@ -100,6 +100,9 @@ ONE_RUN = """
 {% if speed %}<section id="time"><h2>{{ t("Where the time went", "时间用在哪里") }}</h2>
 <div class="cards">{% for figure in speed %}{{ drawn(figure) }}{% endfor %}</div></section>{% endif %}
 
+{% if sources %}<section id="sources"><h2>{{ t("Where the data came from", "数据来自哪里") }}</h2>
+{{ table([("Epoch", "Epoch"), ("From the bucket, MiB", "来自存储桶，MiB"), ("of them ahead of their shards", "其中先于分片"), ("On the disk before, MiB", "原已在磁盘，MiB"), ("Waited, s", "等待，秒")], sources) }}</section>{% endif %}
+
 {% if confusion.rows %}<section id="confusion">
 <h2>{{ t("Confusion matrix" ~ after[0] ~ ": rows are the true class, columns the predicted one", "混淆矩阵" ~ after[1] ~ "：行是真实类别，列是预测类别") }}</h2>
 {% if outcome.best and epoch and epoch != outcome.best.epoch %}<p class="soft">{{ t("The best weights are those of epoch " ~ outcome.best.epoch ~ ".", "最好的权重是第 " ~ outcome.best.epoch ~ " 个 epoch 的。") }}</p>{% endif %}

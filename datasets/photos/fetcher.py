@@ -10,12 +10,16 @@ A shard grows in .fetching and gets its name when it is whole and its SHA-256 is
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import glob
 import hashlib
 import json
 import os
 import queue
 import signal
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +27,11 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from common.alive import patience
 from common.alive.patience import Patience
 from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import MIB, contents, create, refuse_link, sha256, write_atomically
+from common.progress import LINE_SECONDS
 from common.secrets import mask
 from common.storage import index, listing, once
 from common.storage.bucket import Bucket, Item, ObjectChanged
@@ -38,7 +44,12 @@ RUN = 4 << 20  # most bytes of one request
 RUNS = 8  # requests at a time for what nobody wants yet
 LOOK = 0.005  # seconds between two looks at what is wanted
 BLOCK = 512  # bytes of a header in a tar file
-WANTED, REST, WHOLE = "wanted", "rest", "whole"  # what a thread has done
+WANTED, REST, ON_DISK, WHOLE = range(4)  # what a thread has done; the first three are places in CAME
+HASHED = 8  # files at a time
+CAME = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # as speed.jsonl names the bytes that were counted
+BEAT_SECONDS = 1.0  # between two signs of life
+STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there are none: a request or the disk never ends
+FROZEN_SECONDS = 30  # without a sign of life, after which another process takes over
 
 
 class State:
@@ -48,10 +59,14 @@ class State:
 
     def __init__(self, path: str, samples: int) -> None:
         memory = np.memmap(path, np.uint8, "r+", shape=self._size(samples))
-        self._bell, self._alive = (memory[begin : begin + 8].view(np.int64) for begin in (0, 8))
+        numbers = memory[: self.TEXT_AT].view(np.int64)
+        self._bell, self._alive = numbers[0:1], numbers[1:2]
+        self._holder, self.whole = numbers[2:3], numbers[3:4]
+        self.came = numbers[4 : 4 + len(CAME)]  # bytes, since the fetcher began
         self._text = memory[self.TEXT_AT : self.HEAD]
         self.there = memory[self.HEAD : self.HEAD + samples]
         self.wanted = memory[-8 * samples :].view(np.int64)  # 0, or since when, by time.monotonic_ns(); 1: now
+        self.heard = time.monotonic()  # when this process, if it fetches, last got something
 
     @classmethod
     def make(cls, path: str, samples: int) -> None:
@@ -72,16 +87,29 @@ class State:
     def bell(self) -> int:
         return int(self._bell[0])
 
-    def note_life(self) -> None:
-        self._alive[0] = time.monotonic_ns()
+    def live(self, over: threading.Event) -> None:
+        """Show signs of life until `over`, as long as something comes or may come yet."""
+        self._holder[0], self.heard = os.getpid(), time.monotonic()
+        while time.monotonic() - self.heard < patience.limit() + STUCK_SECONDS:
+            self._alive[0] = time.monotonic_ns()
+            if over.wait(BEAT_SECONDS):
+                return
 
     def alive(self) -> float:
-        """Return when the fetcher last got something, by time.monotonic()."""
+        """Return when a fetcher last showed a sign of life, by time.monotonic()."""
         return int(self._alive[0]) / 1e9
+
+    def end_frozen(self, url: str) -> None:
+        """Kill the process that fetches, if it is one of this machine and has shown no sign of life for long."""
+        if time.monotonic() - self.alive() > FROZEN_SECONDS:
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                command = contents(f"/proc/{self._holder[0]}/cmdline").split(b"\0")
+                if os.fsencode(url) in command and any(__name__.encode() in word for word in command):
+                    os.kill(int(self._holder[0]), signal.SIGKILL)
 
     def forget(self) -> None:
         """Forget what an earlier fetcher said: files may have changed since."""
-        self.there[:] = 0
+        self.there[:] = self.came[:] = self.whole[:] = 0
         self._text[:] = 0
 
     def fail(self, error: Exception) -> None:
@@ -137,14 +165,15 @@ class ShardFile:
     growing: str  # the path of its file until it is whole
     samples: slice
     file: int = -1
+    whole: bool = False
     left: int = 0  # samples that have not come
     suspect: bool = False  # whether the file may have right bytes, of which nothing is known
 
 
 class Fetcher:
-    def __init__(self, url: str, folder: str, indexes: list[str], state: State, goes_on: Callable[[], bool]) -> None:
+    def __init__(self, url: str, folder: str, indexes: list[str], state: State) -> None:
         self._url, self._folder = url, folder
-        self._state, self._goes_on = state, goes_on
+        self._state = state
         bucket, self._patience = Bucket(url, lambda text: print(text, flush=True)), Patience()
         items = listing.named(bucket, listing.everything(bucket, None))
         self._ranges = Ranges(bucket, self._patience)
@@ -157,8 +186,8 @@ class Fetcher:
             self._indexes[path] = items[name]
         self._read(items)
         self._asked = np.zeros(len(self._samples.number), bool)  # whether a sample is there or under way
-        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.fetched = 0  # bytes
+        self._events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._began = self._told = time.monotonic()
 
     def _read(self, items):
         """Read the indexes, which a reader has checked."""
@@ -167,7 +196,9 @@ class Fetcher:
             with np.load(path, allow_pickle=False) as stored:
                 parts.append({name: stored[name] for name in ("shard", "offset", "length", "checksum")})
                 parts[-1]["shard"] = parts[-1]["shard"] + len(shards)
-                shards += json.loads(bytes(stored["about"]))["shards"]
+                about = json.loads(bytes(stored["about"]))
+                shards += about["shards"]
+                self._compared = about["form"] != "raw"  # at every read, too
         for shard in shards:
             if shard["name"] not in items or items[shard["name"]].size != shard["size"]:
                 raise UserError(f"{one_line(self._url)}/{shard['name']} is not what its index names: publish the pack again")
@@ -182,20 +213,25 @@ class Fetcher:
             path = growing(self._folder, name)
             self.shards.append(ShardFile(name, shard["size"], shard["sha256"], items[name], path, samples))
 
-    def run(self) -> bool:
-        """Fetch what is missing; return when all of it is there, or the job is gone; whether all shards are whole."""
-        missing = [shard for shard in self.shards if not self._is_whole(shard)]
+    def run(self, goes_on: Callable[[], bool]) -> bool:
+        """Fetch what is missing while goes_on(); return whether all shards are whole."""
+        with ThreadPoolExecutor(HASHED) as pool:
+            for shard, whole in zip(self.shards, pool.map(self._is_whole, self.shards)):
+                shard.whole = whole
+        missing = [shard for shard in self.shards if not shard.whole]
         listing.require_space(self._folder, {shard.name: shard.item for shard in missing}, ".arriving")
-        for shard in missing:
-            self._open(shard)
+        for path in {*glob.glob(f"{glob.escape(index.notes(self._folder))}/*.arriving")} - {one.growing for one in self.shards}:
+            os.unlink(path)  # of another pack that was here
+        for shard in self.shards:
+            (self._note_whole if shard.whole else self._open)(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as whole:
             try:
-                self._serve(len(missing), requests, whole)
+                self._serve(len(missing), goes_on, requests, whole)
             finally:
                 self._patience.give_up()
                 requests.shutdown(cancel_futures=True)
                 whole.shutdown(cancel_futures=True)
-        if not all(map(self._is_whole, self.shards)):
+        if not all(shard.whole for shard in self.shards):
             return False
         for path, item in self._indexes.items():
             name = os.path.basename(path)
@@ -210,22 +246,40 @@ class Fetcher:
         return self._samples.number[shard.samples]
 
     def _is_whole(self, shard):
-        """Whether the shard's file is there and has its SHA-256, by a note or by its bytes; a wrong one is deleted."""
+        """Whether the shard's file is there and was verified, now or before. If it was by the store's digest, in another way of
+        fetching it, that is enough where each read compares a checksum."""
+        known = self._compared and shard.item.digest and self._known.has(shard.name, shard.item)
+        if known or self._checked.has(shard):
+            return True
         path = os.path.join(self._folder, shard.name)
-        if not self._checked.has(shard):
-            if not index.has_size(path, shard.size) or sha256(path) != shard.sha256:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                return False
-            self._state.note_life()
-            self._checked.add(shard)
+        if not index.has_size(path, shard.size) or sha256(path) != shard.sha256:
+            return False
+        self._state.heard = time.monotonic()
+        self._checked.add(shard)
+        return True
+
+    def _note_whole(self, shard):
         if not self._known.has(shard.name, shard.item):
             self._known.add(shard.name, shard.item)
         self._state.there[self._numbers(shard)] = self._asked[shard.samples] = 1
-        return True
+        self._state.came[ON_DISK] += shard.size
+
+    def _tell(self):
+        """Print how far it is, every ten seconds."""
+        now = time.monotonic()
+        if now - self._told > LINE_SECONDS:
+            self._told = now
+            whole, total = sum(shard.whole for shard in self.shards), sum(shard.size for shard in self.shards)
+            first, rest, old = self._state.came.tolist()
+            rate = max(1, first + rest) / (now - self._began)
+            said = f"{whole} of {count(len(self.shards), 'shard')}, {(first + rest + old) // MIB} of {total // MIB} MiB"
+            said += f", {rate / MIB:.1f} MiB/s, {(total - first - rest - old) / rate:.0f} s left"
+            print(f"arriving {one_line(self._url)}: {said}; {first / total:.0%} came ahead of its shard", flush=True)
 
     def _open(self, shard):
         """Open the file of an unfinished shard. What is not known to be right in it is compared before it is fetched again."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._folder, shard.name))  # a wrong one, or that of another pack
         shard.suspect = index.has_size(shard.growing, shard.size)
         shard.left = len(self._numbers(shard))
         shard.file = os.open(shard.growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -233,12 +287,16 @@ class Fetcher:
 
     def _finish(self, shard):
         """Give the shard its name, and return it. What is wrong now lies between the samples, which were compared already."""
-        if sha256(shard.growing) == shard.sha256:
-            os.fdatasync(shard.file)
-            if index.has_size(path := os.path.join(self._folder, shard.name), shard.size):  # another job has fetched it
+        path = os.path.join(self._folder, shard.name)
+        if index.has_size(path, shard.size):  # another process has fetched it, too
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(shard.growing)
-            else:
-                os.replace(shard.growing, path)
+            shard.whole = True
+        elif sha256(shard.growing) == shard.sha256:
+            os.fsync(shard.file)
+            os.replace(shard.growing, path)
+            self._checked.add(shard)
+            shard.whole = True
         elif shard.suspect:  # it was cut off by a kill: once more, all from the bucket
             shard.suspect, shard.left = False, len(self._numbers(shard))
             return shard
@@ -249,9 +307,9 @@ class Fetcher:
 
     # --- What is fetched next ---
 
-    def _serve(self, growing, requests, whole):
+    def _serve(self, growing, goes_on, requests, whole):
         """Have threads fetch what is wanted and, with a few of them, the rest in order, until no shard is growing."""
-        under_way, heard, cursor = {WANTED: 0, REST: 0}, -1, 0
+        under_way, heard, cursor = [0, 0], -1, 0
 
         def submit(pool, what, work, *arguments):
             def done():
@@ -262,7 +320,8 @@ class Fetcher:
 
             pool.submit(done)
 
-        while growing and self._goes_on():
+        while growing and goes_on():
+            self._tell()
             units = []
             if self._state.bell() != heard:
                 heard = self._state.bell()
@@ -281,10 +340,13 @@ class Fetcher:
                     self._asked[found.samples], cursor = False, min(cursor, found.samples.start)
                 elif what == WHOLE:
                     growing -= 1
+                    if found.whole and not self._known.has(found.name, found.item):
+                        self._known.add(found.name, found.item)
                 else:
-                    shard, came = found
+                    shard, came, size, old = found
                     under_way[what] -= 1
                     shard.left -= came
+                    self._state.came[ON_DISK if old else what] += size
                     if not shard.left:
                         submit(whole, WHOLE, self._finish, shard)
 
@@ -319,16 +381,18 @@ class Fetcher:
     # --- In a thread ---
 
     def _obtain(self, unit):
-        """Bring the bytes of a unit to their place, and say that its samples are there. Return (their shard, how many)."""
+        """Bring the bytes of a unit to their place, and say that its samples are there.
+
+        Return (their shard, how many they are, bytes, whether those were on the disk).
+        """
         shard = self.shards[self._samples.shard[unit.start]]
         begin, end = int(self._samples.begin[unit.start]), int(self._samples.end[unit.stop - 1])
-        if not shard.suspect or not self._is_right(unit, os.pread(shard.file, end - begin, begin)):
-            content = self._from_bucket(shard, unit, begin, end - begin)
-            self.fetched += len(content)
-            _write(shard.file, content, begin)
+        old = shard.suspect and self._is_right(unit, os.pread(shard.file, end - begin, begin))
+        if not old:
+            _write(shard.file, self._from_bucket(shard, unit, begin, end - begin), begin)
         self._state.there[self._samples.number[unit]] = 1
-        self._state.note_life()
-        return shard, unit.stop - unit.start
+        self._state.heard = time.monotonic()
+        return shard, unit.stop - unit.start, end - begin, old
 
     def _from_bucket(self, shard, unit, begin, length):
         place = f"{one_line(self._url)}/{shard.name}"
@@ -354,6 +418,7 @@ class _Checked:
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(index.notes(folder), "arrived.json")
         self._known: dict[str, Any] = {}
+        self._lock = threading.Lock()
         with contextlib.suppress(OSError, ValueError, RecursionError):
             self._known = dict(json.loads(contents(self._path)))
 
@@ -362,8 +427,9 @@ class _Checked:
         return seen is not None and self._known.get(shard.name) == seen
 
     def add(self, shard: ShardFile) -> None:
-        self._known[shard.name] = self._seen(shard)
-        write_atomically(self._path, json.dumps(self._known).encode())
+        with self._lock:
+            self._known[shard.name] = self._seen(shard)
+            write_atomically(self._path, json.dumps(self._known).encode())
 
     def _seen(self, shard):
         with contextlib.suppress(OSError):
@@ -381,30 +447,45 @@ def _write(file, content, begin):
 def main(job: str, url: str, folder: str, samples: str, *indexes: str) -> None:
     """Fetch the pack at `url` to `folder` for a process, unless another one of this node does. `indexes`: their paths."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is meant for the job, which needs samples until it has saved
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
     path = state_path(folder, indexes)
     State.make(path, int(samples))  # another one, of which nobody reads, if an index was replaced since
     state = State(path, int(samples))
+    asked = time.monotonic()
 
     def goes_on():
         return os.getppid() == int(job)
 
-    with once.when_free(lease(folder), goes_on) as held:
-        if not held:
+    def waits():
+        if time.monotonic() - asked > FROZEN_SECONDS:
+            state.end_frozen(url)
+        return goes_on()
+
+    with once.when_free(lease(folder), waits) as held:
+        if not held or state.whole:  # another process has fetched it meanwhile
             return
+        over = threading.Event()
+        threading.Thread(target=state.live, args=(over,), daemon=True).start()
         state.forget()
-        state.note_life()
         began = time.monotonic()
         try:
-            fetcher = Fetcher(url, folder, list(indexes), state, goes_on)
-            whole = fetcher.run()
+            fetcher = Fetcher(url, folder, list(indexes), state)
+            state.whole[0] = fetcher.run(goes_on)
         except (UserError, TrainingFailed) as error:
             return state.fail(error)
+        except OSError as error:
+            return state.fail(TrainingFailed(f"cannot write to {folder}: {one_line(error.strerror)}"))
         except Exception as error:
             state.fail(TrainingFailed(f"{one_line(url)} cannot be fetched to {folder}: {error!r}"))
             raise
-    if whole and goes_on():
-        now = f"{fetcher.fetched / MIB:.1f} MiB of them now, in {time.monotonic() - began:.0f} s"
-        print(f"arrived: {count(len(fetcher.shards), 'shard')} of {one_line(url)}, {now}; all verified", flush=True)
+        finally:
+            over.set()
+    if state.whole and goes_on():
+        first, rest, old = (state.came / MIB).tolist()
+        came = f"{first + rest:.1f} MiB in {time.monotonic() - began:.0f} s, {first:.1f} of them ahead of their shards"
+        here = f"{old:.1f} MiB were there" if old else "none were there"
+        print(f"arrived: {count(len(fetcher.shards), 'shard')} of {one_line(url)}: {came}; {here}; all verified", flush=True)
 
 
 def lease(folder: str) -> str:

@@ -20,7 +20,7 @@ class Photos:
     ) -> None:  # fmt: skip
         """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for evaluation, or WHOLE
         (None: 8/7 of `size`); `mode`: bilinear or bicubic; `autoaugmented`: apply AutoAugment in training."""
-        self.tree = files
+        self.tree, self.announced = files, files.announced
         self.size, self.train = size, train
         self.seed = seed
         self.area = area

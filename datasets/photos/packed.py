@@ -16,7 +16,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, ClassVar, Optional
 
@@ -71,9 +71,8 @@ class Packed(tree.Tree):
     def describe(self) -> str:
         return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
 
-    def prefetch(self, numbers: Iterable[int]) -> None:
-        if self.arrival:
-            self.arrival.want(self.number[np.fromiter(numbers, np.int64)])
+    def announced(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        return self.arrival.announced(batches, self.number) if self.arrival else iter(batches)
 
     def _local(self, number: int) -> Callable[[int, int], bytes]:
         """Return read(begin, length) of the file of a sample's shard, once the sample is there."""

@@ -22,6 +22,11 @@ MOST_COMPARED = 20_000  # most pictures among which copies are searched: each st
 NAMED = 5  # classes or copies that a warning names
 
 
+def needed(evaluates: bool, training: str) -> tuple[str, ...]:
+    """Return the splits to read: val alone for an evaluation in a folder that lacks the path `training`; else both."""
+    return ("val",) if evaluates and not os.path.exists(training) else SPLITS
+
+
 def is_unsplit(root: str) -> bool:
     """Whether the folder holds classes in place of train and val; UserError for fewer than two, or a class in OTHER_NAMES."""
     if any(os.path.exists(os.path.join(root, split)) for split in SPLITS) or not os.path.isdir(root):

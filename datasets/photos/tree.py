@@ -13,7 +13,7 @@ import io
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Callable, ClassVar, Union
 
@@ -60,7 +60,11 @@ class Tree:
         return os.path.join(self.folder, self.names[number])
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Announce the samples that will be read next. This does nothing here; a tree with a cache fetches them together."""
+        """Prepare to read these samples now. This does nothing here; a tree with a cache fetches them together."""
+
+    def announced(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the batches of numbers. A pack that arrives looks ahead, and brings first what will be read next."""
+        return iter(batches)
 
     def read(self, number: int) -> bytes:
         return files.read(self.path(number))

@@ -1,8 +1,9 @@
 """The history of a run, with times, in two files to which every start appends lines.
 
 journal.jsonl   a line for each start, warning, change of the nodes, set of example pictures, and end
-speed.jsonl     a line for each line of the log and each epoch: images a second, the most memory so far, and how many seconds
-                each phase has taken since the line before
+speed.jsonl     a line for each line of the log and each epoch: images a second, the most memory so far, how many seconds each
+                phase has taken since the line before and, while data arrive, how many MiB of them came (from_bucket_first_mib,
+                before the rest of their shard; from_bucket_mib) or were on this node's disk (on_disk_mib)
 
 metrics.jsonl contains none of this, so that it is a function of seed and data alone.
 """
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from common import devices
+from common import devices, moments
 from common.alive import heartbeat
 from common.errors import is_victim, one_line
 from common.files import open_regular
@@ -94,6 +95,7 @@ class Journal(Observer):
             **{phase: round(spent, 4) for phase, spent in passed.items()},
             "peak_memory_mib": round(devices.peak_memory(self._device) / 2**20, 1),
         }  # fmt: skip
+        moments.announce("row", row)
         self._append("speed.jsonl", row)
 
     def _append(self, name, row):
