@@ -23,7 +23,7 @@ from common.alive import patience
 from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.files import MIB
-from common.storage import once
+from common.storage import bucket, once, ranges
 from common.world.folders import local_folder
 from datasets.crc import crc32
 from datasets.photos import arrival, fetcher, packed
@@ -62,11 +62,11 @@ def packs(tmp_path_factory, store):
     return made
 
 
-def publish(folder, store, bucket):
-    store.client().create_bucket(Bucket=bucket)
+def publish(folder, store, name):
+    store.client().create_bucket(Bucket=name)
     for path in folder.glob("[tv]*"):
-        store.client().upload_file(str(path), bucket, f"pack/{path.name}")
-    return f"s3://{bucket}/pack"
+        store.client().upload_file(str(path), name, f"pack/{path.name}")
+    return f"s3://{name}/pack"
 
 
 @pytest.fixture
@@ -291,7 +291,11 @@ def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, at, monk
     folder, url = packs["original"]
     args = types.SimpleNamespace(data_url=url, input_dir="input_dir", data_backend="packed", fetch_first=False, evaluate=False)
     args.world = types.SimpleNamespace(local_rank=0)
+    unfinished = Path(fetcher.growing(local_folder(url, "input_dir"), "train-000000.tar"))
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_bytes(b"of an earlier start")
     train, val = arrival.find(args)
+    assert not unfinished.exists()
     assert "warning: input_dir has no memory that processes can share (" in capsys.readouterr().out
     assert not train.arrival and not val.arrival and is_whole(Path(local_folder(url, "input_dir")), folder)
 
@@ -306,6 +310,26 @@ def test_ranks_that_read_two_packs_are_refused(packs, tmp_path):
     (tmp_path / "job.py").write_text(own)
     done = fork_ranks(tmp_path / "job.py", tmp_path, *WORDS, "--workers", 0)
     assert done.returncode == 2 and "the pack in --data_url differs: " in done.stderr
+
+
+def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, at, monkeypatch):
+    store.client().create_bucket(Bucket="ranges")
+    store.client().put_object(Bucket="ranges", Key="thing", Body=b"0123456789")
+    place = bucket.Bucket("s3://ranges")
+    (thing,) = place.items("thing")
+    both, now, asked = ranges.Ranges(place, patience.Patience()), [1000.0], []
+    whole = both._fast.part
+
+    def part(*given):
+        asked.append(now[0])
+        return len(asked) > 2 and whole(*given)
+
+    monkeypatch.setattr(both._fast, "part", part)
+    monkeypatch.setattr(ranges, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds in (1000, 1001, 1029, 1031, 1090, 1092, 1093):  # it fails at first, and again after half a minute
+        now[0] = float(seconds)
+        assert both.read(thing, 3, 4) == b"3456"
+    assert asked == [1000, 1031, 1092, 1093]
 
 
 def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):

@@ -1,10 +1,13 @@
 """Read parts of a bucket's objects: through obstore where it is installed, else boto3, which also says why a request failed."""
 
+import time
 from typing import Any
 
 from common.alive.patience import Patience
 from common.storage import obstore
 from common.storage.bucket import Bucket, Item, ObjectChanged
+
+SLOW_SECONDS = 30.0  # for which boto3 reads after a request of obstore's has failed; twice as long after each further one
 
 
 class Ranges:
@@ -13,6 +16,7 @@ class Ranges:
     def __init__(self, bucket: Bucket, patience: Patience) -> None:
         self._bucket, self._patience = bucket, patience
         self._fast = obstore.reader(bucket)
+        self._slow_until, self._slow_seconds = 0.0, SLOW_SECONDS
 
     @property
     def threads(self) -> int:
@@ -22,10 +26,13 @@ class Ranges:
     def read(self, item: Item, begin: int, length: int) -> bytes:
         """Return a part of the object; ObjectChanged if there is another one under its key by now."""
         pieces: list[bytes] = []
-        if self._fast and self._fast.part(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
-            self._patience.succeeded()
-            return b"".join(pieces)
-        self._fast = None  # it has one time limit for a whole part, which a slow line exceeds
+        if self._fast and time.monotonic() > self._slow_until:
+            if self._fast.part(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
+                self._patience.succeeded()
+                return b"".join(pieces)
+            if time.monotonic() > self._slow_until:  # it has one time limit for a whole part, which a slow line exceeds
+                self._slow_until = time.monotonic() + self._slow_seconds
+                self._slow_seconds *= 2
         return read_slowly(self._bucket, item, begin, length, self._patience)
 
 

@@ -109,10 +109,12 @@ def find(args: argparse.Namespace) -> list[packed.Packed]:
     if is_bucket(url) and not remote and not args.fetch_first:
         try:
             return begin(url, splits.SPLITS, inputs, args.world.local_rank == 0)
-        except (AttributeError, OSError) as error:  # macOS and some mounts lack what the shared memory needs
+        except OSError as error:  # macOS and some mounts lack what the shared memory needs
             progress.warn(
                 f"{inputs} has no memory that processes can share ({one_line(error)}): the whole pack is fetched first"
             )
+    if is_bucket(url) and not remote:
+        fetcher.drop_unfinished(local_folder(url, inputs))
     root = url if remote else storage.fetch(url, inputs=inputs)
     needed = splits.needed(args.evaluate and not remote, packed.index_path(root, splits.SPLITS[0]))
     found = [packed.load(root, split, inputs) for split in needed]

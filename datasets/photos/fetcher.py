@@ -12,6 +12,7 @@ A shard grows in .fetching and gets its name when it is whole and its SHA-256 is
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import glob
 import hashlib
 import json
@@ -73,6 +74,8 @@ class State:
         """Make the file, unless it is there."""
         refuse_link(path)
         if not os.path.exists(path):
+            if not hasattr(os, "posix_fallocate"):
+                raise OSError(errno.ENOSYS, "this system cannot reserve the bytes of a file")
             with create(f"{path}.new") as file:
                 os.posix_fallocate(file.fileno(), 0, cls._size(samples))  # a hole could become SIGBUS on a full disk
             os.replace(f"{path}.new", path)
@@ -130,6 +133,7 @@ class Samples:
     """The samples of a pack in the order of their places. The parts from `begin` to `end` are all of each shard."""
 
     number: np.ndarray  # in the State
+    place: np.ndarray  # here, of a number in the State
     shard: np.ndarray
     offset: np.ndarray  # of the sample itself
     length: np.ndarray
@@ -153,7 +157,7 @@ class Samples:
             raise ValueError("samples overlap, or a shard has none")
         end = np.concatenate([begin[1:], [0]])
         end[np.append(new[1:], len(shard)) - 1] = sizes
-        return Samples(order, **ordered, begin=begin, end=end)
+        return Samples(order, np.argsort(order), **ordered, begin=begin, end=end)
 
 
 @dataclasses.dataclass(eq=False)
@@ -185,7 +189,7 @@ class Fetcher:
                 raise UserError(f"{one_line(url)} has another {name} since this run began: start again")
             self._indexes[path] = items[name]
         self._read(items)
-        self._asked = np.zeros(len(self._samples.number), bool)  # whether a sample is there or under way
+        self._asked = np.zeros(len(self._samples.number), bool)  # whether a sample of the State is there or under way
         self._events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._began = self._told = time.monotonic()
 
@@ -261,7 +265,7 @@ class Fetcher:
     def _note_whole(self, shard):
         if not self._known.has(shard.name, shard.item):
             self._known.add(shard.name, shard.item)
-        self._state.there[self._numbers(shard)] = self._asked[shard.samples] = 1
+        self._state.there[self._numbers(shard)] = self._asked[self._numbers(shard)] = 1
         self._state.came[ON_DISK] += shard.size
 
     def _tell(self):
@@ -326,10 +330,10 @@ class Fetcher:
             if self._state.bell() != heard:
                 heard = self._state.bell()
                 units = [(WANTED, unit) for unit in self._wanted()]
-            while under_way[REST] + len(units) < RUNS and under_way[WANTED] < RUNS and not self._asked[cursor:].all():
-                unit = self._unit(cursor + int(np.argmin(self._asked[cursor:])))
-                cursor = unit.stop
-                units.append((REST, unit))
+            while under_way[REST] + len(units) < RUNS and under_way[WANTED] < RUNS:
+                if (cursor := self._next(cursor)) == len(self._asked):
+                    break
+                units.append((REST, self._unit(cursor)))
             for what, unit in units:
                 under_way[what] += 1
                 submit(requests, what, self._obtain, unit)
@@ -337,7 +341,7 @@ class Fetcher:
                 if isinstance(found, Exception):
                     raise found
                 if what == WHOLE and found.left:
-                    self._asked[found.samples], cursor = False, min(cursor, found.samples.start)
+                    self._asked[self._numbers(found)], cursor = False, min(cursor, found.samples.start)
                 elif what == WHOLE:
                     growing -= 1
                     if found.whole and not self._known.has(found.name, found.item):
@@ -359,23 +363,29 @@ class Fetcher:
 
     def _wanted(self):
         """Yield units of samples that are wanted and not asked for yet, the longest wanted first."""
-        since = self._state.wanted[self._samples.number]
+        since = self._state.wanted
         wanted = (since != 0) & ~self._asked
-        places = np.flatnonzero(wanted)
-        for place in places[np.argsort(since[places], kind="stable")].tolist():
-            if not self._asked[place]:
-                yield self._unit(place, wanted)
+        numbers = np.flatnonzero(wanted)
+        for number in numbers[np.argsort(since[numbers], kind="stable")].tolist():
+            if not self._asked[number]:
+                yield self._unit(int(self._samples.place[number]), wanted)
+
+    def _next(self, place):
+        """Return the first place from `place` on of a sample that nobody has asked for, or the end."""
+        while place < len(self._asked) and self._asked[self._samples.number[place]]:
+            place += 1
+        return place
 
     def _unit(self, first, among=None):
         """Return the samples from `first` on, of one shard and `among` these, that are not too many. Now they are asked for."""
         samples, last = self._samples, first
         while (
-            last < len(self._asked) and not self._asked[last] and samples.shard[last] == samples.shard[first]
-            and (among is None or among[last])
+            last < len(self._asked) and not self._asked[samples.number[last]] and samples.shard[last] == samples.shard[first]
+            and (among is None or among[samples.number[last]])
             and (last == first or samples.end[last] - samples.begin[first] <= RUN)
         ):  # fmt: skip
+            self._asked[samples.number[last]] = True
             last += 1
-        self._asked[first:last] = True
         return slice(first, last)
 
     # --- In a thread ---
@@ -486,6 +496,13 @@ def main(job: str, url: str, folder: str, samples: str, *indexes: str) -> None:
         came = f"{first + rest:.1f} MiB in {time.monotonic() - began:.0f} s, {first:.1f} of them ahead of their shards"
         here = f"{old:.1f} MiB were there" if old else "none were there"
         print(f"arrived: {count(len(fetcher.shards), 'shard')} of {one_line(url)}: {came}; {here}; all verified", flush=True)
+
+
+def drop_unfinished(folder: str) -> None:
+    """Delete what has come of unfinished shards, unless a process fetches them: another way of fetching begins anew."""
+    for path in glob.glob(f"{glob.escape(index.notes(folder))}/*.arriving") if once.is_free(lease(folder)) else ():
+        with contextlib.suppress(FileNotFoundError):  # another rank deletes them, too
+            os.unlink(path)
 
 
 def lease(folder: str) -> str:
