@@ -36,7 +36,8 @@ test: lint
 rehearsal: $(VENV)/ready
 	$(BIN)/python -m tests -m rehearsal $(ONLY:%=tests/test_%*.py)
 
-# All of it, or what FAULT names: a program (kill, store, ray, disk, strangers, elastic, frozen, patience) or a row of the last one. disk and the last one keep their rows between
+# All of it, or what FAULT names: a program (kill, store, ray, disk, strangers, elastic, frozen, patience,
+# arriving) or a row of the last one. disk and the last one keep their rows between
 # calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
 chosen = $(filter $(1),$(or $(FAULT),$(1)))
 chaos: $(VENV)/ready
@@ -48,7 +49,8 @@ chaos: $(VENV)/ready
 	$(if $(call chosen,elastic),$(BIN)/python -m tests.chaos.elastic --runs $(or $(TRIALS),200) --seed 1)
 	$(if $(call chosen,frozen),$(BIN)/python -m tests.chaos.frozen --trials $(or $(TRIALS),100) --seed 1)
 	$(if $(call chosen,patience),$(BIN)/python -m tests.chaos.patience)
-	$(if $(filter-out kill store ray disk strangers elastic frozen patience,$(or $(FAULT),all)),$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)"))
+	$(if $(call chosen,arriving),$(BIN)/python -m tests.chaos.arriving --trials $(or $(TRIALS),50))
+	$(if $(filter-out kill store ray disk strangers elastic frozen patience arriving,$(or $(FAULT),all)),$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)"))
 
 # DATA=FOLDER with imagenet/{train,val}/CLASS/*.JPEG and cifar-10-batches-py adds what needs real images; ONLY="base ddp" measures those.
 bench: $(VENV)/ready

@@ -1,11 +1,12 @@
 """A pack in a bucket behind a line of a known rate: when the first step begins and how fast two epochs go, by way of reading it.
 
-    python -m tests.benchmarks.arriving [--rates 40 100 400] [--compute 1] [--rounds 2] [--first_step]       (make bench)
+    python -m tests.benchmarks.arriving [--rates 40 100 400] [--compute 1] [--rounds 2] [--first_step] [--bound]       (make bench)
 
 local: the pack in a folder. first: --fetch_first true. remote: --data_backend packed-remote. arriving: --fetch_first false. 6,000 JPEGs of 110 KB
 that cost little to decode; two loader processes, batches of 64; a step sleeps for its share of `--compute` x the pictures that the
 line carries in a second. rclone is the store, a relay in a process of its own the line, with 10 ms before each answer; data in
-memory. The forms take turns, each in a process of its own on an empty folder.
+memory. The forms take turns, each in a process of its own on an empty folder. --bound: beside what two epochs cannot be faster
+than, max(2 x computing, computing + transfer), where computing is an epoch of the folder, and transfer obstore alone.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +33,16 @@ from tests.jobs import ROOT, environment, module_of
 from tests.line import Line
 
 PICTURES, SIZE, BATCH, CLASSES = 6000, 110_000, 64, 10
-FORMS = ("local", "first", "remote", "arriving")
+FORMS, TRANSFER = ("local", "first", "remote", "arriving"), "transfer"
+PART = 8 << 20
 MB = 10**6
 
 
-def fill(folder):
+def fill(folder, pictures=PICTURES):
     """Pictures of 64 x 64 with noise in their headers, as a pack."""
     draw = np.random.default_rng(0)
-    for number in range(PICTURES + 64):
-        place = folder / "root" / ("train" if number < PICTURES else "val") / f"{number % CLASSES}"
+    for number in range(pictures + 64):
+        place = folder / "root" / ("train" if number < pictures else "val") / f"{number % CLASSES}"
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 256, (8, 8, 3), np.uint8)).resize((64, 64)).save(
             buffer := io.BytesIO(), "JPEG", quality=60
@@ -101,6 +104,24 @@ def read(form, address, compute, epochs):
     os._exit(0)
 
 
+def transfer(address):
+    """In a process of its own: seconds in which obstore alone gets all of the pack, 16 parts of 8 MiB at a time."""
+    import obstore
+
+    from common.storage.bucket import Bucket
+
+    settings = Bucket(address).settings
+    keys = {"access_key_id": KEY, "secret_access_key": SECRET, "region": settings.region}
+    store = obstore.store.S3Store("data", endpoint=settings.endpoint, client_options={"allow_http": True}, **keys)
+    began = time.monotonic()
+    items = [(item["path"], item["size"]) for page in obstore.list(store) for item in page]
+    parts = [(path, begin, min(PART, size - begin)) for path, size in items for begin in range(0, size, PART)]
+    with ThreadPoolExecutor(16) as pool:
+        got = pool.map(lambda part: len(obstore.get_range(store, part[0], start=part[1], length=part[2])), parts)
+        assert sum(got) == sum(size for _, size in items)
+    print(json.dumps([0.0, [time.monotonic() - began]]), flush=True)
+
+
 def measure(form, folder, port, rate, compute, epochs):
     """(seconds to the first batch, of each epoch, bytes through the line)"""
     ours, theirs = multiprocessing.Pipe()
@@ -130,6 +151,8 @@ def measure(form, folder, port, rate, compute, epochs):
 
 
 def main():
+    if sys.argv[1:3] == ["--read", TRANSFER]:
+        return transfer(sys.argv[3])
     if sys.argv[1:2] == ["--read"]:
         return read(sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,8 +162,11 @@ def main():
     )
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--first_step", action="store_true", help="measure the first step alone")
+    parser.add_argument("--bound", action="store_true", help="local and arriving beside what cannot be faster")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
+    if options.bound:
+        options.only = ["local", "arriving", TRANSFER]
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory(dir=shm) as place:
         folder = Path(place)
@@ -172,6 +198,8 @@ def one_rate(options, folder, port, rate, compute, size):
             f"| {form} | {statistics.median(firsts):.1f} ({min(firsts):.1f} to {max(firsts):.1f}) | {shown} | {statistics.median(downs) / size:.2f} |"
         )
     print(flush=True)
+    if options.bound:
+        bounded(found, rate, compute * SIZE / rate / MB)
     if {"first", "arriving"} <= found.keys():
         only = f"--rates {rate}" + " --first_step" * options.first_step
         firsts = [one[0] / other[0] for one, other in zip(found["first"], found["arriving"])]
@@ -185,6 +213,24 @@ def one_rate(options, folder, port, rate, compute, size):
                 [a / b for a, b in zip(totals[:half], totals[half:])],
                 only,
             )
+
+
+def bounded(found, rate, share):
+    """Compare two epochs with what they cannot be faster than, and the second one with that of the folder."""
+    ratios, seconds = [], []
+    for (_, (local, again), _), (_, ours, _), (_, (line,), _) in zip(*found.values()):
+        computing = (local + again) / 2
+        ratios.append(max(2 * computing, computing + line) / sum(ours))
+        seconds.append(again / ours[1])
+    shown = [f"{statistics.median(these):.3f} ({min(these):.3f} to {max(these):.3f})" for these in (ratios, seconds)]
+    print(f"{rate} MB/s, C/N = {share:g}: bound / two epochs {shown[0]}; local / second epoch {shown[1]}\n", flush=True)
+    only = f"--rates {rate} --compute {share:g} --bound"
+    rows.keep(
+        f"two epochs of a pack that arrives, {rate} MB/s, {share:g} of its pictures computed",
+        "what cannot be faster",
+        ratios,
+        only,
+    )
 
 
 if __name__ == "__main__":
