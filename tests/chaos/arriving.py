@@ -8,6 +8,7 @@ names, and that the next start goes on. Root is needed: another boot and a full 
 
 import argparse
 import contextlib
+import filecmp
 import json
 import os
 import random
@@ -104,7 +105,7 @@ class Job:
         sys.exit(f"the job ended before it was disturbed: {self.log()}")
 
     def wrong(self, whole=True):
-        """What is wrong after a good end."""
+        """What is wrong after a good end. Where a job ends before its pack has come, the fetcher ends, too."""
         if code := self.wait():
             return [f"exit code {code}: {self.log()[-500:]}"]
         found = []
@@ -112,8 +113,11 @@ class Job:
             assert_same_bits(final_state(self.folder, self.name), self.setting.bits(self.ranks))
         except AssertionError as error:
             found.append(f"other bits: {str(error)[:300]}")
-        if whole and not eventually(lambda: is_whole(self.came, self.setting.pack)):
+        if whole and "\narrived: " in self.log() and not is_whole(self.came, self.setting.pack):
             found.append("the folder is not the pack's")
+        if whole:
+            names = [path.name for path in self.came.glob("[tv]*")]
+            found += filecmp.cmpfiles(self.came, self.setting.pack, names, shallow=False)[1]
         return found
 
     def refused(self, code, words, within=None):
@@ -121,16 +125,6 @@ class Job:
         came, last = self.wait(), self.log().strip().splitlines()[-1]
         found = [] if came == code and re.search(words, last) else [f"exit code {came}: {last}"]
         return found + [f"after {self.took:.0f} s"] * bool(within and self.took > within)
-
-
-def eventually(condition, seconds=20):
-    """Whether it holds in time: where a job ends before its pack has come, the fetcher ends, too."""
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def half(setting, line):
