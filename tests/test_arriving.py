@@ -1,9 +1,11 @@
 """A pack that is read while it arrives from a bucket: the same bits, each byte once, and whole files in the end, killed or not."""
 
+import contextlib
 import dataclasses
 import errno
 import filecmp
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -23,7 +25,7 @@ from common.alive import patience
 from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.files import MIB
-from common.storage import bucket, once, ranges
+from common.storage import bucket, listing, once, ranges
 from common.world.folders import local_folder
 from datasets.crc import crc32
 from datasets.photos import arrival, fetcher, packed
@@ -70,7 +72,24 @@ def publish(folder, store, name):
 
 
 @pytest.fixture
-def at(monkeypatch, tmp_path, store):
+def fetchers(monkeypatch):
+    """The processes that begin() has started."""
+    started = []
+    monkeypatch.setattr(
+        arrival, "start_python", lambda *words, **how: started.append(start_python(*words, **how)) or started[-1]
+    )
+    yield started
+    end(started)
+
+
+def end(processes):
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def at(monkeypatch, tmp_path, store, fetchers):
     """In this process: the store, and a folder of its own."""
     monkeypatch.chdir(tmp_path)
     for name, value in store.environment.items():
@@ -83,6 +102,20 @@ def through(line, store):
 
 def size_of(folder):
     return sum(path.stat().st_size for path in folder.glob("[tv]*"))
+
+
+def bytes_in(folder):
+    sizes = []
+    for file in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it was deleted just now
+            sizes.append(file.stat().st_size)
+    return sum(sizes)
+
+
+def growing(came, files, name):
+    """The path of a shard until it is whole."""
+    (shard,) = [shard for shard in files.shards if shard["name"] == name]
+    return fetcher.growing(str(came), name, shard["sha256"])
 
 
 def is_whole(folder, pack):
@@ -115,11 +148,52 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, form):
+def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form):
+    folder, url = packs[form]
+    parts = arrival.begin(url, ["train", "val"], "input_dir", starts=False)
+    state = State(parts[0].arrival.path, parts[0].arrival.samples)
+    came = Path(local_folder(url, "input_dir"))
+    whole = packed.read_index(str(folder / "train-index.npz"), str(came), "train").shards
+    passing = sum(shard["size"] for shard in whole[1:])
+    room = int(1.1 * whole[0]["size"])
+    disk = types.SimpleNamespace(f_bavail=room + listing.SPARE, f_frsize=1, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    goes_on, said = threading.Event(), []
+    goes_on.set()
+    path = parts[0].arrival.path
+    indexes = [packed.local_index(url, split, "input_dir") for split in ("train", "val")]
+    fetches = fetcher.Fetcher(url, str(came), indexes, path, state)
+    runs = threading.Thread(target=lambda: said.append(fetches.run(goes_on.is_set)), daemon=True)
+    over = threading.Event()
+    threading.Thread(target=state.live, args=(over,), daemon=True).start()
+    runs.start()
+    wanted, before = [packed.load(str(folder), split) for split in ("train", "val")], 0
+    for epoch in range(3):
+        order = np.random.default_rng(epoch).permutation(len(parts[0])).reshape(-1, 1)
+        for (number,) in parts[0].announced(iter(order)):
+            if form == "raw":
+                assert (parts[0].content(int(number)).cut(None) == wanted[0].content(int(number)).cut(None)).all()
+            else:
+                assert parts[0].read(int(number)) == wanted[0].read(int(number))
+        wait_for(lambda: bytes_in(Path(fetcher.passing(path))) <= room // 20, None, "room")
+        fetched = int(state.came[: fetcher.ON_DISK].sum())
+        if epoch:
+            assert 0.9 * passing < fetched - before <= passing, "but for what was still there"
+        before = fetched
+    goes_on.clear()
+    runs.join(PATIENCE)
+    over.set()
+    assert said == [False] and (came / "train-000000.tar").exists() and not (came / "train-000001.tar").exists()
+    again = fetcher.Passing(path, state)
+    assert not again.drop() and not list(Path(fetcher.passing(path)).glob("*")), "the next start begins anew"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetchers, form):
     folder, url = packs[form]
     came = Path(local_folder(url, "input_dir"))
     wanted = packed.load(str(folder), "train")
-    (cut,) = [Path(fetcher.growing(str(came), "val-000000.tar"))]
+    cut = Path(growing(came, packed.load(str(folder), "val"), "val-000000.tar"))
     cut.parent.mkdir(parents=True)
     content = bytearray((folder / "val-000000.tar").read_bytes())
     content[:100] = bytes(100)  # a kill between a sample and its header
@@ -132,7 +206,8 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, form):
         assert not State(ours.arrival.path, ours.arrival.samples).wanted.any(), "what an earlier start wanted"
         for number in np.flatnonzero(ours.shard == 1):
             assert ours.read(int(number)) == wanted.read(int(number))
-        wait_for(lambda: is_whole(came, folder) and once.is_free(fetcher.lease(str(came))), None, "the whole pack, and the end")
+        wait_for(lambda: is_whole(came, folder), None, "the whole pack")
+        end(fetchers)
 
 
 def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, tmp_path):
@@ -157,7 +232,7 @@ def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
     part = arrival.begin(url, ["train"], "input_dir", starts=False)[0]
     state = State(part.arrival.path, part.arrival.samples)
     index = packed.local_index(url, "train", "input_dir")
-    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], state)
+    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], part.arrival.path, state)
     order = np.lexsort((part.offset, part.shard))
     for since, places in ((3, [0, 1]), (2, [20]), (1, [40])):
         state.wanted[order[places]] = since
@@ -269,7 +344,7 @@ def bytes_there(came, pack):
         files = packed.read_index(str(pack / f"{split}-index.npz"), str(came), split)
         for number in range(len(files)):
             place = Path(files.place(number))
-            place = place if place.exists() else Path(fetcher.growing(str(came), place.name))
+            place = place if place.exists() else Path(growing(came, files, place.name))
             if place.exists():
                 with open(place, "rb") as file:
                     content = os.pread(file.fileno(), files.length[number], files.offset[number])
@@ -290,8 +365,8 @@ def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, at, monk
     monkeypatch.setattr(State, "make", make)
     folder, url = packs["original"]
     args = types.SimpleNamespace(data_url=url, input_dir="input_dir", data_backend="packed", fetch_first=False, evaluate=False)
-    args.world = types.SimpleNamespace(local_rank=0)
-    unfinished = Path(fetcher.growing(local_folder(url, "input_dir"), "train-000000.tar"))
+    args.world, args.min_nodes = types.SimpleNamespace(local_rank=0), None
+    unfinished = Path(fetcher.growing(local_folder(url, "input_dir"), "train-000000.tar", "its SHA-256"))
     unfinished.parent.mkdir(parents=True)
     unfinished.write_bytes(b"of an earlier start")
     train, val = arrival.find(args)
@@ -347,23 +422,10 @@ def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
     assert next(reader.announced(iter(few), number)) == [0] and state.wanted[number[4]], "of small ones at least four"
 
 
-@pytest.fixture
-def fetchers(monkeypatch):
-    """The processes that begin() has started."""
-    started = []
-    monkeypatch.setattr(
-        arrival, "start_python", lambda *words, **how: started.append(start_python(*words, **how)) or started[-1]
-    )
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
-
-
 def holder(part):
     """The process that fetches."""
     wait_for(lambda: State(part.arrival.path, part.arrival.samples).alive() > part.arrival.since, None, "a sign of life")
-    (pid,) = lock_holders(f"{fetcher.lease(part.arrival.folder)}.lock")
+    (pid,) = lock_holders(f"{fetcher.lease(part.arrival.path)}.lock")
     return pid
 
 
@@ -380,6 +442,58 @@ def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store
                 assert part.read(number) == wanted.read(number)
         wait_for(lambda: is_whole(Path(local_folder(url, "input_dir")), folder), None, "the whole pack")
     assert sorted(process.wait(PATIENCE) for process in fetchers if process.pid == first) == [-signal.SIGKILL]
+
+
+def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetchers):
+    folder, url = packs["original"]
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    state = State(part.arrival.path, part.arrival.samples)
+    wait_for(lambda: state.whole, None, "the whole split")
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # they are meant for the job
+        fetchers[0].send_signal(number)
+    arrival.begin(url, ["train"], "input_dir", starts=True)
+    assert state.there.all(), "nothing that has come is forgotten"
+    assert holder(part) == fetchers[0].pid and fetchers[0].poll() is None
+    fetchers[0].kill()
+    wait_for(lambda: lock_holders(f"{fetcher.lease(part.arrival.path)}.lock") == [fetchers[1].pid], None, "another holder")
+    assert state.there.all() and state.whole
+    assert [part.read(number) for number in range(3)] == [packed.load(str(folder), "train").read(number) for number in range(3)]
+
+
+def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
+    url = packs["original"][1]
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    state, index = State(part.arrival.path, part.arrival.samples), Path(packed.local_index(url, "train", "input_dir"))
+    index.write_bytes(index.read_bytes() + b" ")
+    words = [url, part.arrival.folder, part.arrival.path, str(part.arrival.samples), "keep", str(index)]
+    arrival.start_python(fetcher.__name__, str(os.getpid()), "this node", *words)
+    wait_for(lambda: state.failure(0), None, "its end")
+    assert str(state.failure(0)) == f"{url} has another index since this run began: start again"
+    assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.there.any()
+
+
+def test_an_evaluation_needs_no_training_pictures(packs, store, at, tmp_path):
+    shutil.copytree(packs["original"][0], tmp_path / "val", ignore=shutil.ignore_patterns("train-*"))
+    args = types.SimpleNamespace(data_url=publish(tmp_path / "val", store, "arriving-val"), input_dir="input_dir", evaluate=True,
+                                 data_backend="packed", fetch_first=False, min_nodes=None)  # fmt: skip
+    args.world = types.SimpleNamespace(local_rank=0)
+    (val,) = arrival.find(args)
+    assert val.read(3) == packed.load(str(packs["original"][0]), "val").read(3)
+    args.evaluate = False
+    with pytest.raises(UserError, match="arriving-val/pack has no finished pack of train"):
+        arrival.find(args)
+
+
+def test_any_rank_of_an_elastic_job_may_be_the_one_that_is_lost(monkeypatch):
+    starts = []
+    monkeypatch.setattr(arrival, "begin", lambda *given, **_: starts.append(given[3]))
+    args = types.SimpleNamespace(
+        data_url="s3://a/b", input_dir="input_dir", data_backend="packed", fetch_first=False, evaluate=False
+    )
+    for rank, args.min_nodes in ((0, None), (1, None), (0, 1), (1, 1)):
+        args.world = types.SimpleNamespace(local_rank=rank)
+        arrival.find(args)
+    assert starts == [True, False, True, True], "which start a process that fetches or stands by"
 
 
 def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, fetchers):
@@ -413,15 +527,15 @@ def test_an_object_that_changes_in_mid_run_ends_it_and_nothing_of_it_is_read(pac
             part.content(number).cut(None)
         assert fetchers[0].wait(PATIENCE) == 0
     assert not list(Path(part.arrival.folder).glob("train-000000.tar"))
-    growing = Path(part.arrival.growing("train-000000.tar"))
-    assert not growing.exists() or not set(growing.read_bytes()) - {0}, "nothing of it is on the disk"
+    unfinished = Path(part.arrival.growing(part.shards[0]))
+    assert not unfinished.exists() or not set(unfinished.read_bytes()) - {0}, "nothing of it is on the disk"
 
 
 @pytest.fixture
 def waiting(tmp_path):
     """(what a reader knows of a pack of which nothing comes, its state)"""
     State.make(path := str(tmp_path / "state"), 3)
-    return arrival.Arrival("s3://none/pack", str(tmp_path), path, 3, time.monotonic(), os.getpid()), State(path, 3)
+    return arrival.Arrival("s3://none/pack", str(tmp_path), path, 3, time.monotonic()), State(path, 3)
 
 
 def test_what_ends_the_fetcher_ends_the_readers_with_its_line(waiting):
@@ -438,9 +552,18 @@ def test_what_ends_the_fetcher_ends_the_readers_with_its_line(waiting):
     later.wait(1)
 
 
-def test_a_loader_process_whose_rank_was_killed_waits_no_longer(waiting):
-    with pytest.raises(TrainingFailed, match=r"the rank of loader process \d+ has ended"):
-        dataclasses.replace(waiting[0], rank=2**22).wait(0)
+def test_a_loader_process_whose_rank_was_killed_waits_no_longer(waiting, tmp_path):
+    def load():
+        with pytest.raises(TrainingFailed, match=r"the rank of loader process \d+ has ended"):
+            waiting[0].wait(0)
+        (tmp_path / "said").touch()
+
+    def train():
+        multiprocessing.get_context("fork").Process(target=load).start()
+        os._exit(0)
+
+    multiprocessing.get_context("fork").Process(target=train).start()
+    wait_for((tmp_path / "said").exists, None, "the end of the loader process")
 
 
 def test_a_fetcher_that_is_gone_or_frozen_is_named(waiting, monkeypatch):
@@ -453,7 +576,7 @@ def test_a_fetcher_that_is_gone_or_frozen_is_named(waiting, monkeypatch):
     state.live(over)
     assert state.alive() > reader.since
     monkeypatch.setattr(arrival, "LOST_SECONDS", 1)
-    with once.when_free(fetcher.lease(reader.folder), lambda: True) as held:
+    with once.when_free(fetcher.lease(reader.path), lambda: True) as held:
         assert held
         with pytest.raises(
             TrainingFailed, match=r"fetches s3://none/pack has shown no sign of life for \d+ s: start again to go"
@@ -466,6 +589,10 @@ def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting
     monkeypatch.setattr(fetcher, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(fetcher, "STUCK_SECONDS", 0.2)
     monkeypatch.setenv(patience.VARIABLE, "0.3")
-    began = time.monotonic()
-    state.live(threading.Event())  # else it would never return
-    assert began + 0.4 < state.alive() < time.monotonic()
+    began, over = time.monotonic(), threading.Event()
+    threading.Thread(target=state.live, args=(over,), daemon=True).start()
+    wait_for(lambda: 0 < state.alive() < time.monotonic() - 0.5, None, "the end of the signs")
+    assert state.alive() > began + 0.4
+    state.heard = time.monotonic()  # something has come after all
+    wait_for(lambda: time.monotonic() - state.alive() < 0.5, None, "a sign of life")
+    over.set()

@@ -23,10 +23,12 @@ from PIL import Image
 
 from common import arguments
 from common.alive import patience
+from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.storage import once
 from datasets import imagenet
-from datasets.photos import packed, splits, tree
+from datasets.photos import arrival, packed, splits, tree
+from datasets.photos.fetcher import State
 from launch.pack import command as pack
 from tests import pictures
 from tests.faultproxy import faults
@@ -341,8 +343,22 @@ def test_what_cannot_be_is_said_in_one_line(root, tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture
-def reached(reachable):
-    packed._connected.cache_clear()  # each test reaches it in its own way
+def reached(reachable, tmp_path, monkeypatch):
+    """A folder of one's own, and no process left that fetches."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(
+        arrival, "start_python", lambda *words, **how: started.append(start_python(*words, **how)) or started[-1]
+    )
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def passing(url, split):
+    """The samples of a split that are read in the bucket, of which nothing stays."""
+    return arrival.begin(url, [split], "input_dir", starts=True, keeps=False)[0]
 
 
 @pytest.fixture
@@ -357,59 +373,48 @@ def test_samples_are_read_out_of_a_bucket(url, store, whole, monkeypatch):
     local = packed.load(str(whole), "train")
     expected = [local.read(number) for number in range(len(local))]
     with faults(store, lambda request: None, monkeypatch) as proxy:
-        samples = packed.load(url, "train")
+        samples = passing(url, "train")
+        wait_for(lambda: State(samples.arrival.path, samples.arrival.samples).there.all(), None, "the list of the bucket")
         assert [request.path for request in proxy.objects()] == ["/data/pack/train-index.npz"], "no shard is fetched"
         assert samples.read(3) == expected[3] and proxy.objects()[-1].headers["Range"].startswith("bytes=")
-        for method in ("fork", "spawn"):  # forked with a client of the parent's in use
+        for method in ("fork", "spawn"):
             context = multiprocessing.get_context(method)
             loader = torch.utils.data.DataLoader(
                 Reader(samples), batch_size=None, num_workers=1, multiprocessing_context=context
             )
             assert list(loader) == expected
-    assert samples.path(0).startswith("s3://data/pack/train-0")
+    assert not list(Path("input_dir").rglob("*.tar"))
     with pytest.raises(
         UserError, match=r"s3://data/none has no finished pack of val: python -m launch pack ROOT s3://data/none makes it"
     ):
-        packed.load("s3://data/none", "val")
+        passing("s3://data/none", "val")
 
 
 @pytest.mark.parametrize("fault", ["flip", "short", "cut", "reset", "503"])
-def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole, monkeypatch, fault):
-    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.06)
-    expected = packed.load(str(whole), "train").read(5)
-    samples = packed.load(url, "train")
-    plan = lambda request: fault if request.is_object and not any(earlier.fault for earlier in proxy.log[:-1]) else None  # noqa: E731
-    with faults(store, lambda request: plan(request), monkeypatch) as proxy:
-        assert samples.read(5) == expected and len(proxy.objects()) == 2
-        plan = lambda request: fault  # noqa: E731
-        monkeypatch.setenv(patience.VARIABLE, "1")
-        error, said = (
-            (OSError, "is damaged: its bytes are not") if fault == "flip" else (TrainingFailed, "no good answer for 1 s")
-        )
-        with pytest.raises(error, match=said) as refused:
-            samples.read(5)
+def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole, reached, monkeypatch, fault):
+    expected, faulty = packed.load(str(whole), "train"), [True, False]
+    number = int(
+        np.flatnonzero(expected.shard == 1)[np.argmin(expected.offset[expected.shard == 1])]
+    )  # not before the zeros at an end
+    plan = lambda request: fault if request.is_object and "train-0" in request.path and faulty.pop(0) else None  # noqa: E731
+    with faults(store, plan, monkeypatch):
+        assert passing(url, "train").read(number) == expected.read(number) and not faulty
+        reached[0].kill()
+        reached[0].wait()
+        faulty += [True] * 10_000
+        monkeypatch.setenv(patience.VARIABLE, "2")
+        said = "arrived 8 times with others than its index says" if fault == "flip" else "no good answer for 2 s"
+        with pytest.raises(TrainingFailed, match=said) as refused:
+            passing(url, "train").read(number)
         assert "train-0" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_shard_that_ends_within_a_sample_is_no_error_of_the_way(url, store, monkeypatch):
-    """There is nothing to wait for."""
-    samples = packed.load(url, "val")
-    number = int(np.flatnonzero(samples.shard == 0)[0])
-    short = b"x" * int(samples.offset[number] + 1)
-    store.client().put_object(Bucket="data", Key="shorter/val-000000.tar", Body=short)
-    samples.folder = "s3://data/shorter"
-    with faults(store, lambda request: None, monkeypatch) as proxy, pytest.raises(OSError, match=r"\.tar ends before byte"):
-        samples.read(number)
-    assert len(proxy.objects()) == 1
-
-
 def test_a_shorter_object_is_named(url, store):
-    samples = packed.load(url, "val")
-    store.client().put_object(Bucket="data", Key="short/val-000000.tar", Body=b"x")
-    samples.folder = "s3://data/short"
-    number = int(np.flatnonzero(samples.shard == 0)[0])
-    with pytest.raises(OSError, match=r"val-000000\.tar ends before byte"):
-        samples.read(number)
+    for name in ("val-index.npz", "val-000000.tar"):
+        content = store.client().get_object(Bucket="data", Key=f"pack/{name}")["Body"].read()
+        store.client().put_object(Bucket="data", Key=f"short/{name}", Body=content[: 10 if name.endswith("tar") else None])
+    with pytest.raises(UserError, match=r"s3://data/short/val-000000\.tar is not what its index names: publish the pack again"):
+        passing("s3://data/short", "val").read(0)
 
 
 def test_a_wrong_shard_of_pixels_is_refused_after_the_fetch_and_a_right_one_verified_once(root, store, reached, monkeypatch):

@@ -14,7 +14,7 @@ class Ranges:
     """Reads parts, from any number of threads. Temporary errors are retried for `patience`; a refusal raises UserError."""
 
     def __init__(self, bucket: Bucket, patience: Patience) -> None:
-        self._bucket, self._patience = bucket, patience
+        self._bucket, self.patience = bucket, patience
         self._fast = obstore.reader(bucket)
         self._slow_until, self._slow_seconds = 0.0, SLOW_SECONDS
 
@@ -28,12 +28,12 @@ class Ranges:
         pieces: list[bytes] = []
         if self._fast and time.monotonic() > self._slow_until:
             if self._fast.part(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
-                self._patience.succeeded()
+                self.patience.succeeded()
                 return b"".join(pieces)
             if time.monotonic() > self._slow_until:  # it has one time limit for a whole part, which a slow line exceeds
                 self._slow_until = time.monotonic() + self._slow_seconds
                 self._slow_seconds *= 2
-        return read_slowly(self._bucket, item, begin, length, self._patience)
+        return read_slowly(self._bucket, item, begin, length, self.patience)
 
 
 def read_slowly(bucket: Bucket, item: Item, begin: int, length: int, patience: Patience) -> bytes:

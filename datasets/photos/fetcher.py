@@ -9,15 +9,19 @@ several jobs on a node one fetches; the others stand by. Readers (arrival.py) sh
 A shard grows in .fetching and gets its name when it is whole and its SHA-256 is right; the indexes get theirs when all are.
 """
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
 import errno
 import glob
 import hashlib
+import io
 import json
 import os
 import queue
+import resource
+import shutil
 import signal
 import sys
 import threading
@@ -30,7 +34,7 @@ import numpy as np
 
 from common.alive import patience
 from common.alive.patience import Patience
-from common.errors import TrainingFailed, UserError, count, one_line
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count, one_line
 from common.files import MIB, contents, create, refuse_link, sha256, write_atomically
 from common.progress import LINE_SECONDS
 from common.secrets import mask
@@ -44,12 +48,17 @@ from datasets.crc import crc32
 RUN = 4 << 20  # most bytes of one request
 RUNS = 8  # requests at a time for what nobody wants yet
 LOOK = 0.005  # seconds between two looks at what is wanted
-BLOCK = 512  # bytes of a header in a tar file
+BLOCK = 512  # bytes of a header in a tar file, and of what st_blocks counts
+ABSENT, IN_ITS_SHARD, PASSES, IN_ITS_FILE = range(4)  # where a sample is; PASSES: not here, and its shard passes through
+NOW = 1  # in State.wanted
+PASSING_SHARE, MOST_PASSING = 20, 1 << 30  # the part of the disk's room, and the most bytes, for samples that pass through
+UNREAD_SECONDS = 600  # after which a sample that passes through is no longer kept for who has wanted it
 WANTED, REST, ON_DISK, WHOLE = range(4)  # what a thread has done; the first three are places in CAME
 HASHED = 8  # files at a time
 CAME = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # as speed.jsonl names the bytes that were counted
 BEAT_SECONDS = 1.0  # between two signs of life
 STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there are none: a request or the disk never ends
+GAP_SECONDS = 5  # between two looks, after which this process itself was stopped meanwhile
 FROZEN_SECONDS = 30  # without a sign of life, after which another process takes over
 
 
@@ -62,8 +71,8 @@ class State:
         memory = np.memmap(path, np.uint8, "r+", shape=self._size(samples))
         numbers = memory[: self.TEXT_AT].view(np.int64)
         self._bell, self._alive = numbers[0:1], numbers[1:2]
-        self._holder, self.whole = numbers[2:3], numbers[3:4]
-        self.came = numbers[4 : 4 + len(CAME)]  # bytes, since the fetcher began
+        self._holder, self.whole = numbers[2:4], numbers[4:5]  # the process that fetches, and its namespace of processes
+        self.came = numbers[5 : 5 + len(CAME)]  # bytes, since the fetcher began
         self._text = memory[self.TEXT_AT : self.HEAD]
         self.there = memory[self.HEAD : self.HEAD + samples]
         self.wanted = memory[-8 * samples :].view(np.int64)  # 0, or since when, by time.monotonic_ns(); 1: now
@@ -92,19 +101,19 @@ class State:
 
     def live(self, over: threading.Event) -> None:
         """Show signs of life until `over`, as long as something comes or may come yet."""
-        self._holder[0], self.heard = os.getpid(), time.monotonic()
-        while time.monotonic() - self.heard < patience.limit() + STUCK_SECONDS:
-            self._alive[0] = time.monotonic_ns()
-            if over.wait(BEAT_SECONDS):
-                return
+        self.heard = time.monotonic()
+        self._alive[0], self._holder[:] = time.monotonic_ns(), (os.getpid(), _namespace())
+        while not over.wait(BEAT_SECONDS):
+            if time.monotonic() - self.heard < patience.limit() + STUCK_SECONDS:
+                self._alive[0] = time.monotonic_ns()
 
     def alive(self) -> float:
         """Return when a fetcher last showed a sign of life, by time.monotonic()."""
         return int(self._alive[0]) / 1e9
 
     def end_frozen(self, url: str) -> None:
-        """Kill the process that fetches, if it is one of this machine and has shown no sign of life for long."""
-        if time.monotonic() - self.alive() > FROZEN_SECONDS:
+        """Kill the process that fetches, if it can be seen from here and has shown no sign of life for long."""
+        if time.monotonic() - self.alive() > FROZEN_SECONDS and self._holder[1] == _namespace():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 command = contents(f"/proc/{self._holder[0]}/cmdline").split(b"\0")
                 if os.fsencode(url) in command and any(__name__.encode() in word for word in command):
@@ -115,15 +124,16 @@ class State:
         self.there[:] = self.came[:] = self.whole[:] = 0
         self._text[:] = 0
 
-    def fail(self, error: Exception) -> None:
-        note = {"at": time.monotonic(), "text": mask(error)[:400], "code": getattr(error, "exit_code", 1)}
+    def fail(self, error: Exception, node: str = "") -> None:
+        """Note the error that ends the fetcher. `node`: names the processes of a job on a node."""
+        note = {"at": time.monotonic(), "node": node, "text": mask(error)[:200], "code": getattr(error, "exit_code", 1)}
         self._text[:] = np.frombuffer(json.dumps(note).encode().ljust(len(self._text)), np.uint8)
 
-    def failure(self, since: float) -> Optional[Exception]:
-        """Return the error that has ended a fetcher after `since`, by time.monotonic()."""
+    def failure(self, since: float, node: str = "") -> Optional[Exception]:
+        """Return the error that has ended a fetcher after `since`, by time.monotonic(), of `node` if that is given."""
         with contextlib.suppress(ValueError):  # there is none, or it is being written
             note = json.loads(bytes(self._text))
-            if note["at"] > since:
+            if note["at"] > since and note["node"] in (node or note["node"],):
                 return (UserError if note["code"] == 2 else TrainingFailed)(note["text"])
         return None
 
@@ -172,22 +182,63 @@ class ShardFile:
     whole: bool = False
     left: int = 0  # samples that have not come
     suspect: bool = False  # whether the file may have right bytes, of which nothing is known
+    passes: bool = False  # whether the disk has no room for it: then what is wanted of it comes in each epoch anew
+
+
+class Passing:
+    """The samples of shards that pass through: each is a file of its own until it was read."""
+
+    def __init__(self, path: str, state: State) -> None:
+        self._folder, self._state = passing(path), state
+        self._there: collections.deque[tuple[int, int]] = collections.deque()  # (number, bytes), the oldest first
+        self._size = self.most = 0  # bytes
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
+
+    def write(self, number: int, content: Any) -> None:
+        """Write a sample, and say that it is there. From any thread."""
+        os.makedirs(self._folder, exist_ok=True)
+        path = os.path.join(self._folder, str(number))
+        with create(f"{path}.new") as file:
+            file.write(content)
+        os.replace(f"{path}.new", path)
+        self._state.there[number] = IN_ITS_FILE
+
+    def count(self, number: int, size: int) -> None:
+        self._there.append((number, size))
+        self._size += size
+
+    def drop(self) -> list[int]:
+        """While they are too many, delete the oldest that nobody wants, or has not read for long. Return their numbers."""
+        gone, still, long_ago = [], collections.deque(), time.monotonic_ns() - UNREAD_SECONDS * 10**9
+        while self._there and self._size > self.most:
+            number, size = self._there.popleft()
+            since = int(self._state.wanted[number])
+            if since == NOW or since > long_ago:
+                still.append((number, size))
+                continue
+            self._state.there[number] = PASSES
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._folder, str(number)))
+            self._size -= size
+            gone.append(number)
+        self._there.extendleft(reversed(still))
+        return gone
 
 
 class Fetcher:
-    def __init__(self, url: str, folder: str, indexes: list[str], state: State) -> None:
+    def __init__(self, url: str, folder: str, indexes: list[str], path: str, state: State) -> None:
         self._url, self._folder = url, folder
         self._state = state
-        bucket, self._patience = Bucket(url, lambda text: print(text, flush=True)), Patience()
+        bucket = Bucket(url, lambda text: print(text, flush=True))
         items = listing.named(bucket, listing.everything(bucket, None))
-        self._ranges = Ranges(bucket, self._patience)
+        self._ranges, self._passing = Ranges(bucket, Patience()), Passing(path, state)
         self._known, self._checked = Index(folder), _Checked(folder)
-        self._indexes: dict[str, Item] = {}
+        self._indexes: dict[str, tuple[Item, bytes]] = {}
         for path in indexes:
             name = os.path.basename(path)
             if name not in items or not Index(os.path.dirname(path)).has(name, items[name]):
                 raise UserError(f"{one_line(url)} has another {name} since this run began: start again")
-            self._indexes[path] = items[name]
+            self._indexes[name] = items[name], contents(path)
         self._read(items)
         self._asked = np.zeros(len(self._samples.number), bool)  # whether a sample of the State is there or under way
         self._events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -196,8 +247,8 @@ class Fetcher:
     def _read(self, items):
         """Read the indexes, which a reader has checked."""
         shards, parts = [], []
-        for path in self._indexes:
-            with np.load(path, allow_pickle=False) as stored:
+        for _, content in self._indexes.values():
+            with np.load(io.BytesIO(content), allow_pickle=False) as stored:
                 parts.append({name: stored[name] for name in ("shard", "offset", "length", "checksum")})
                 parts[-1]["shard"] = parts[-1]["shard"] + len(shards)
                 about = json.loads(bytes(stored["about"]))
@@ -214,33 +265,32 @@ class Fetcher:
         self.shards = []
         for number, shard in enumerate(shards):
             name, samples = shard["name"], slice(*bounds[number : number + 2])
-            path = growing(self._folder, name)
+            path = growing(self._folder, name, shard["sha256"])
             self.shards.append(ShardFile(name, shard["size"], shard["sha256"], items[name], path, samples))
 
-    def run(self, goes_on: Callable[[], bool]) -> bool:
-        """Fetch what is missing while goes_on(); return whether all shards are whole."""
+    def run(self, goes_on: Callable[[], bool], keep: bool = True) -> bool:
+        """Fetch what is missing while goes_on(); return whether all shards are whole. `keep`: as far as there is room."""
         with ThreadPoolExecutor(HASHED) as pool:
-            for shard, whole in zip(self.shards, pool.map(self._is_whole, self.shards)):
+            for shard, whole in zip(self.shards, pool.map(self._is_there, self.shards)):
                 shard.whole = whole
         missing = [shard for shard in self.shards if not shard.whole]
-        listing.require_space(self._folder, {shard.name: shard.item for shard in missing}, ".arriving")
+        self._let_pass(missing, keep)
         for path in {*glob.glob(f"{glob.escape(index.notes(self._folder))}/*.arriving")} - {one.growing for one in self.shards}:
             os.unlink(path)  # of another pack that was here
         for shard in self.shards:
             (self._note_whole if shard.whole else self._open)(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as whole:
             try:
-                self._serve(len(missing), goes_on, requests, whole)
+                self._serve(missing, goes_on, requests, whole)
             finally:
-                self._patience.give_up()
+                self._ranges.patience.give_up()
                 requests.shutdown(cancel_futures=True)
                 whole.shutdown(cancel_futures=True)
         if not all(shard.whole for shard in self.shards):
             return False
-        for path, item in self._indexes.items():
-            name = os.path.basename(path)
+        for name, (item, content) in self._indexes.items():
             if not self._known.has(name, item):
-                write_atomically(os.path.join(self._folder, name), contents(path))
+                write_atomically(os.path.join(self._folder, name), content)
                 self._known.add(name, item)
         return True
 
@@ -248,6 +298,17 @@ class Fetcher:
 
     def _numbers(self, shard):
         return self._samples.number[shard.samples]
+
+    def _is_there(self, shard):
+        """_is_whole(), for the files that were there at the beginning; a wrong one is deleted."""
+        path, status = os.path.join(self._folder, shard.name), None
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+        whole = self._is_whole(shard)
+        with contextlib.suppress(OSError):
+            if status and not whole and os.path.samestat(status, os.stat(path)):  # none that came meanwhile, from another node
+                os.unlink(path)
+        return whole
 
     def _is_whole(self, shard):
         """Whether the shard's file is there and was verified, now or before. If it was by the store's digest, in another way of
@@ -265,25 +326,57 @@ class Fetcher:
     def _note_whole(self, shard):
         if not self._known.has(shard.name, shard.item):
             self._known.add(shard.name, shard.item)
-        self._state.there[self._numbers(shard)] = self._asked[self._numbers(shard)] = 1
+        self._state.there[self._numbers(shard)] = IN_ITS_SHARD
+        self._asked[self._numbers(shard)] = True
         self._state.came[ON_DISK] += shard.size
 
     def _tell(self):
-        """Print how far it is, every ten seconds."""
-        now = time.monotonic()
-        if now - self._told > LINE_SECONDS:
+        """Print how far it is, every ten seconds while shards grow that stay."""
+        now, stay = time.monotonic(), [shard for shard in self.shards if not shard.passes]
+        if now - self._told > LINE_SECONDS and not all(shard.whole for shard in stay):
             self._told = now
-            whole, total = sum(shard.whole for shard in self.shards), sum(shard.size for shard in self.shards)
-            first, rest, old = self._state.came.tolist()
+            total, (first, rest, old) = sum(shard.size for shard in stay), self._state.came.tolist()
             rate = max(1, first + rest) / (now - self._began)
-            said = f"{whole} of {count(len(self.shards), 'shard')}, {(first + rest + old) // MIB} of {total // MIB} MiB"
-            said += f", {rate / MIB:.1f} MiB/s, {(total - first - rest - old) / rate:.0f} s left"
-            print(f"arriving {one_line(self._url)}: {said}; {first / total:.0%} came ahead of its shard", flush=True)
+            said = f"{sum(shard.whole for shard in stay)} of {count(len(stay), 'shard')}, {rate / MIB:.1f} MiB/s"
+            if len(stay) == len(self.shards):
+                came = first + rest + old
+                said += f", {came // MIB} of {total // MIB} MiB, {max(0, total - came) / rate:.0f} s left"
+                said += f"; {first / total:.0%} came ahead of its shard"
+            print(f"arriving {one_line(self._url)}: {said}", flush=True)
+
+    def _let_pass(self, missing, keep):
+        """Let the shards pass for which the disk has no room, the last ones; all unless `keep`."""
+        disk = os.statvfs(self._folder)
+        room = disk.f_bavail * disk.f_frsize - listing.SPARE
+        needed = {
+            shard: shard.size - (os.stat(shard.growing).st_blocks * BLOCK if os.path.exists(shard.growing) else 0)
+            for shard in missing
+        }
+        if keep and sum(needed.values()) <= room:
+            return
+        if room <= 0:
+            listing.require_space(self._folder, {shard.name: shard.item for shard in missing}, ".arriving")
+        self._passing.most = min(room // PASSING_SHARE, MOST_PASSING)
+        left = room - self._passing.most if keep else 0
+        for shard, size in needed.items():
+            left -= size
+            shard.passes = left < 0
+        if not keep:
+            return
+        passes = sum(shard.size for shard in missing if shard.passes) // MIB
+        said = f"{passes} of {sum(shard.size for shard in self.shards) // MIB} MiB"
+        print(
+            f"warning: {self._folder} has no room for {said}, which come again in every epoch: --input_dir on a larger disk "
+            "keeps all", flush=True,
+        )  # fmt: skip
 
     def _open(self, shard):
         """Open the file of an unfinished shard. What is not known to be right in it is compared before it is fetched again."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._folder, shard.name))  # a wrong one, or that of another pack
+        if shard.passes:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(shard.growing)
+            self._state.there[self._numbers(shard)] = PASSES
+            return
         shard.suspect = index.has_size(shard.growing, shard.size)
         shard.left = len(self._numbers(shard))
         shard.file = os.open(shard.growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -292,7 +385,7 @@ class Fetcher:
     def _finish(self, shard):
         """Give the shard its name, and return it. What is wrong now lies between the samples, which were compared already."""
         path = os.path.join(self._folder, shard.name)
-        if index.has_size(path, shard.size):  # another process has fetched it, too
+        if index.has_size(path, shard.size) and self._is_whole(shard):  # another process has fetched it, too
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(shard.growing)
             shard.whole = True
@@ -311,9 +404,9 @@ class Fetcher:
 
     # --- What is fetched next ---
 
-    def _serve(self, growing, goes_on, requests, whole):
-        """Have threads fetch what is wanted and, with a few of them, the rest in order, until no shard is growing."""
-        under_way, heard, cursor = [0, 0], -1, 0
+    def _serve(self, missing, goes_on, requests, whole):
+        """Have threads fetch what is wanted and, with a few of them, the rest in order, until no shard is growing or passes."""
+        under_way, heard, cursor, growing = [0, 0], -1, 0, len(missing)
 
         def submit(pool, what, work, *arguments):
             def done():
@@ -347,12 +440,17 @@ class Fetcher:
                     if found.whole and not self._known.has(found.name, found.item):
                         self._known.add(found.name, found.item)
                 else:
-                    shard, came, size, old = found
+                    shard, unit, size, old = found
                     under_way[what] -= 1
-                    shard.left -= came
                     self._state.came[ON_DISK if old else what] += size
+                    if shard.passes:
+                        for number, length in zip(self._samples.number[unit].tolist(), self._samples.length[unit].tolist()):
+                            self._passing.count(number, length)
+                        continue
+                    shard.left -= unit.stop - unit.start
                     if not shard.left:
                         submit(whole, WHOLE, self._finish, shard)
+            self._asked[self._passing.drop()] = False
 
     def _happened(self):
         """Yield what the threads have done; wait a moment if that is nothing."""
@@ -371,8 +469,9 @@ class Fetcher:
                 yield self._unit(int(self._samples.place[number]), wanted)
 
     def _next(self, place):
-        """Return the first place from `place` on of a sample that nobody has asked for, or the end."""
-        while place < len(self._asked) and self._asked[self._samples.number[place]]:
+        """Return the first place from `place` on of a sample that stays and that nobody has asked for, or the end."""
+        numbers, there = self._samples.number, self._state.there
+        while place < len(numbers) and (self._asked[numbers[place]] or there[numbers[place]] == PASSES):
             place += 1
         return place
 
@@ -393,16 +492,22 @@ class Fetcher:
     def _obtain(self, unit):
         """Bring the bytes of a unit to their place, and say that its samples are there.
 
-        Return (their shard, how many they are, bytes, whether those were on the disk).
+        Return (their shard, the unit, bytes, whether those were on the disk).
         """
         shard = self.shards[self._samples.shard[unit.start]]
         begin, end = int(self._samples.begin[unit.start]), int(self._samples.end[unit.stop - 1])
         old = shard.suspect and self._is_right(unit, os.pread(shard.file, end - begin, begin))
-        if not old:
-            _write(shard.file, self._from_bucket(shard, unit, begin, end - begin), begin)
-        self._state.there[self._samples.number[unit]] = 1
+        content = b"" if old else self._from_bucket(shard, unit, begin, end - begin)
+        if shard.passes:
+            for number, place, length in zip(
+                *(of[unit].tolist() for of in (self._samples.number, self._samples.offset, self._samples.length))
+            ):
+                self._passing.write(number, memoryview(content)[place - begin :][:length])
+        else:
+            _write(shard.file, content, begin)
+            self._state.there[self._samples.number[unit]] = IN_ITS_SHARD
         self._state.heard = time.monotonic()
-        return shard, unit.stop - unit.start, end - begin, old
+        return shard, unit, end - begin, old
 
     def _from_bucket(self, shard, unit, begin, length):
         place = f"{one_line(self._url)}/{shard.name}"
@@ -454,44 +559,62 @@ def _write(file, content, begin):
         begin, view = begin + written, view[written:]
 
 
-def main(job: str, url: str, folder: str, samples: str, *indexes: str) -> None:
-    """Fetch the pack at `url` to `folder` for a process, unless another one of this node does. `indexes`: their paths."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is meant for the job, which needs samples until it has saved
+def main(job: str, node: str, url: str, folder: str, path: str, samples: str, keep: str, *indexes: str) -> None:
+    """Fetch the pack at `url` to `folder` for the process `job`, as long as that lives, unless another process does.
+
+    `node`: names the processes of the job on this node; `path`: of the State; `keep`: empty if all passes through;
+    `indexes`: their paths.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # it is meant for the job, which needs samples until it has saved
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
-    path = state_path(folder, indexes)
-    State.make(path, int(samples))  # another one, of which nobody reads, if an index was replaced since
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each shard that grows is one
     state = State(path, int(samples))
-    asked = time.monotonic()
+    asked = waited = looked = time.monotonic()
 
     def goes_on():
         return os.getppid() == int(job)
 
     def waits():
-        if time.monotonic() - asked > FROZEN_SECONDS:
+        nonlocal waited, looked
+        if time.monotonic() - looked > GAP_SECONDS:  # all processes were stopped: count anew
+            waited = time.monotonic()
+        looked = time.monotonic()
+        if looked - waited > FROZEN_SECONDS:
             state.end_frozen(url)
         return goes_on()
 
-    with once.when_free(lease(folder), waits) as held:
-        if not held or state.whole:  # another process has fetched it meanwhile
+    with once.when_free(lease(path), waits) as held:
+        if not held or state.failure(asked, node):  # a process of this job has tried it already
             return
         over = threading.Event()
         threading.Thread(target=state.live, args=(over,), daemon=True).start()
-        state.forget()
-        began = time.monotonic()
         try:
-            fetcher = Fetcher(url, folder, list(indexes), state)
-            state.whole[0] = fetcher.run(goes_on)
+            if os.path.abspath(state_path(folder, indexes)) != path:
+                raise UserError(f"{one_line(url)} has another index since this run began: start again")
+            if not state.whole:  # else another process has fetched it
+                state.forget()
+                _fetch(url, folder, list(indexes), path, state, goes_on, bool(keep))
+            while goes_on():  # no other start takes the marks for old ones
+                state.heard = time.monotonic()
+                time.sleep(BEAT_SECONDS)
         except (UserError, TrainingFailed) as error:
-            return state.fail(error)
+            state.fail(error, node)
         except OSError as error:
-            return state.fail(TrainingFailed(f"cannot write to {folder}: {one_line(error.strerror)}"))
+            state.fail(TrainingFailed(f"cannot fetch {one_line(url)} to {folder}: {error.strerror or error!r}"), node)
         except Exception as error:
-            state.fail(TrainingFailed(f"{one_line(url)} cannot be fetched to {folder}: {error!r}"))
+            state.fail(TrainingFailed(f"cannot fetch {one_line(url)} to {folder}: {error!r}"), node)
             raise
         finally:
             over.set()
-    if state.whole and goes_on():
+
+
+def _fetch(url, folder, indexes, path, state, goes_on, keep):
+    began, fetcher = time.monotonic(), Fetcher(url, folder, indexes, path, state)
+    state.whole[0] = fetcher.run(goes_on, keep)
+    if state.whole:
         first, rest, old = (state.came / MIB).tolist()
         came = f"{first + rest:.1f} MiB in {time.monotonic() - began:.0f} s, {first:.1f} of them ahead of their shards"
         here = f"{old:.1f} MiB were there" if old else "none were there"
@@ -500,13 +623,28 @@ def main(job: str, url: str, folder: str, samples: str, *indexes: str) -> None:
 
 def drop_unfinished(folder: str) -> None:
     """Delete what has come of unfinished shards, unless a process fetches them: another way of fetching begins anew."""
-    for path in glob.glob(f"{glob.escape(index.notes(folder))}/*.arriving") if once.is_free(lease(folder)) else ():
-        with contextlib.suppress(FileNotFoundError):  # another rank deletes them, too
-            os.unlink(path)
+    notes = glob.escape(index.notes(folder))
+    if all(map(once.is_free, map(lease, glob.glob(f"{notes}/*.state")))):
+        for path in glob.glob(f"{notes}/*.arriving"):
+            with contextlib.suppress(FileNotFoundError):  # another rank deletes them, too
+                os.unlink(path)
 
 
-def lease(folder: str) -> str:
-    return os.path.join(index.notes(folder), "arriving")
+def _namespace():
+    """Return a number of the namespace of processes, in which an id means this process and no other; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def passing(state: str) -> str:
+    """Return the folder of the samples that pass through; each is named by its number in the State at this path."""
+    return f"{state}.passing"
+
+
+def lease(state: str) -> str:
+    """Return the path of what one process holds that fetches for the readers of the State at this path."""
+    return f"{state}.fetcher"
 
 
 def state_path(folder: str, indexes: Sequence[str]) -> str:
@@ -515,6 +653,6 @@ def state_path(folder: str, indexes: Sequence[str]) -> str:
     return os.path.join(index.notes(folder), f"{digest}.state")
 
 
-def growing(folder: str, shard: str) -> str:
+def growing(folder: str, shard: str, sha256: str) -> str:
     """Return the path of a shard's file until it is whole."""
-    return f"{index.unfinished(folder, shard)}.arriving"
+    return f"{index.unfinished(folder, f'{shard} {sha256}')}.arriving"

@@ -22,12 +22,11 @@ from typing import Any, Callable, ClassVar, Optional
 
 import numpy as np
 
-from common import progress, storage
+from common import storage
 from common.errors import UserError, one_line
 from common.files import sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
-from common.storage.download import DAMAGED
 from common.world.folders import INPUT_DIR, is_bucket, local_folder
 from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
@@ -59,7 +58,7 @@ class Packed(tree.Tree):
     arrival: Any  # datasets.photos.arrival.Arrival while the shards come from a bucket, else None
 
     def place(self, number: int) -> str:
-        """Return the path or address of the shard that holds a sample."""
+        """Return the path of the shard that holds a sample."""
         return os.path.join(self.folder, self.shards[self.shard[number]]["name"])
 
     def path(self, number: int) -> str:
@@ -74,40 +73,36 @@ class Packed(tree.Tree):
     def announced(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         return self.arrival.announced(batches, self.number) if self.arrival else iter(batches)
 
-    def _local(self, number: int) -> Callable[[int, int], bytes]:
-        """Return read(begin, length) of the file of a sample's shard, once the sample is there."""
+    def _part(self, number: int) -> Callable[[int, int], bytes]:
+        """Return read(begin, length) of a sample's shard for parts of the sample, once it is there."""
         place, growing = self.place(number), None
         if self.arrival:
-            self.arrival.wait(int(self.number[number]))
-            growing = self.arrival.growing(os.path.basename(place))
+            content = self.arrival.wait(int(self.number[number]))
+            if content is not None:
+                first = int(self.offset[number])
+                return lambda begin, length: content[begin - first :][:length]
+            growing = self.arrival.growing(self.shards[self.shard[number]])
         return lambda begin, length: _from_file(place, begin, length, growing)
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a sample; OSError if they do not match its checksum, in a bucket after DAMAGED tries."""
-        remote = is_bucket(self.folder)
-        read = functools.partial(_from_store, self.place(number)) if remote else self._local(number)
-        for _ in range(DAMAGED if remote else 1):  # bytes that were damaged on the way may arrive whole next time
-            content = read(int(self.offset[number]), int(self.length[number]))
-            if crc32(content) == self.checksum[number]:
-                return content
-        raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
+        """Return the bytes of a sample; OSError if they do not match its checksum."""
+        content = self._part(number)(int(self.offset[number]), int(self.length[number]))
+        if crc32(content) != self.checksum[number]:
+            raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
+        return content
 
     def content(self, number: int) -> decode.Content:
-        """Return what the picture is decoded from. Of raw pixels in a folder only the rows that are needed are read, unchecked:
-        to check all would take two thirds longer. Of tiles in a folder, only the rows that are needed are checked."""
-        if self.form == "tiled" and not is_bucket(self.folder):
-            content = self._local(number)(int(self.offset[number]), int(self.length[number]))
+        """Return what the picture is decoded from. Of raw pixels only the rows that are needed are read, unchecked, as to check
+        all would take two thirds longer. Of tiles, only the rows that are needed are checked."""
+        if self.form == "tiled":
+            content = self._part(number)(int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
             return self.read(number)
         height, width = self.stored(number)
-        size = 3 * height * width
-        begin = int(self.offset[number] + self.length[number]) - size  # after the header
-        if not is_bucket(self.folder):
-            read = self._local(number)
-            return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
-        pixels = memoryview(self.read(number))[-size:]
-        return decode.Pixels(height, width, lambda at, length: pixels[at : at + length])
+        begin = int(self.offset[number] + self.length[number]) - 3 * height * width  # after the header
+        read = self._part(number)
+        return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
 
     def find_damage(self, number: int) -> Optional[str]:
         """Return a text that names shard `number` and up to five of its damaged samples; None if nothing in it is damaged."""
@@ -128,7 +123,7 @@ class Packed(tree.Tree):
 
 
 def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
-    """Return the samples of a split. From a bucket only the index is fetched, to `inputs`; samples are read when needed."""
+    """Return the samples of a split. From a bucket only the index is fetched, to `inputs`: arrival.py reads samples there."""
     files = read_index(local_index(folder, split, inputs), folder, split)
     for shard in [] if is_bucket(folder) else files.shards:
         path = os.path.join(folder, shard["name"])
@@ -209,36 +204,16 @@ def forget_open_files() -> None:
     _opened.cache_clear()
 
 
-def _from_store(url, begin, length):
-    folder, _, name = url.rpartition("/")
-    store = _connected(folder, os.getpid())
-
-    def read(answer):
-        whole = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        if whole.isdigit() and int(whole) < begin + length:
-            raise bucket.ObjectChanged
-        if answer["ContentLength"] != length:
-            answer["Body"].close()
-            raise ConnectionError("the answer has another length than was asked for")
-        return answer["Body"].read()
-
-    try:
-        return store.ask("get_object", store.below() + name, work=read, Range=f"bytes={begin}-{begin + length - 1}")
-    except bucket.ObjectChanged:
-        raise OSError(f"{one_line(url)} ends before byte {begin + length}: it is not the object that was packed") from None
-
-
-@functools.lru_cache(8)
-def _connected(url, _process):
-    """Return this process's client for a bucket folder; one that is in use during a fork may wait for ever in the child."""
-    return bucket.Bucket(url, lambda text: progress.warn(text.removeprefix("warning: ")))
-
-
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
 def index_path(folder: str, split: str) -> str:
     return os.path.join(folder, f"{split}-index.npz")
+
+
+def has_index(url: str, split: str, inputs: str) -> bool:
+    """Return whether a bucket has the index of a split, which is fetched then."""
+    return _fetch_index(url, split, inputs) is not None
 
 
 def _fetch_index(url, split, inputs):

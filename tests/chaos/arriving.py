@@ -98,9 +98,10 @@ class Job:
         """The process that fetches, once there is one."""
         while self.process.poll() is None:
             with contextlib.suppress(OSError):
-                for pid in lock_holders(self.came / ".fetching" / "arriving.lock"):
-                    if b"fetcher" in Path(f"/proc/{pid}/cmdline").read_bytes():  # others look whether it is free
-                        return pid
+                for lock in (self.came / ".fetching").glob("*.fetcher.lock"):
+                    for pid in lock_holders(lock):
+                        if b"fetcher" in Path(f"/proc/{pid}/cmdline").read_bytes():  # others look whether it is free
+                            return pid
             time.sleep(0.01)
         sys.exit(f"the job ended before it was disturbed: {self.log()}")
 
@@ -246,7 +247,7 @@ def changed(setting, _):
     wrong = job.refused(2, r"error: s3://changed/pack/train-000003\.tar has changed since this run began")
     proxy.stop()
     came = job.folder / local_folder(url, "input_dir")
-    growing = Path(fetcher.growing(str(came), "train-000003.tar"))
+    growing = Path(fetcher.growing(str(came), "train-000003.tar", packed.load(str(setting.pack), "train").shards[3]["sha256"]))
     if (came / "train-000003.tar").exists() or (growing.exists() and any(growing.read_bytes())):
         wrong.append("something of it is in the folder")
     yield "a shard replaced", wrong
