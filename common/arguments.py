@@ -67,7 +67,7 @@ class Input:
     """The data that a job will read, as far as its arguments tell before anything is opened."""
 
     address: Optional[str] = None  # of the data, if they are in a bucket or on a web server
-    fetched: bool = True  # whether the data at that address are copied to this machine before training
+    fetched: str = "before"  # when they are copied to this machine: before training, "during" it as far as there is room, or ""
     synthetic: bool = False
     remedies: tuple[str, ...] = ()  # suggestions that could make the loader faster
     needs: tuple[str, ...] = ()  # features that its loader needs of the device, as in common/devices/kinds.py

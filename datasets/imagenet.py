@@ -80,7 +80,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
     synthetic = args.custom_data or backend in NO_INPUT
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not synthetic else None,
-        fetched=backend != "packed-remote",
+        fetched={"packed": "before" if args.fetch_first else "during", "packed-remote": ""}.get(backend, "before"),
         synthetic=synthetic,
         remedies=() if backend in NO_INPUT else tuple(_remedies(args)),
         needs=(devices.DALI,) if backend.startswith("dali") else (),

@@ -156,7 +156,7 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
     whole = packed.read_index(str(folder / "train-index.npz"), str(came), "train").shards
     passing = sum(shard["size"] for shard in whole[1:])
     room = int(1.1 * whole[0]["size"])
-    disk = types.SimpleNamespace(f_bavail=room + listing.SPARE, f_frsize=1, f_files=0, f_favail=0)
+    disk = types.SimpleNamespace(f_bavail=room + listing.SPARE, f_blocks=room // 2, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
     goes_on, said = threading.Event(), []
     goes_on.set()
@@ -175,11 +175,13 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
                 assert (parts[0].content(int(number)).cut(None) == wanted[0].content(int(number)).cut(None)).all()
             else:
                 assert parts[0].read(int(number)) == wanted[0].read(int(number))
-        wait_for(lambda: bytes_in(Path(fetcher.passing(path))) <= room // 20, None, "room")
+        wait_for(lambda: bytes_in(Path(fetcher.passing(path))) <= room // 40, None, "room")
         fetched = int(state.came[: fetcher.ON_DISK].sum())
         if epoch:
             assert 0.9 * passing < fetched - before <= passing, "but for what was still there"
         before = fetched
+    state.heard = 0.0
+    wait_for(lambda: state.heard, None, "a sign of life though nobody wants anything")
     goes_on.clear()
     runs.join(PATIENCE)
     over.set()
@@ -234,10 +236,18 @@ def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
     index = packed.local_index(url, "train", "input_dir")
     ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], part.arrival.path, state)
     order = np.lexsort((part.offset, part.shard))
-    for since, places in ((3, [0, 1]), (2, [20]), (1, [40])):
+    now = time.monotonic_ns()
+    for since, places in ((now + 2, [0, 1]), (now + 1, [20]), (now, [40])):
         state.wanted[order[places]] = since
     assert [(unit.start, unit.stop) for unit in ours._wanted()] == [(40, 41), (20, 21), (0, 2)]
     assert not list(ours._wanted()), "they are asked for"
+    ours._asked[:], state.wanted[:] = False, 0
+    state.wanted[order[[3, 30, 50]]] = [fetcher.NOW, time.monotonic_ns(), time.monotonic_ns() - 601 * 10**9]
+    state.there[order[20:]] = fetcher.PASSES
+    ours._passing.count(0, 1)
+    assert [unit.start for unit in ours._wanted()] == [3], "there is no room for more that passes through"
+    ours._passing.most = 1
+    assert [unit.start for unit in ours._wanted()] == [30], "and what was wanted long ago is no longer"
 
 
 def damage(path):
@@ -472,6 +482,20 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.there.any()
 
 
+def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, at, fetchers):
+    url = publish(packs["original"][0], store, "arriving-twice")
+    (first,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    wait_for(lambda: State(first.arrival.path, first.arrival.samples).whole, None, "all of the first")
+    for path in packs["raw"][0].glob("[tv]*"):
+        store.client().upload_file(str(path), "arriving-twice", f"pack/{path.name}")
+    (second,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    with pytest.raises(UserError, match=f"a job on this node reads another version of {url}: start when it has ended, or give"):
+        second.read(0)
+    end(fetchers)
+    (third,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    assert third.read(0) == packed.load(str(packs["raw"][0]), "train").read(0)
+
+
 def test_an_evaluation_needs_no_training_pictures(packs, store, at, tmp_path):
     shutil.copytree(packs["original"][0], tmp_path / "val", ignore=shutil.ignore_patterns("train-*"))
     args = types.SimpleNamespace(data_url=publish(tmp_path / "val", store, "arriving-val"), input_dir="input_dir", evaluate=True,
@@ -481,6 +505,13 @@ def test_an_evaluation_needs_no_training_pictures(packs, store, at, tmp_path):
     assert val.read(3) == packed.load(str(packs["original"][0]), "val").read(3)
     args.evaluate = False
     with pytest.raises(UserError, match="arriving-val/pack has no finished pack of train"):
+        arrival.find(args)
+    args.evaluate = True
+    store.client().copy_object(
+        Bucket="arriving-val", Key="other/train-index.npz", CopySource="arriving-original/pack/train-index.npz"
+    )
+    args.data_url = "s3://arriving-val/other"
+    with pytest.raises(UserError, match="arriving-val/other has no finished pack of val"):
         arrival.find(args)
 
 
@@ -536,6 +567,14 @@ def waiting(tmp_path):
     """(what a reader knows of a pack of which nothing comes, its state)"""
     State.make(path := str(tmp_path / "state"), 3)
     return arrival.Arrival("s3://none/pack", str(tmp_path), path, 3, time.monotonic()), State(path, 3)
+
+
+def test_a_sample_that_somebody_has_deleted_is_not_waited_for_for_ever(waiting, monkeypatch):
+    reader, state = waiting
+    monkeypatch.setattr(arrival, "GONE_SECONDS", 0.01)
+    state.there[2] = fetcher.IN_ITS_FILE
+    with pytest.raises(TrainingFailed, match=r"samples in \S+/state\.passing are gone: start again to go on"):
+        reader.wait(2)
 
 
 def test_what_ends_the_fetcher_ends_the_readers_with_its_line(waiting):

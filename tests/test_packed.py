@@ -461,4 +461,4 @@ def test_packed_into_a_bucket_and_started_again(store, reached, root, whole, tmp
     shutil.rmtree(tmp_path / "output_dir")
     assert "s3://data/made has another pack" in run(other, *words[1:], check=2).stderr
     run(other, *words[1:], "--overwrite", "true")
-    assert len(packed.load("s3://data/made", "train")) == 21
+    assert len(passing("s3://data/made", "train")) == 21

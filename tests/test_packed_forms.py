@@ -21,7 +21,7 @@ from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms
 from tests.jobs import NETWORK, assert_same_bits, final_state, run_job, wait_for
-from tests.test_packed import ENDLESS, contents, flip, reached, run, settings, start  # noqa: F401 (some: fixtures)
+from tests.test_packed import ENDLESS, contents, flip, passing, reached, run, settings, start  # noqa: F401 (some: fixtures)
 from tests.test_packed_damage import first, with_changes
 from tests.test_photos import SIXTEEN, difference, encoded, reference_crop
 
@@ -347,7 +347,7 @@ def test_out_of_a_bucket_come_the_same_batches(packs, store, reached, form):
     for name, content in contents(packs[form]).items():
         if name.startswith("val"):
             store.client().put_object(Bucket="data", Key=f"{form}/{name}", Body=content)
-    remote, local = (packed.load(place, "val") for place in (f"s3://data/{form}", str(packs[form])))
+    remote, local = passing(f"s3://data/{form}", "val"), packed.load(str(packs[form]), "val")
     for one, other in zip(batches(remote, train=False), batches(local, train=False)):
         assert all(map(torch.equal, one, other))
 

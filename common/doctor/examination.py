@@ -187,7 +187,8 @@ def _of_node(args, here):
     if here.node_rank == 0 and args.output_url:
         yield from stores.check_bucket(args.output_url, "output", writes=True)
     if is_bucket(args.input.address):
-        yield from stores.check_bucket(args.input.address, "data", inputs=args.input_dir if args.input.fetched else None)
+        inputs, passes = args.input_dir if args.input.fetched else None, args.input.fetched == "during"
+        yield from stores.check_bucket(args.input.address, "data", inputs=inputs, passes=passes)
     elif args.input.address:
         yield stores.check_web(args.input.address)
 

@@ -13,7 +13,7 @@ from typing import Optional
 
 from common.alive.patience import Patience
 from common.doctor.checks import check_clock
-from common.doctor.table import Finding, bad, good, refusal, size
+from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, size
 from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
 from common.storage import bucket, https
@@ -88,8 +88,13 @@ def _existing(folder):
 # --- Buckets and web servers --------------------------------------------------------------------------------------------
 
 
-def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str] = None) -> Iterator[Finding]:
-    """Check that a bucket can be listed and read, or written if `writes`. If so, check the clock, and the disk of `inputs`."""
+def check_bucket(
+    url: str, what: str, writes: bool = False, inputs: Optional[str] = None, passes: bool = False
+) -> Iterator[Finding]:
+    """Check that a bucket can be listed and read, or written if `writes`. If so, check the clock, and the disk of `inputs`.
+
+    `passes`: what the disk has no room for passes through.
+    """
     patience = Patience(ANSWER_SECONDS)
     try:
         place = bucket.Bucket(url, say=lambda text: None)
@@ -119,7 +124,8 @@ def check_bucket(url: str, what: str, writes: bool = False, inputs: Optional[str
     if inputs:
         folder = folders.local_folder(url, inputs)
         need = max(0, total - _size_of_files(folder))
-        yield check_disk("disk", folder, need, f"{some}{count(len(items), 'object')} to be fetched")
+        disk = check_disk("disk", folder, need, f"{some}{count(len(items), 'object')} to be fetched")
+        yield doubtful(*disk[1:3], "what has no room comes again in every epoch") if passes and disk.severity == BAD else disk
 
 
 def _list(place, patience):

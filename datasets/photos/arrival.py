@@ -33,6 +33,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.02  # seconds between two looks
 NOTED = 0.02  # seconds after which a wait is one for the store, and no slow loader
 AHEAD_BATCHES, AHEAD_SAMPLES = 4, 1024  # the least that are wanted before they are loaded
 LOOKS_AT_FETCHER = 1.0  # seconds between two looks whether the fetcher is there
+GONE_SECONDS = 5  # without its file, after which somebody else has deleted a sample
 LOST_SECONDS = 60  # without a sign of life, after which a fetcher is given up
 
 
@@ -62,23 +63,32 @@ class Arrival:
 
     def want(self, numbers: np.ndarray) -> None:
         state = _opened(self.path, self.samples)
-        missing = numbers[(state.there[numbers] != fetcher.IN_ITS_SHARD) & (state.wanted[numbers] == 0)]
+        before = state.wanted[numbers]
+        old = (before != fetcher.NOW) & (before < time.monotonic_ns() - fetcher.UNREAD_SECONDS // 2 * 10**9)  # or not at all
+        missing = numbers[(state.there[numbers] != fetcher.IN_ITS_SHARD) & old]
         if len(missing):
             state.wanted[missing] = time.monotonic_ns()
             state.ring()
 
     def wait(self, number: int) -> Optional[bytes]:
         """Return when the sample is there: its bytes, if it passes through. UserError or TrainingFailed if it does not come."""
-        state = _opened(self.path, self.samples)
+        state, gone = _opened(self.path, self.samples), 0.0
         while True:
-            if state.there[number] == fetcher.IN_ITS_SHARD:
+            where = state.there[number]
+            if where == fetcher.IN_ITS_SHARD:
                 return None
-            if state.there[number] == fetcher.IN_ITS_FILE:
-                with contextlib.suppress(FileNotFoundError):  # it was deleted just now
-                    content = contents(os.path.join(fetcher.passing(self.path), str(number)))
-                    state.wanted[number] = 0
-                    return content
-            self._wait(number, state)
+            if where != fetcher.IN_ITS_FILE:
+                gone = 0.0
+                self._wait(number, state)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # it was deleted just now
+                content = contents(os.path.join(fetcher.passing(self.path), str(number)))
+                state.wanted[number] = 0
+                return content
+            if gone > GONE_SECONDS:
+                raise TrainingFailed(f"samples in {fetcher.passing(self.path)} are gone: start again to go on")
+            gone += FIRST_PAUSE
+            time.sleep(FIRST_PAUSE)
 
     def _wait(self, number, state):
         state.wanted[number] = fetcher.NOW
@@ -132,9 +142,9 @@ def find(args: argparse.Namespace) -> list[packed.Packed]:
     url, inputs, remote = args.data_url, args.input_dir, args.data_backend == "packed-remote"
     if is_bucket(url) and (remote or not args.fetch_first):
         starts = args.world.local_rank == 0 or bool(args.min_nodes)  # of an elastic job any rank may be lost
-        names = [name for name in splits.SPLITS if not args.evaluate or packed.has_index(url, name, inputs)]
+        names = ("val",) if args.evaluate and not packed.has_index(url, "train", inputs) else splits.SPLITS
         try:
-            return begin(url, names or splits.SPLITS, inputs, starts, keeps=not remote)
+            return begin(url, names, inputs, starts, keeps=not remote)
         except Unshared as error:
             if remote:
                 raise UserError(f"{error}, which --data_backend packed-remote needs: give --data_backend packed") from None

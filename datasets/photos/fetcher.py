@@ -7,6 +7,7 @@ several jobs on a node one fetches; the others stand by. Readers (arrival.py) sh
     which are wanted            written by the readers alone
 
 A shard grows in .fetching and gets its name when it is whole and its SHA-256 is right; the indexes get theirs when all are.
+Shards for which the disk has no room pass through: what is wanted of them is kept until it was read.
 """
 
 import collections
@@ -51,10 +52,12 @@ LOOK = 0.005  # seconds between two looks at what is wanted
 BLOCK = 512  # bytes of a header in a tar file, and of what st_blocks counts
 ABSENT, IN_ITS_SHARD, PASSES, IN_ITS_FILE = range(4)  # where a sample is; PASSES: not here, and its shard passes through
 NOW = 1  # in State.wanted
-PASSING_SHARE, MOST_PASSING = 20, 1 << 30  # the part of the disk's room, and the most bytes, for samples that pass through
+PASSING_SHARE, MOST_PASSING = 20, 1 << 30  # the part of the disk, and the most bytes, for samples that pass through
+DROP_SECONDS = 0.05  # between two looks at what was read
 UNREAD_SECONDS = 600  # after which a sample that passes through is no longer kept for who has wanted it
 WANTED, REST, ON_DISK, WHOLE = range(4)  # what a thread has done; the first three are places in CAME
 HASHED = 8  # files at a time
+OLD_SECONDS = 86_400  # after which what another boot or version has left is deleted
 CAME = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # as speed.jsonl names the bytes that were counted
 BEAT_SECONDS = 1.0  # between two signs of life
 STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there are none: a request or the disk never ends
@@ -192,6 +195,7 @@ class Passing:
         self._folder, self._state = passing(path), state
         self._there: collections.deque[tuple[int, int]] = collections.deque()  # (number, bytes), the oldest first
         self._size = self.most = 0  # bytes
+        self._looked = 0.0
         shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
 
     def write(self, number: int, content: Any) -> None:
@@ -207,10 +211,16 @@ class Passing:
         self._there.append((number, size))
         self._size += size
 
+    def full(self) -> bool:
+        return self._size > self.most
+
     def drop(self) -> list[int]:
         """While they are too many, delete the oldest that nobody wants, or has not read for long. Return their numbers."""
-        gone, still, long_ago = [], collections.deque(), time.monotonic_ns() - UNREAD_SECONDS * 10**9
-        while self._there and self._size > self.most:
+        gone, still, long_ago, now = [], collections.deque(), _long_ago(), time.monotonic()
+        if now - self._looked < DROP_SECONDS:
+            return gone
+        self._looked = now
+        while self._there and self.full():
             number, size = self._there.popleft()
             since = int(self._state.wanted[number])
             if since == NOW or since > long_ago:
@@ -226,6 +236,8 @@ class Passing:
 
 
 class Fetcher:
+    """`indexes`: their paths; `path`: of the State."""
+
     def __init__(self, url: str, folder: str, indexes: list[str], path: str, state: State) -> None:
         self._url, self._folder = url, folder
         self._state = state
@@ -276,7 +288,11 @@ class Fetcher:
         missing = [shard for shard in self.shards if not shard.whole]
         self._let_pass(missing, keep)
         for path in {*glob.glob(f"{glob.escape(index.notes(self._folder))}/*.arriving")} - {one.growing for one in self.shards}:
-            os.unlink(path)  # of another pack that was here
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of another pack that was here
+        for path in glob.glob(f"{glob.escape(index.notes(self._folder))}/*.state"):
+            if os.stat(path).st_mtime < time.time() - OLD_SECONDS and once.is_free(lease(path)):
+                shutil.rmtree(passing(path), ignore_errors=True)  # of another boot or version
         for shard in self.shards:
             (self._note_whole if shard.whole else self._open)(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as whole:
@@ -347,7 +363,7 @@ class Fetcher:
     def _let_pass(self, missing, keep):
         """Let the shards pass for which the disk has no room, the last ones; all unless `keep`."""
         disk = os.statvfs(self._folder)
-        room = disk.f_bavail * disk.f_frsize - listing.SPARE
+        room, part = disk.f_bavail * disk.f_frsize - listing.SPARE, disk.f_blocks * disk.f_frsize // PASSING_SHARE
         needed = {
             shard: shard.size - (os.stat(shard.growing).st_blocks * BLOCK if os.path.exists(shard.growing) else 0)
             for shard in missing
@@ -355,9 +371,10 @@ class Fetcher:
         if keep and sum(needed.values()) <= room:
             return
         if room <= 0:
-            listing.require_space(self._folder, {shard.name: shard.item for shard in missing}, ".arriving")
-        self._passing.most = min(room // PASSING_SHARE, MOST_PASSING)
-        left = room - self._passing.most if keep else 0
+            free = f"{one_line(self._folder)} has {max(0, room + listing.SPARE) // MIB} MiB free"
+            raise UserError(f"{free}, too few for a pack that passes through: give --input_dir on a larger disk")
+        self._passing.most = min(part, MOST_PASSING)
+        left = room - self._passing.most - part if keep else 0  # a part for what others write, as checkpoints
         for shard, size in needed.items():
             left -= size
             shard.passes = left < 0
@@ -366,15 +383,13 @@ class Fetcher:
         passes = sum(shard.size for shard in missing if shard.passes) // MIB
         said = f"{passes} of {sum(shard.size for shard in self.shards) // MIB} MiB"
         print(
-            f"warning: {self._folder} has no room for {said}, which come again in every epoch: --input_dir on a larger disk "
-            "keeps all", flush=True,
+            f"warning: {one_line(self._folder)} has no room for {said}, which come again in every epoch: "
+            "--input_dir on a larger disk keeps all", flush=True,
         )  # fmt: skip
 
     def _open(self, shard):
         """Open the file of an unfinished shard. What is not known to be right in it is compared before it is fetched again."""
         if shard.passes:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(shard.growing)
             self._state.there[self._numbers(shard)] = PASSES
             return
         shard.suspect = index.has_size(shard.growing, shard.size)
@@ -383,7 +398,14 @@ class Fetcher:
         os.ftruncate(shard.file, shard.size)
 
     def _finish(self, shard):
-        """Give the shard its name, and return it. What is wrong now lies between the samples, which were compared already."""
+        """Give the shard its name, and return it."""
+        try:
+            return self._name(shard)
+        except FileNotFoundError:  # another node has just given it its name
+            return self._name(shard)
+
+    def _name(self, shard):
+        # What is wrong now lies between the samples, which were compared already.
         path = os.path.join(self._folder, shard.name)
         if index.has_size(path, shard.size) and self._is_whole(shard):  # another process has fetched it, too
             with contextlib.suppress(FileNotFoundError):
@@ -451,6 +473,8 @@ class Fetcher:
                     if not shard.left:
                         submit(whole, WHOLE, self._finish, shard)
             self._asked[self._passing.drop()] = False
+            if not any(under_way):
+                self._state.heard = time.monotonic()  # nobody wants anything
 
     def _happened(self):
         """Yield what the threads have done; wait a moment if that is nothing."""
@@ -463,6 +487,9 @@ class Fetcher:
         """Yield units of samples that are wanted and not asked for yet, the longest wanted first."""
         since = self._state.wanted
         wanted = (since != 0) & ~self._asked
+        if self._passing.full():  # then only what is waited for, or was wanted lately and stays
+            wanted &= (since == NOW) | (self._state.there == ABSENT)
+        wanted &= (since == NOW) | (since > _long_ago())
         numbers = np.flatnonzero(wanted)
         for number in numbers[np.argsort(since[numbers], kind="stable")].tolist():
             if not self._asked[number]:
@@ -544,7 +571,8 @@ class _Checked:
     def add(self, shard: ShardFile) -> None:
         with self._lock:
             self._known[shard.name] = self._seen(shard)
-            write_atomically(self._path, json.dumps(self._known).encode())
+            with contextlib.suppress(OSError):  # another node writes it, too; without it, the next start reads the file again
+                write_atomically(self._path, json.dumps(self._known).encode())
 
     def _seen(self, shard):
         with contextlib.suppress(OSError):
@@ -565,6 +593,7 @@ def main(job: str, node: str, url: str, folder: str, path: str, samples: str, ke
     `node`: names the processes of the job on this node; `path`: of the State; `keep`: empty if all passes through;
     `indexes`: their paths.
     """
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it is meant for the job, which needs samples until it has saved
     if sys.platform == "linux":
@@ -595,6 +624,7 @@ def main(job: str, node: str, url: str, folder: str, path: str, samples: str, ke
             if os.path.abspath(state_path(folder, indexes)) != path:
                 raise UserError(f"{one_line(url)} has another index since this run began: start again")
             if not state.whole:  # else another process has fetched it
+                _require_alone(url, folder, path)
                 state.forget()
                 _fetch(url, folder, list(indexes), path, state, goes_on, bool(keep))
             while goes_on():  # no other start takes the marks for old ones
@@ -609,6 +639,14 @@ def main(job: str, node: str, url: str, folder: str, path: str, samples: str, ke
             raise
         finally:
             over.set()
+
+
+def _require_alone(url, folder, path):
+    """Raise a UserError if a job on this node reads another version of the pack, whose files would be replaced."""
+    for other in glob.glob(f"{glob.escape(index.notes(folder))}/{_boot()}-*.state"):
+        if os.path.basename(other) != os.path.basename(path) and not once.is_free(lease(other)):
+            reads = f"a job on this node reads another version of {one_line(url)}"
+            raise UserError(f"{reads}: start when it has ended, or give another --input_dir")
 
 
 def _fetch(url, folder, indexes, path, state, goes_on, keep):
@@ -630,6 +668,10 @@ def drop_unfinished(folder: str) -> None:
                 os.unlink(path)
 
 
+def _long_ago():
+    return time.monotonic_ns() - UNREAD_SECONDS * 10**9
+
+
 def _namespace():
     """Return a number of the namespace of processes, in which an id means this process and no other; 0 if there is none."""
     with contextlib.suppress(OSError):
@@ -649,8 +691,12 @@ def lease(state: str) -> str:
 
 def state_path(folder: str, indexes: Sequence[str]) -> str:
     """Return the path of the State. Another pack has another one, and so has another boot, which has another clock."""
-    digest = hashlib.sha256(" ".join([once.boot_id(), *map(sha256, indexes)]).encode()).hexdigest()[:16]
-    return os.path.join(index.notes(folder), f"{digest}.state")
+    digest = hashlib.sha256(" ".join(map(sha256, indexes)).encode()).hexdigest()[:16]
+    return os.path.join(index.notes(folder), f"{_boot()}-{digest}.state")
+
+
+def _boot():
+    return hashlib.sha256(once.boot_id().encode()).hexdigest()[:8]
 
 
 def growing(folder: str, shard: str, sha256: str) -> str:

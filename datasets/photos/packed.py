@@ -23,7 +23,7 @@ from typing import Any, Callable, ClassVar, Optional
 import numpy as np
 
 from common import storage
-from common.errors import UserError, one_line
+from common.errors import TrainingFailed, UserError, one_line
 from common.files import sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
@@ -122,10 +122,10 @@ class Packed(tree.Tree):
         return f"{one_line(path)}, and in it {len(damaged)} samples: {', '.join(damaged[:5])}".rstrip(": ")
 
 
-def load(folder: str, split: str, inputs: str = INPUT_DIR) -> Packed:
-    """Return the samples of a split. From a bucket only the index is fetched, to `inputs`: arrival.py reads samples there."""
-    files = read_index(local_index(folder, split, inputs), folder, split)
-    for shard in [] if is_bucket(folder) else files.shards:
+def load(folder: str, split: str) -> Packed:
+    """Return the samples of a split in a folder. One in a bucket is read while it arrives (arrival.py)."""
+    files = read_index(local_index(folder, split, INPUT_DIR), folder, split)
+    for shard in files.shards:
         path = os.path.join(folder, shard["name"])
         if not os.path.isfile(path) or os.path.getsize(path) != shard["size"]:
             raise UserError(
@@ -193,9 +193,11 @@ def _from_file(path, begin, length, growing=None):
 @functools.lru_cache(OPEN_SHARDS)
 def _opened(path, growing):
     """Open a shard's file or, until that is whole, the one from which it grows; a rename does not concern open files."""
-    for one in (path, growing) if growing else ():
+    for one in (path, growing, path) if growing else ():
         with contextlib.suppress(FileNotFoundError):
             return open(one, "rb", buffering=0)
+    if growing:
+        raise TrainingFailed(f"{one_line(path)} is gone: start again to go on")
     return open(path, "rb", buffering=0)
 
 

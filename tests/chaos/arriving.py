@@ -9,6 +9,7 @@ names, and that the next start goes on. Root is needed: another boot and a full 
 import argparse
 import contextlib
 import filecmp
+import functools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.storage import listing
 from common.world.folders import local_folder
 from datasets.photos import fetcher, packed
 from launch.pack import command as pack
@@ -305,6 +307,31 @@ def full_disk(setting, _):
         subprocess.run(["umount", "-l", data], check=True)
 
 
+def little_room(setting, _):
+    """The disk of the data has room for 0.4 of the pack; a job, two at once, and one that is killed and started again."""
+    setting = larger(setting)
+    for jobs, killed in ((1, False), (2, False), (1, True)):
+        folder = setting.folder()
+        (data := folder / "data").mkdir()
+        size = int((listing.SPARE + 0.4 * setting.size) / (1 - 2 / fetcher.PASSING_SHARE))
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", data], check=True)
+        try:
+            with Line(setting.store.port, 50 * RATE) as line:
+                more = ["--input_dir", data]
+                running = [Job(setting, f"out{one}", through(line), folder=folder, more=more) for one in range(jobs)]
+                if killed:
+                    half(setting, line)
+                    running[0].kill()
+                    running = [Job(setting, "out0", through(line), folder=folder, more=more)]
+                wrong = [text for job in running for text in job.wrong(whole=False)]
+                rows = [json.loads(row) for row in (folder / "out0" / "speed.jsonl").read_text().splitlines()]
+                again = sum(row.get(name, 0) for row in rows if row["epoch"] == 2 for name in fetcher.CAME[: fetcher.ON_DISK])
+                print(f"  in the second epoch {again * 2**20 / setting.size:.2f} of the pack came")
+        finally:
+            subprocess.run(["umount", "-l", data], check=True)
+        yield f"room for 0.4 of the pack, {jobs} {'job' if jobs == 1 else 'jobs'}{', killed' * killed}", wrong
+
+
 def headers(setting, _):
     """A shard in the bucket has another header between its samples, which its index does not know."""
     shutil.copytree(setting.pack, folder := setting.folder() / "pack")
@@ -325,11 +352,17 @@ def headers(setting, _):
     yield "other headers", wrong
 
 
-def together(setting, _):
-    """Two jobs of four ranks start at once on an empty folder. With pictures of 110 KB: what is counted has headers of HTTP in it."""
+@functools.lru_cache(1)
+def larger(setting):
+    """With pictures of 110 KB: what is counted has headers of HTTP in it."""
     (place := setting.place / "larger").mkdir()
     fill(place, 600)
-    setting = Setting(place, setting.store, place / "data" / "pack", "larger")
+    return Setting(place, setting.store, place / "data" / "pack", "larger")
+
+
+def together(setting, _):
+    """Two jobs of four ranks start at once on an empty folder."""
+    setting = larger(setting)
     with Line(setting.store.port) as line:
         folder = setting.folder()
         jobs = [Job(setting, f"out{one}", through(line), 4, folder=folder) for one in range(2)]
@@ -338,7 +371,7 @@ def together(setting, _):
     yield f"8 ranks of two jobs: {share:.3f} of the pack", wrong + ["too much came"] * (share > 1.05)
 
 
-FAULTS = (damaged, kills, frozen, outage, changed, power_cut, full_disk, headers, together)
+FAULTS = (damaged, kills, frozen, outage, changed, power_cut, full_disk, little_room, headers, together)
 
 
 def main():
