@@ -34,7 +34,7 @@ NOTED = 0.02  # seconds after which a wait is one for the store, and no slow loa
 AHEAD_BATCHES, AHEAD_SAMPLES = 4, 1024  # the least that are wanted before they are loaded
 LOOKS_AT_FETCHER = 1.0  # seconds between two looks whether the fetcher is there
 GONE_SECONDS = 5  # without its file, after which somebody else has deleted a sample
-LOST_SECONDS = 60  # without a sign of life, after which a fetcher is given up
+LOST_SECONDS = 50  # without a sign of life, after which a fetcher is given up
 
 
 class Unshared(Exception):

@@ -38,7 +38,7 @@ PART = 8 << 20
 MB = 10**6
 
 
-def fill(folder, pictures=PICTURES):
+def fill(folder, pictures=PICTURES, shard_mb=64):
     """Pictures of 64 x 64 with noise in their headers, as a pack."""
     draw = np.random.default_rng(0)
     for number in range(pictures + 64):
@@ -50,7 +50,7 @@ def fill(folder, pictures=PICTURES):
         noise = draw.bytes(SIZE // 2 - 1200)
         segment = b"\xff\xef" + (len(noise) + 2).to_bytes(2, "big") + noise
         (place / f"{number:05d}.jpg").write_bytes(buffer.getvalue()[:2] + 2 * segment + buffer.getvalue()[2:])
-    pack = [sys.executable, "-m", "launch", "pack", folder / "root", folder / "data" / "pack", "--shard_mb", "64"]
+    pack = [sys.executable, "-m", "launch", "pack", folder / "root", folder / "data" / "pack", "--shard_mb", shard_mb]
     subprocess.run(list(map(str, pack)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     shutil.rmtree(folder / "root")
 

@@ -356,7 +356,7 @@ def headers(setting, _):
 def larger(setting):
     """With pictures of 110 KB: what is counted has headers of HTTP in it."""
     (place := setting.place / "larger").mkdir()
-    fill(place, 600)
+    fill(place, 600, 2)
     return Setting(place, setting.store, place / "data" / "pack", "larger")
 
 
