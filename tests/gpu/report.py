@@ -16,7 +16,8 @@ WHAT = """# On a GPU
 
 Made from gpu.jsonl by `python3 -m tests.gpu --page`: the newest row of each name on each GPU. A row that is not here has not been run on a
 GPU. Two ranks on one GPU talk through Gloo, so nothing here shows NCCL with two ranks. The first rows, of 2026-11-27, were taken four at a time:
-the "step" of them failed by limits that a CPU's own float32 does not meet either, since mended; "buffers" was cut off while a CPU computed what to expect.
+the times of them say little. A "start" reads a Python whose modules were not compiled to bytecode; "checkpoint stall" until 2026-11-28 saved so often that a
+save waited for the one before.
 """
 
 
