@@ -1,14 +1,14 @@
 """A pack in a bucket behind a line of a known rate: when the first step begins and how fast two epochs go, by way of reading it.
 
-    python -m tests.benchmarks.arriving [--rates 40 100 400] [--compute 1] [--rounds 2] [--first_step] [--bound] [--peers]       (make bench)
+    python -m tests.benchmarks.arriving [--rates 40 100 400] [--compute 1] [--rounds 2] [--first_step]     (make bench)
+    python -m tests.benchmarks.arriving --bound    beside what two epochs cannot be faster than, max(2 x computing, computing + transfer)
+    python -m tests.benchmarks.arriving --peers    beside what else reads pictures from a bucket, see streams.py
+    python -m tests.benchmarks.arriving --killed   each form killed in its first epoch: what it leaves behind, and its next start
 
-local: the pack in a folder. first: --fetch_first true. remote: --data_backend packed-remote. arriving: --fetch_first false. 6,000 JPEGs of 110 KB
-that cost little to decode; two loader processes, batches of 64; a step sleeps for its share of `--compute` x the pictures that the
-line carries in a second. rclone is the store, a relay in a process of its own the line, with 10 ms before each answer; data in
-memory. It gives ranges with a status that obstore refuses, so ours reads them through boto3. The forms take turns, each in a process
-of its own on an empty folder. --bound: beside what two epochs cannot be faster than, max(2 x computing, computing + transfer), where computing
-is an epoch of the folder, and transfer obstore alone. --peers: beside what else reads pictures from a bucket, see streams.py. --killed:
-each form killed in its first epoch, what it leaves behind, and its next start.
+local: the pack in a folder. first: --fetch_first true. remote: --data_backend packed-remote. arriving: --fetch_first false. transfer:
+obstore alone. 6,000 JPEGs of 110 KB that cost little to decode; two loader processes, batches of 64; a step sleeps for its share of
+`--compute` x the pictures that the line carries in a second. rclone is the store, a relay in a process of its own the line, with
+10 ms before each answer; data in memory. The forms take turns, each in a process of its own on an empty folder.
 """
 
 import argparse
