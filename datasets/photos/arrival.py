@@ -9,13 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import json
 import multiprocessing
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 
@@ -164,30 +165,40 @@ def begin(url: str, names: Sequence[str], inputs: str, starts: bool, keeps: bool
     `starts`: start a process that fetches them; `keeps`: on the disk, as far as it has room.
     """
     folder, since = local_folder(url, inputs if keeps else os.path.join(inputs, "passing")), time.monotonic()
-    indexes = [packed.local_index(url, split, inputs) for split in names]
-    parts = [packed.read_index(path, folder, split) for path, split in zip(indexes, names)]
-    ends = np.cumsum([len(part) for part in parts]).tolist()
-    path = os.path.abspath(fetcher.state_path(folder, indexes))
-    try:
-        once.once_per_node(path, lambda _: State.make(path, ends[-1]))
-        state = State(path, ends[-1])
-    except OSError as error:
-        raise Unshared(f"{inputs} has no memory that processes can share ({one_line(error)})") from None
-    packed.forget_open_files()
-    if starts:
-        once_more = iter([True])
-        with once.when_free(fetcher.lease(path), lambda: next(once_more, False)) as free:
-            if free:  # what is marked there is of an earlier start
-                state.forget()
-                state.wanted[:] = 0
-        node = os.environ.get(heartbeat.PARENT, str(os.getpid()))
-        words = [str(os.getpid()), node, url, folder, path, str(ends[-1]), "keep" * keeps, *indexes]
-        child = start_python(fetcher.__name__, *words, env=_without_pulse(), stdout=subprocess.PIPE, text=True)
-        threading.Thread(target=_repeat, args=(child.stdout,), name="what the fetcher says", daemon=True).start()
-        moments.listen(_Came(state))
+    with _fetching(url, folder) if starts else contextlib.nullcontext() as fetch:
+        indexes = [packed.local_index(url, split, inputs) for split in names]
+        parts = [packed.read_index(path, folder, split) for path, split in zip(indexes, names)]
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        path = os.path.abspath(fetcher.state_path(folder, indexes))
+        try:
+            once.once_per_node(path, lambda _: State.make(path, ends[-1]))
+            state = State(path, ends[-1])
+        except OSError as error:
+            raise Unshared(f"{inputs} has no memory that processes can share ({one_line(error)})") from None
+        packed.forget_open_files()
+        if fetch:
+            once_more = iter([True])
+            with once.when_free(fetcher.lease(path), lambda: next(once_more, False)) as free:
+                if free:  # what is marked there is of an earlier start
+                    state.forget()
+                    state.wanted[:] = 0
+            fetch(path, ends[-1], keeps, *indexes)
+            moments.listen(_Came(state))
     arrives = Arrival(url, folder, path, ends[-1], since)
     numbers = [part.number + end - len(part) for part, end in zip(parts, ends)]
     return [dataclasses.replace(part, arrival=arrives, number=number) for part, number in zip(parts, numbers)]
+
+
+@contextlib.contextmanager
+def _fetching(url, folder):
+    """Start a process that fetches once it was told what; not told, it ends with this context."""
+    words = [str(os.getpid()), os.environ.get(heartbeat.PARENT, str(os.getpid())), url, folder]
+    pipe = subprocess.PIPE
+    child = start_python(fetcher.__name__, *words, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
+    threading.Thread(target=_repeat, args=(child.stdout,), name="what the fetcher says", daemon=True).start()
+    told: Any = child.stdin
+    with contextlib.suppress(BrokenPipeError), told:  # it has ended, which readers notice
+        yield lambda *what: told.write(json.dumps(what) + "\n")
 
 
 class _Came:

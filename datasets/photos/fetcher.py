@@ -587,11 +587,11 @@ def _write(file, content, begin):
         begin, view = begin + written, view[written:]
 
 
-def main(job: str, node: str, url: str, folder: str, path: str, samples: str, keep: str, *indexes: str) -> None:
+def main(job: str, node: str, url: str, folder: str) -> None:
     """Fetch the pack at `url` to `folder` for the process `job`, as long as that lives, unless another process does.
 
-    `node`: names the processes of the job on this node; `path`: of the State; `keep`: empty if all passes through;
-    `indexes`: their paths.
+    `node`: names the processes of the job on this node. A line of JSON on the standard input has the path of the State, its
+    samples, whether what has room is kept, and the paths of the indexes; without it this process ends.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
@@ -600,7 +600,12 @@ def main(job: str, node: str, url: str, folder: str, path: str, samples: str, ke
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each shard that grows is one
-    state = State(path, int(samples))
+    with contextlib.suppress(UserError):  # it comes again, where it can be told
+        Bucket(url)  # imports what takes a while, meanwhile the reader fetches the indexes
+    if not (words := sys.stdin.readline()):
+        return
+    path, samples, keep, *indexes = json.loads(words)
+    state = State(path, samples)
     asked = waited = looked = time.monotonic()
 
     def goes_on():
@@ -626,7 +631,7 @@ def main(job: str, node: str, url: str, folder: str, path: str, samples: str, ke
             if not state.whole:  # else another process has fetched it
                 _require_alone(url, folder, path)
                 state.forget()
-                _fetch(url, folder, list(indexes), path, state, goes_on, bool(keep))
+                _fetch(url, folder, indexes, path, state, goes_on, keep)
             while goes_on():  # no other start takes the marks for old ones
                 state.heard = time.monotonic()
                 time.sleep(BEAT_SECONDS)

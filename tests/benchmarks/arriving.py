@@ -7,12 +7,14 @@
 
 local: the pack in a folder. first: --fetch_first true. remote: --data_backend packed-remote. arriving: --fetch_first false. transfer:
 obstore alone. 6,000 JPEGs of 110 KB that cost little to decode; two loader processes, batches of 64; a step sleeps for its share of
-`--compute` x the pictures that the line carries in a second. rclone is the store, a relay in a process of its own the line, with
+`--compute` x the pictures that the line carries in a second. nginx is the store, a relay in a process of its own the line, with
 10 ms before each answer; data in memory. The forms take turns, each in a process of its own on an empty folder.
 """
 
 import argparse
 import contextlib
+import hashlib
+import http.server
 import io
 import json
 import multiprocessing
@@ -22,7 +24,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,11 +35,12 @@ from PIL import Image
 
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
-from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
+from tests.benchmarks.storage import KEY, SECRET, get_programs, started
 from tests.benchmarks.streams import BATCH, MARK, NEEDS, Taken, paced, show
 from tests.jobs import ROOT, environment, module_of
 from tests.line import Line
-from tests.packages import python_program
+from tests.objectstore import free_port
+from tests.packages import program, python_program
 
 PICTURES, SIZE, CLASSES = 6000, 110_000, 10
 FORMS, TRANSFER = ("local", "first", "remote", "arriving"), "transfer"
@@ -63,6 +68,62 @@ def fill(folder, pictures=PICTURES, shard_mb=64):
         (place / f"{number:05d}.jpg").write_bytes(buffer.getvalue()[:2] + 2 * segment + buffer.getvalue()[2:])
     pack = [sys.executable, "-m", "launch", "pack", folder / "root", folder / "data" / "pack", "--shard_mb", shard_mb]
     subprocess.run(list(map(str, pack)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+NGINX = """
+user root; daemon off; pid {folder}/nginx.pid; error_log stderr; worker_processes 2; events {{}}
+http {{
+    access_log off; sendfile on; etag off; map_hash_max_size 65536; map_hash_bucket_size 256;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    map $uri $md5 {{ {etags} }}
+    server {{
+        listen 127.0.0.1:{port}; root {folder}; add_header ETag $md5;
+        location / {{ if ($args ~ "prefix=|list-type") {{ proxy_pass http://127.0.0.1:{lists}; }} }}
+    }}
+}}
+"""
+LIST = """<?xml version="1.0" encoding="UTF-8"?>
+<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>{bucket}</Name><MaxKeys>100000</MaxKeys>
+<KeyCount>{count}</KeyCount><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"""
+ENTRY = """<Contents><Key>{key}</Key><LastModified>2026-11-28T00:00:00.000Z</LastModified><ETag>&quot;{md5}&quot;</ETag>
+<Size>{size}</Size><StorageClass>STANDARD</StorageClass></Contents>"""
+
+
+class Lists(http.server.BaseHTTPRequestHandler):
+    """Answers what is in a bucket; `keys`: {bucket: {key: (MD5, size)}}."""
+
+    keys: dict
+
+    def do_GET(self):
+        asked = urllib.parse.urlsplit(self.path)
+        bucket, prefix = asked.path.strip("/"), urllib.parse.parse_qs(asked.query).get("prefix", [""])[0]
+        found = {key: about for key, about in self.keys[bucket].items() if key.startswith(prefix)}
+        entries = "".join(ENTRY.format(key=key, md5=md5, size=size) for key, (md5, size) in found.items())
+        answer = LIST.format(bucket=bucket, count=len(found), entries=entries).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def serve_objects(folder):
+    """(process, port) of nginx as a store that costs next to nothing: each folder is a bucket, and a thread lists what is in it."""
+    keys = {bucket: {} for bucket in ("data", *PEERS.values())}
+    for bucket, about in keys.items():
+        for path in sorted((folder / bucket).rglob("[!.]*")):
+            if path.is_file():
+                about[str(path.relative_to(folder / bucket))] = hashlib.md5(path.read_bytes()).hexdigest(), path.stat().st_size
+    lists = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Lists", (Lists,), {"keys": keys}))
+    threading.Thread(target=lists.serve_forever, daemon=True).start()
+    etags = " ".join(f"/{bucket}/{key} '\"{md5}\"';" for bucket, about in keys.items() for key, (md5, _) in about.items())
+    port = free_port()
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, etags=etags, port=port, lists=lists.server_port))
+    process, _ = started([program("nginx"), "-c", folder / "nginx.conf"], port)
+    return process, port
 
 
 def line(port, rate, connection, carried):
@@ -201,20 +262,19 @@ def main():
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory(dir=shm) as place:
         folder = Path(place)
-        rclone, s5cmd = get_programs(Path(programs))
+        _, s5cmd = get_programs(Path(programs))
         fill(folder)
         (folder / "s5cmd").symlink_to(s5cmd)
         without = write_for_peers(folder, [form for form in forms if form in PEERS])
         forms = [form for form in forms if form not in without]
         shutil.rmtree(folder / "root")
         size = sum(path.stat().st_size for path in (folder / "data" / "pack").iterdir())
-        server, url = serve(rclone, folder)
-        port = int(url.rpartition(":")[2])
+        server, port = serve_objects(folder)
         try:
             print(f"{machine()}; the pack has {size / MB:.0f} MB; {options.rounds} rounds, median (range)\n")
             for form, why in without.items():
                 print(f"{form} cannot be measured: {why}\n")
-                rows.missing("two epochs of pictures in a bucket", form, why, "--peers")
+                rows.missing("two epochs of a pack in a bucket", form, why, "--peers")
             for rate in options.rates:
                 for compute in [0.0] if options.first_step else options.compute:
                     if options.killed:
@@ -222,7 +282,7 @@ def main():
                     else:
                         one_rate(options, forms, folder, port, rate, compute * rate * MB / SIZE, size)
         finally:
-            server.kill()
+            server.terminate()
             server.wait()
 
 
