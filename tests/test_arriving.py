@@ -475,11 +475,20 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
     state, index = State(part.arrival.path, part.arrival.samples), Path(packed.local_index(url, "train", "input_dir"))
     index.write_bytes(index.read_bytes() + b" ")
-    words = [url, part.arrival.folder, part.arrival.path, str(part.arrival.samples), "keep", str(index)]
-    arrival.start_python(fetcher.__name__, str(os.getpid()), "this node", *words)
+    words = [str(os.getpid()), "this node", url, part.arrival.folder]
+    child = arrival.start_python(fetcher.__name__, *words, stdin=subprocess.PIPE, text=True)
+    with child.stdin as told:
+        told.write(json.dumps([part.arrival.path, part.arrival.samples, True, str(index)]) + "\n")
     wait_for(lambda: state.failure(0), None, "its end")
     assert str(state.failure(0)) == f"{url} has another index since this run began: start again"
     assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.there.any()
+
+
+def test_a_start_that_finds_no_pack_leaves_no_process(packs, store, at, fetchers):
+    url = f"{packs['original'][1]}-that-is-not-there"
+    with pytest.raises(UserError):
+        arrival.begin(url, ["train"], "input_dir", starts=True)
+    assert [process.wait(PATIENCE) for process in fetchers] == [0]
 
 
 def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, at, fetchers):
