@@ -1,4 +1,4 @@
-"""AutoAugment with torchvision's policies for ImageNet, as a pure function of (seed, epoch, sample id) and the picture.
+"""torchvision's AutoAugment, RandAugment and TrivialAugment, as pure functions of (seed, epoch, sample id) and the picture.
 
 torchvision draws from torch's generator, which is seeded for each picture and restored afterwards. A picture therefore looks
 the same on every rank, in every loader and after any restart. Pillow is used because it is four times as fast as torch.
@@ -17,16 +17,22 @@ DRAW = 4 * crops.ATTEMPTS + 1  # index of the first random number of a sample th
 
 
 @functools.cache
-def _policies() -> Any:
-    from torchvision.transforms import AutoAugment, AutoAugmentPolicy
+def _change(kind: str) -> Any:
+    from torchvision import transforms
 
-    return AutoAugment(AutoAugmentPolicy.IMAGENET)
+    makes = {
+        "autoaugment": lambda: transforms.AutoAugment(transforms.AutoAugmentPolicy.IMAGENET),
+        "randaugment": transforms.RandAugment,
+        "trivialaugment": transforms.TrivialAugmentWide,
+    }
+    return makes[kind]()
 
 
-def autoaugment(picture: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-    """Apply AutoAugment to a uint8 (3, H, W) picture, at random by seed, epoch and `number`, the id of the sample."""
+def augmented(kind: str, picture: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
+    """Change a uint8 (3, H, W) picture, at random by seed, epoch and `number`, the id of the sample. `kind`: autoaugment,
+    randaugment or trivialaugment."""
     (draw,) = crops.uniform(np.array([number]), seed, epoch, [DRAW])[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(draw * 2**53))
-        changed = _policies()(Image.fromarray(picture.permute(1, 2, 0).numpy()))
+        changed = _change(kind)(Image.fromarray(picture.permute(1, 2, 0).numpy()))
     return torch.from_numpy(np.array(changed)).permute(2, 0, 1)

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from datasets.photos import decode, splits, tree
 from datasets.photos import files as photo_files
 from datasets.photos.labelled import Photos
 from datasets.sampler import Sampler
-from datasets.synthetic import ColouredNoise
+
+if TYPE_CHECKING:
+    from datasets.synthetic import ColouredNoise
 
 BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
 NO_INPUT = ["synthetic", "syntetic"]  # Alibaba's document has the second spelling
@@ -34,7 +36,7 @@ SYNTHETIC = {"train": 1280, "val": 256}
 IMAGENET = {"train": 1_281_167, "val": 50_000}
 COLOURS = 10
 
-DataSet = Union[Photos, ColouredNoise]
+DataSet = Union[Photos, "ColouredNoise"]
 
 
 def add_options(parser: arguments.Parser) -> None:
@@ -67,8 +69,10 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--crop_scale", type=arguments.number(float, above=0, at_most=1), default=crops.AREA[0], help=least)
     evaluated = "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; whole: nothing is"
     data.add_argument("--resize", choices=["short", "whole"], default="short", help=f"of a picture for {evaluated}")
-    data.add_argument("--augmentation", choices=["none", "autoaugment"], default="none",
+    data.add_argument("--augmentation", choices=["none", "autoaugment", "randaugment", "trivialaugment"], default="none",
                       help="of the training pictures, beside the random crop and flip")  # fmt: skip
+    erased = "fraction of the training pictures in which a random rectangle is erased; 0.1 to 0.25 are usual"
+    data.add_argument("--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erased)
     data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
                       "loader process has ready")  # fmt: skip
     parser.reads = reads
@@ -100,6 +104,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     size, limit = args.image_size, args.max_samples
     if args.custom_data or args.data_backend in NO_INPUT:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
+        from datasets.synthetic import ColouredNoise
+
         counts = {split: min(count, limit or count) for split, count in counts.items()}
         train, val = (ColouredNoise(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
         return args, train, val
@@ -136,12 +142,33 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
     how = {
         "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
-        "autoaugmented": args.augmentation == "autoaugment",
+        "augmentation": args.augmentation,
     }
     short = decode.WHOLE if args.resize == "whole" else None
     train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how)
     args = arguments.replaced(args, data=_counted(found))
     return args, train_set, Photos(val, size, False, args.seed, short=short, **how)
+
+
+def mix(images: Any, labels: Any, mixup: float, cutmix: float) -> tuple[Any, Any, Any, float]:
+    """Return (images, labels, other labels, weight of labels); with neither mixup nor CutMix unchanged, and a weight of 1."""
+    if not (mixup or cutmix):
+        return images, labels, labels, 1.0
+    from datasets import mixing
+
+    return mixing.mix(images, labels, mixup, cutmix)
+
+
+def loss_fn(args: argparse.Namespace, train_set: DataSet, device: torch.device) -> torch.nn.Module:
+    """Return the cross-entropy with --label_smoothing and --class_weights. The evaluation has its own, without them."""
+    if args.class_weights == "none":
+        return torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    from datasets import mixing
+
+    weights = mixing.balanced(train_set.labels, len(train_set.classes))
+    if collectives.rank_and_size()[0] == 0:
+        progress.say(one_line(mixing.described(weights, train_set.classes)))
+    return mixing.WeightedLoss(devices.to_device(weights, device), args.label_smoothing)
 
 
 def _counted(found):
@@ -232,17 +259,18 @@ class Resident(Loader):
 
 def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
-    mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, **how: Any,
+    mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0, **how: Any,
 ) -> Union[DeviceLoader, Resident]:  # fmt: skip
-    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `how`: more arguments of DeviceLoader."""
+    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `how`: more
+    arguments of DeviceLoader."""
     if backend in NO_INPUT:
         return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):
         on_gpu = backend == "dali-gpu" or (backend == "dali-kspeed" and devices.is_nvidia(device))
-        if on_gpu and (data_set.autoaugmented or data_set.mode == "bicubic"):
+        if on_gpu and (data_set.augmentation != "none" or data_set.mode == "bicubic"):
             raise UserError(
-                f"--data_backend {backend} makes the pictures on a GPU, without AutoAugment and only with a bilinear resize: "
-                "take dali-cpu, or leave out --augmentation and --interpolation"
+                f"--data_backend {backend} makes the pictures on a GPU, without --augmentation and only with a bilinear "
+                "resize: take dali-cpu, or leave out --augmentation and --interpolation"
             )
         from datasets.dali import DaliBatches
 
@@ -253,6 +281,12 @@ def loader(
         batches = dpex.batches(data_set, sampler, workers)
     else:
         batches = torch_batches(data_set, sampler, workers, prefetch)
-    made = DeviceLoader(batches, sampler, device, mean, std, **how)
+    if erasing:
+        from datasets.mixing import ErasingLoader
+
+        made = ErasingLoader(batches, sampler, device, mean, std, **how)
+        made.seed, made.share = data_set.seed, erasing
+    else:
+        made = DeviceLoader(batches, sampler, device, mean, std, **how)
     made.file_of = getattr(data_set, "file_of", None)
     return made

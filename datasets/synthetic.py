@@ -60,17 +60,17 @@ class ColouredNoise:
     def __init__(self, count: int, size: int, num_classes: int, seed: int) -> None:
         self.size, self.seed = size, seed
         self.classes = [f"colour {number}" for number in range(num_classes)]
-        self._labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
+        self.labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids, generator = torch.from_numpy(epoch_and_ids[1]), torch.Generator()
         pixels = torch.empty((len(ids), self.size, self.size, 3), dtype=torch.uint8)
         for picture, number in zip(pixels, ids.tolist()):
             picture.random_(0, 64, generator=generator.manual_seed(self.seed + number))
-        pixels += torch.stack([(self._labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)[
+        pixels += torch.stack([(self.labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)[
             :, None, None
         ]
-        return pixels.permute(0, 3, 1, 2), self._labels[ids], ids
+        return pixels.permute(0, 3, 1, 2), self.labels[ids], ids

@@ -50,6 +50,8 @@ from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
 
 LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
+RECIPES = {"nvidia": recipe.NVIDIA, "torchvision": recipe.TORCHVISION}
+BALANCED = "balanced_accuracy"
 LATENCIES = 20  # batches of an evaluation that are timed; after each of these the host waits for the device
 
 
@@ -82,7 +84,7 @@ def main():
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
     how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
-    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, **how)
+    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, erasing=args.random_erasing, **how)
     val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, **how)
 
     network = build(args, len(train_set.classes)).to(device).to(memory_format=layout)
@@ -99,7 +101,7 @@ def main():
     divided = args.exact or args.min_nodes
     shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
 
-    loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    loss_fn = imagenet.loss_fn(args, train_set, device)
     optimizer = build_optimizer(args, network)
     frozen = all_but_the_last_layer(network)
 
@@ -108,7 +110,8 @@ def main():
         return evaluate_alone(args, network, val_loader, classes, autocast)
 
     run = Run(args, train_sampler, model, classes=classes, test_samples=0 if args.training_only else len(val_set),
-              patience=args.early_stopping_patience, prof=args.prof, optimizer=optimizer, scaler=scaler)  # fmt: skip
+              patience=args.early_stopping_patience, prof=args.prof, best_by=args.best_by,
+              optimizer=optimizer, scaler=scaler)  # fmt: skip
     if ema:
         run.register(ema=ema)
     if shares:
@@ -126,7 +129,7 @@ def main():
             for parameters in optimizer.param_groups:
                 parameters["lr"] = learning_rate(args, peak, epochs=run.progress * args.epochs)
 
-            images, labels, others, weight = mix(images, labels, args.mixup)
+            images, labels, others, weight = imagenet.mix(images, labels, args.mixup, args.cutmix)
 
             # This rank's part of the total batch, in micro-batches that fit on the device.
             count = -(-len(images) // args.batch_size)
@@ -151,6 +154,9 @@ def main():
             if epoch < args.freeze_epochs:
                 for weight in frozen:
                     weight.grad = None  # so the optimizer passes it over
+            if args.clip_grad:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(network.parameters(), args.clip_grad)
             scaler.step(optimizer)
             scaler.update()
 
@@ -163,7 +169,7 @@ def main():
             run.end_epoch()
         else:
             scores, _ = run.together(evaluate, ema.module if ema else network, val_loader, classes, autocast)
-            run.end_epoch(scores, **named(scores))
+            run.end_epoch(scores, **named(scores, args.best_by))
 
 
 def with_implied_options(args):
@@ -187,7 +193,7 @@ def options():
     parser = arguments.general_parser(__doc__, data=imagenet.DATA, workers=None)
     parser.set_defaults(epochs=90, batch_size=256, lr=0.1, weight_decay=5e-5)
     arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of --lr_batch; it grows with that")
-    parser.recipes, parser.respell = {"nvidia": recipe.NVIDIA}, spellings.respell
+    parser.recipes, parser.respell = RECIPES, spellings.respell
     imagenet.add_options(parser)
     group.add_options(parser)
     norms.add_options(parser)
@@ -222,6 +228,10 @@ def add_training(add):
     add("--nesterov", type=boolean, default=True, help="Nesterov's momentum for sgd")
     add("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
     add("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
+    cut = "strength of CutMix; 1 is usual, 0 is off; with --mixup, one of them is drawn for each batch"
+    add("--cutmix", type=number(float, at_least=0), default=0, help=cut)
+    add("--clip_grad", type=POSITIVE, help="the largest norm of all gradients together; unset: any")
+    add("--class_weights", choices=["none", "balanced"], default="none", help="in the loss; balanced: classes count alike")
     averaged = "decay of averaged weights, e.g. 0.9999, which are evaluated and given away instead; unset: none"
     add("--ema", type=number(float, above=0, below=1), help=averaged)
     half = "unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU"
@@ -230,10 +240,12 @@ def add_training(add):
     add("--static_loss_scale", type=POSITIVE, help=scale)
     add("--growth_interval", type=COUNT, help="of float16: steps without an overflow until the scale doubles; unset: 2000")
     add("--memory_format", choices=list(LAYOUTS), help="of images and network; unset: the device's fastest")
-    add("--early_stopping_patience", type=COUNT, help="end after so many epochs without a better accuracy")
-    sets = " ".join(f"--{name} {str(value).lower()}" for name, value in recipe.NVIDIA.items())
+    best = f"chooses the best epoch; {BALANCED} is the mean over the classes"
+    add("--best_by", choices=["accuracy", BALANCED], default="accuracy", help=best)
+    add("--early_stopping_patience", type=COUNT, help="end after so many epochs without a better one, by --best_by")
+    shown = "; ".join(f"{name} has {recipe.spelled(values)}" for name, values in RECIPES.items())
     small = f"unset: small for a folder of at most {recipe.SMALL_SET} pictures, which the log then spells out, else imagenet"
-    add("--recipe", choices=recipe.NAMES, help=f"the defaults of other options: nvidia has {sets}; {small}")
+    add("--recipe", choices=recipe.NAMES, help=f"the defaults of other options: {shown}; {small}")
 
 
 def add_output(add):
@@ -318,15 +330,6 @@ def learning_rate(args, peak, epochs):
     return args.end_lr + (peak - args.end_lr) * factor
 
 
-def mix(images, labels, strength):
-    """Return (images, labels, other labels, weight of labels) after mixup; if `strength` is 0, unchanged and with weight 1."""
-    if not strength:
-        return images, labels, labels, 1.0
-    weight = float(torch.distributions.Beta(strength, strength).sample())
-    order = devices.to_device(torch.randperm(len(images)), images.device)
-    return images.lerp(images[order], 1 - weight), labels, labels[order], weight
-
-
 def evaluate_alone(args, network, loader, classes, autocast):
     """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json."""
     about = about_weights(local_weights(args.weights, args.input_dir, say)) if args.weights else {}
@@ -342,7 +345,7 @@ def evaluate_alone(args, network, loader, classes, autocast):
                 say(f"warning: its run had --{name} {trained}, and this is evaluated with {vars(args)[name]}")
     scores, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
-        metrics = {**named(scores), **latency}
+        metrics = {**named(scores, args.best_by), **latency}
         row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics}
         say(" ".join(f"{name}={value:.4f}" for name, value in metrics.items()) + f" of {row['weights']}")
         os.makedirs(args.output_dir, exist_ok=True)
@@ -372,9 +375,12 @@ def evaluate(model, loader, classes, autocast):
     return scores, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
 
 
-def named(scores):
+def named(scores, best_by):
+    """Return the metrics of an epoch: --best_by's too, and the mean of the classes where they differ in size."""
     top5 = {"top5": scores.top5} if len(scores.classes) > 5 else {}
-    return {"accuracy": scores.accuracy, **top5, "loss": scores.loss}
+    sizes, recalls = zip(*((count, recall) for _, count, recall in scores.per_class() if count))
+    balanced = {BALANCED: sum(recalls) / len(recalls)} if len(set(sizes)) > 1 or best_by == BALANCED else {}
+    return {"accuracy": scores.accuracy, **top5, **balanced, "loss": scores.loss}
 
 
 if __name__ == "__main__":

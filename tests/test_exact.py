@@ -195,7 +195,7 @@ def test_composed_with_other_features_too(tmp_path, tags, options):
 
 
 FLAGSHIP = ["--custom_data", "true", "--max_samples", 64, "--arch", "resnet18", "--image_size", 32, "--epochs", 2, "--mixup", 0.2,
-            "--ema", 0.9, "--exact", "true", "--total_batch", 24, "--batch_size", 4]  # fmt: skip
+            "--cutmix", 1, "--random_erasing", 0.5, "--clip_grad", 1, "--class_weights", "balanced", "--ema", 0.9, "--exact", "true", "--total_batch", 24, "--batch_size", 4]  # fmt: skip
 
 
 @pytest.mark.rehearsal

@@ -129,7 +129,7 @@ def batches(photographs, backend="pytorch", workers=0, epoch=0, **how):
     return [images for images, _ in imagenet.loader(photos, sampler, torch.device("cpu"), workers, backend)]
 
 
-@pytest.mark.parametrize("how", [{"autoaugmented": True}, {"mode": "bicubic"}], ids=str)
+@pytest.mark.parametrize("how", [{"augmentation": "autoaugment"}, {"mode": "bicubic"}], ids=str)
 @pytest.mark.parametrize("backend, workers", [("pytorch", 2), ("dali-cpu", 1)])
 def test_a_picture_looks_the_same_in_every_backend_that_can(photographs, tmp_path, monkeypatch, how, backend, workers):
     monkeypatch.chdir(tmp_path)
@@ -145,11 +145,11 @@ def test_a_picture_looks_the_same_in_every_backend_that_can(photographs, tmp_pat
     assert not any(map(torch.equal, expected, batches(photographs, epoch=1, **how)))
 
 
-def test_autoaugment_depends_on_seed_epoch_and_sample_alone():
+def test_an_augmentation_depends_on_seed_epoch_and_sample_alone():
     picture = torch.randint(0, 256, (3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
     def looks(seed, epoch):
-        return torch.stack([augment.autoaugment(picture, seed, epoch, number) for number in range(20)])
+        return torch.stack([augment.augmented("trivialaugment", picture, seed, epoch, number) for number in range(20)])
 
     first = looks(0, 0)
     assert torch.equal(first, looks(0, 0)) and len(torch.unique(first, dim=0)) > 5
@@ -169,10 +169,8 @@ def test_bicubic_is_pillows(tmp_path):
 
 
 def test_a_gpu_of_dali_refuses_what_it_cannot(photographs, monkeypatch):
-    with pytest.raises(
-        UserError, match="--data_backend dali-gpu makes the pictures on a GPU, without AutoAugment and only with"
-    ):
-        batches(photographs, "dali-gpu", autoaugmented=True)
+    with pytest.raises(UserError, match="--data_backend dali-gpu makes the pictures on a GPU, without --augmentation and only"):
+        batches(photographs, "dali-gpu", augmentation="randaugment")
 
 
 # --- Its loaders ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ FLOORS = [
     ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc"],
     ["datasets.processes", "datasets.cifar10_files"],
     ["datasets.loader"],
-    ["datasets.augment"],
+    ["datasets.augment", "datasets.mixing"],
     ["datasets.photos", "datasets.cifar10", "datasets.recipe"],
     ["datasets.kspeed", "datasets.dali", "datasets.dpex"],
     ["datasets.imagenet", "datasets.pairs"],

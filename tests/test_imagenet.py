@@ -67,7 +67,9 @@ def trained(photographs, tmp_path_factory):
     return folder, done.stdout
 
 
-EVERYTHING = [*SMALL, "--epochs", 3, "--mixup", 0.2, "--ema", 0.8, "--total_batch", 16, "--ledger", "true", "--keep", 100]
+EVERYTHING = [*SMALL, "--epochs", 3, "--mixup", 0.2, "--cutmix", 0.5, "--ema", 0.8, "--total_batch", 16, "--ledger", "true", "--keep", 100,
+              "--augmentation", "trivialaugment", "--random_erasing", 0.2, "--clip_grad", 5, "--class_weights", "balanced",
+              "--best_by", "balanced_accuracy"]  # fmt: skip
 
 
 def test_it_learns_from_photographs_and_says_where_the_time_went(trained, photographs, tmp_path):
@@ -120,6 +122,20 @@ def test_killed_in_mid_epoch_and_started_again_it_ends_with_the_same_bits(traine
     done = run_job("train_imagenet", tmp_path, *options)
     assert re.search(r"going on from \S+: epoch 2, after (16|32) of its samples", done.stdout), done.stdout
     assert_same_bits(final_state(tmp_path), final_state(trained[0]))
+
+
+@pytest.mark.rehearsal
+def test_two_ranks_that_are_killed_in_mid_epoch_end_with_the_same_bits(photographs, tmp_path):
+    options = ["--data_url", photographs, *EVERYTHING, "--nproc_per_node", 2, "--save_steps", 1]
+    (whole := tmp_path / "whole").mkdir()
+    run_job("train_imagenet", whole, *options)
+    process = start(tmp_path, *options, job="train_imagenet")
+    wait_for(saved(tmp_path, 64), process, "the fourth step")
+    process.kill()
+    process.wait()
+    done = run_job("train_imagenet", tmp_path, *options)
+    assert re.search(r"going on from \S+: epoch 2, after (16|32) of its samples", done.stdout), done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(whole))
 
 
 def test_on_two_devices_it_sees_the_same_batches_in_fewer_portions(trained, photographs, tmp_path):
@@ -350,12 +366,3 @@ def test_rmsprop_goes_on_with_a_momentum_that_it_had_not():
 
     after = stepped(0.9, stepped(0))
     assert after["state"][0]["step"] == 2 and after["state"][0]["momentum_buffer"].all()
-
-
-def test_mixup_keeps_each_share_of_image_and_label(job):
-    torch.manual_seed(0)
-    images, labels = torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8)
-    mixed, same, others, share = job.mix(images, labels, 0.4)
-    assert torch.equal(same, labels) and sorted(others.tolist()) == list(range(8)) and 0 < share < 1
-    assert torch.allclose(mixed.flatten(), share * labels + (1 - share) * others)
-    assert job.mix(images, labels, 0)[3] == 1.0

@@ -34,7 +34,7 @@ WORDS = {
     "waiting_for_storage": ("waiting for a store or a disk", "等待存储"),
     "train_loss": ("training loss", "训练损失"), "loss": ("validation loss", "验证损失"), "lr": ("learning rate", "学习率"),
     "images_per_s": ("images a second", "每秒图像数"), "accuracy": ("accuracy", "准确率"),
-    "top5": ("top-5 accuracy", "top-5 准确率"),
+    "top5": ("top-5 accuracy", "top-5 准确率"), "balanced_accuracy": ("mean accuracy of the classes", "各类准确率的平均"),
 }  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from common.world import folders
 # Options whose changes between two starts of one run are listed in a warning; the new value counts from then on.
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
-    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "ema", "image_size", "resize", "crop",
-    "crop_scale", "data_backend",
+    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "cutmix", "clip_grad", "class_weights", "ema",
+    "image_size", "resize", "crop", "crop_scale", "augmentation", "random_erasing", "data_backend",
 ]  # fmt: skip
 
 

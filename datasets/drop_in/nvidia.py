@@ -52,8 +52,8 @@ def _train_loader(backend: str) -> Get:
         augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
         prefetch_factor: int = 2, memory_format: torch.memory_format = torch.contiguous_format,
     ) -> tuple[EpochLoader, int]:  # fmt: skip
-        mode, changed = _mode(interpolation), augmentation == "autoaugment"
-        photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, autoaugmented=changed)
+        mode, augmentation = _mode(interpolation), augmentation or "none"
+        photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, augmentation=augmentation)
         sampler = EpochSampler(len(photos), batch_size, seed=0)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
         return EpochLoader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)

@@ -16,21 +16,25 @@ class Photos:
 
     def __init__(
         self, files: tree.Tree, size: int, train: bool, seed: int, area: tuple[float, float] = crops.AREA,
-        short: Optional[int] = None, mode: str = "bilinear", autoaugmented: bool = False,
+        short: Optional[int] = None, mode: str = "bilinear", augmentation: str = "none",
     ) -> None:  # fmt: skip
         """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for evaluation, or WHOLE
-        (None: 8/7 of `size`); `mode`: bilinear or bicubic; `autoaugmented`: apply AutoAugment in training."""
+        (None: 8/7 of `size`); `mode`: bilinear or bicubic; `augmentation`: of training pictures, see datasets/augment.py."""
         self.tree, self.announced = files, files.announced
         self.size, self.train = size, train
         self.seed = seed
         self.area = area
         self.short, self.mode = decode.short_side(size) if short is None else short, mode
-        self.autoaugmented = autoaugmented and train
+        self.augmentation = augmentation if train else "none"
         self.classes, self.special = files.classes, files.special
         self._substitutes = decode.Substitutes("images", SUBSTITUTES)
 
     def __len__(self) -> int:
         return len(self.tree)
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.tree.labels
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (images, labels, ids) of a batch; where a sample was replaced, the label is that of its substitute."""
@@ -70,9 +74,9 @@ class Photos:
         return self.augmented(picture, number, epoch)
 
     def augmented(self, picture: torch.Tensor, number: int, epoch: int) -> torch.Tensor:
-        """Apply AutoAugment, where it is on, to a training picture that has been cropped and flipped."""
-        if not self.autoaugmented:
+        """Apply the augmentation, if there is one, to a training picture that has been cropped and flipped."""
+        if self.augmentation == "none":
             return picture
-        from datasets.augment import autoaugment
+        from datasets import augment
 
-        return autoaugment(picture, self.seed, epoch, number)
+        return augment.augmented(self.augmentation, picture, self.seed, epoch, number)

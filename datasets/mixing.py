@@ -1,0 +1,118 @@
+"""Today's recipe, as far as it sees batches: rectangles that are erased, mixup and CutMix, and weights of classes.
+
+What is erased is a pure function of seed, epoch and sample, as crops are; what is mixed comes from torch's generator, which is
+seeded for each step. The rectangles are torchvision's.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import devices
+from datasets import crops
+from datasets.loader import DeviceLoader
+
+# --- Random erasing -----------------------------------------------------------------------------------------------------
+
+ATTEMPTS = 10
+AREA, LOG_RATIO = (0.02, 0.33), (math.log(0.3), math.log(3.3))
+DRAW = 4 * crops.ATTEMPTS + 2  # index of the first random number of a sample that neither its crop nor its colours use
+
+
+def rectangles(ids: Any, height: int, width: int, seed: int, epoch: int, share: float) -> np.ndarray:
+    """Return (top, left, height, width) of what is erased, int64 (N, 4): something in a `share` of the pictures."""
+    ids = np.asarray(ids)
+    found, missing = np.zeros((len(ids), 4), np.int64), np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
+    for attempt in range(ATTEMPTS):
+        draws = crops.uniform(ids[missing], seed, epoch, range(DRAW + 1 + 4 * attempt, DRAW + 5 + 4 * attempt))
+        pixels = height * width * (AREA[0] + draws[0] * (AREA[1] - AREA[0]))
+        ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
+        high, wide = np.rint(np.sqrt(pixels * ratio)).astype(np.int64), np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
+        top, left = (draws[2] * (height - high + 1)).astype(np.int64), (draws[3] * (width - wide + 1)).astype(np.int64)
+        fits = (high < height) & (wide < width)
+        found[missing[fits]] = np.stack([top, left, high, wide], axis=1)[fits]
+        missing = missing[~fits]
+    return found
+
+
+def erased(images: torch.Tensor, ids: Any, seed: int, epoch: int, share: float) -> torch.Tensor:
+    """Set a rectangle of a `share` of the normalised images (N, C, H, W) to 0, the mean colour, in place."""
+    height, width = images.shape[2:]
+    edges = torch.from_numpy(rectangles(ids, height, width, seed, epoch, share).T.copy())
+    top, left, high, wide = devices.to_device(edges, images.device)[:, :, None]
+    rows, columns = (torch.arange(size, device=images.device) for size in (height, width))
+    in_rows, in_columns = (rows >= top) & (rows < top + high), (columns >= left) & (columns < left + wide)
+    return images.masked_fill_(in_rows[:, None, :, None] & in_columns[:, None, None, :], 0)
+
+
+class ErasingLoader(DeviceLoader):
+    """A DeviceLoader that erases a rectangle in a `share` of the images."""
+
+    seed, share = 0, 0.0
+
+    def _prepared(self, batch: Any, ids: Any, epoch: int) -> tuple[torch.Tensor, Any]:
+        images, labels = super()._prepared(batch, ids, epoch)
+        return erased(images, ids, self.seed, epoch, self.share), labels
+
+
+# --- Mixup and CutMix ---------------------------------------------------------------------------------------------------
+
+
+def mix(
+    images: torch.Tensor, labels: torch.Tensor, mixup: float, cutmix: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Return (images, labels, other labels, weight of labels): each image blended with another (mixup) or with a rectangle of
+    another (CutMix), in the strengths given, of which one is above 0. With both, one of them is drawn."""
+    cut = cutmix > 0 and (mixup == 0 or bool(torch.rand(()) < 0.5))
+    strength = cutmix if cut else mixup
+    weight = float(torch.distributions.Beta(strength, strength).sample())
+    if cut:
+        top, left, bottom, right = rectangle(images.shape[2], images.shape[3], weight)
+        weight = 1 - (bottom - top) * (right - left) / images[0, 0].numel()
+    order = devices.to_device(torch.randperm(len(images)), images.device)
+    if not cut:
+        return images.lerp(images[order], 1 - weight), labels, labels[order], weight
+    mixed = images.clone()
+    mixed[..., top:bottom, left:right] = images[..., top:bottom, left:right][order]
+    return mixed, labels, labels[order], weight
+
+
+def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, int]:
+    """Return (top, left, bottom, right) around a random middle, cut off at the edges, of at most 1 - `weight` of the pixels."""
+    middle, half = [int(torch.randint(size, size=(1,))) for size in (width, height)], 0.5 * math.sqrt(1 - weight)
+    (left, right), (top, bottom) = (
+        (max(place - int(half * size), 0), min(place + int(half * size), size)) for place, size in zip(middle, (width, height))
+    )
+    return top, left, bottom, right
+
+
+# --- Weights of classes -------------------------------------------------------------------------------------------------
+
+
+def balanced(labels: Any, classes: int) -> torch.Tensor:
+    """Return a weight for each class, so that all that have samples count alike, and a sample 1 in the mean."""
+    counts = np.bincount(labels, minlength=classes)
+    alike = len(labels) / max(1, np.count_nonzero(counts))
+    return torch.from_numpy(np.divide(alike, counts, out=np.zeros(classes), where=counts > 0)).float()
+
+
+def described(weights: torch.Tensor, classes: Sequence[str]) -> str:
+    """Return the weights for the log: the smallest and the largest."""
+    low, high = int(weights.where(weights > 0, torch.inf).argmin()), int(weights.argmax())
+    return f"--class_weights balanced: from {weights[low]:.3g} for {classes[low]} to {weights[high]:.3g} for {classes[high]}"
+
+
+class WeightedLoss(torch.nn.Module):
+    """Cross-entropy, each sample times the weight of its class. It is divided by the number of samples, not by their weights as
+    torch's, which would make a micro-batch count as much as its classes are rare."""
+
+    def __init__(self, weights: torch.Tensor, label_smoothing: float) -> None:
+        super().__init__()
+        self._weights, self._label_smoothing = weights, label_smoothing
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = torch.nn.functional.cross_entropy(output, labels, label_smoothing=self._label_smoothing, reduction="none")
+        return (losses * self._weights[labels]).mean()
