@@ -130,6 +130,9 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
         )
     _compare_classes(found[0], found[-1])
     args, settings = _settled(args, found, before)
+    if before and (by := before.get("best_by", "accuracy")) != args.best_by:
+        lines.append(f"warning: this run chooses its best epoch by {by}, and --best_by {args.best_by} has no effect on it")
+        args = arguments.replaced(args, best_by=by)
     if collectives.rank_and_size()[0] == 0:
         slower = decode.slower() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()
         warnings = splits.warnings_about(*found) if len(found) > 1 else ()
@@ -289,4 +292,7 @@ def loader(
     else:
         made = DeviceLoader(batches, sampler, device, mean, std, **how)
     made.file_of = getattr(data_set, "file_of", None)
+    here = backend.startswith("dali") or (workers == 0 and backend != "dpex")
+    if here and isinstance(data_set, Photos) and data_set.augmentation != "none":
+        made.beside = False  # it draws from torch's generator, which the training step in another thread uses, too
     return made

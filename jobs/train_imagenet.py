@@ -375,7 +375,7 @@ def evaluate(model, loader, classes, autocast):
     return scores, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
 
 
-def named(scores, best_by):
+def named(scores, best_by="accuracy"):
     """Return the metrics of an epoch: --best_by's too, and the mean of the classes where they differ in size."""
     top5 = {"top5": scores.top5} if len(scores.classes) > 5 else {}
     sizes, recalls = zip(*((count, recall) for _, count, recall in scores.per_class() if count))

@@ -223,5 +223,7 @@ def test_the_next_command_is_torchruns_where_torchrun_has_started_this_one(monke
 def test_the_first_five_of_five_classes_say_nothing():
     imagenet = module_of("train_imagenet")
     for classes in (5, 6):
-        found = types.SimpleNamespace(classes=["x"] * classes, accuracy=0.5, top5=1.0, loss=1.0)
+        found = types.SimpleNamespace(
+            classes=["x"] * classes, accuracy=0.5, top5=1.0, loss=1.0, per_class=lambda: [("x", 3, 0.5)]
+        )
         assert ("top5" in imagenet.named(found)) == (classes > 5)

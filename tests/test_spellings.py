@@ -73,6 +73,12 @@ def test_a_whole_command_of_that_script(parsed):
     assert {name: vars(args)[name] for name in expected} == expected
 
 
+def test_a_recipe_that_is_given_stays_with_the_folder_as_a_word_of_its_own(parsed):
+    for words in (["/data/imagenet", "--recipe", "torchvision"], ["--recipe", "torchvision", "/data/imagenet"]):
+        args = parsed(*words)
+        assert (args.recipe, args.data_url, args.cutmix) == ("torchvision", "/data/imagenet", 1.0)
+
+
 def test_the_option_as_it_is_written_wins_over_the_recipe_wherever_it_stands(parsed):
     for words in (["data", "--warmup", 3], ["--warmup", 3, "data"]):
         assert parsed(*words).warmup == 3

@@ -52,7 +52,7 @@ def _train_loader(backend: str) -> Get:
         augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
         prefetch_factor: int = 2, memory_format: torch.memory_format = torch.contiguous_format,
     ) -> tuple[EpochLoader, int]:  # fmt: skip
-        mode, augmentation = _mode(interpolation), augmentation or "none"
+        mode, augmentation = _mode(interpolation), "autoaugment" if augmentation == "autoaugment" else "none"
         photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, augmentation=augmentation)
         sampler = EpochSampler(len(photos), batch_size, seed=0)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)

@@ -78,7 +78,7 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
                 given.append(words.pop())
         elif first:
             first = False
-            given += [f"{FIRST_WORD[0]}={word}", *FIRST_WORD[1:]]
+            given += [f"{FIRST_WORD[0]}={word}", *(() if "--recipe" in names else FIRST_WORD[1:])]
         else:
             given.append(word)
     return given, remarks

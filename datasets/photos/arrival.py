@@ -197,8 +197,11 @@ def _fetching(url, folder):
     child = start_python(fetcher.__name__, *words, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
     threading.Thread(target=_repeat, args=(child.stdout,), name="what the fetcher says", daemon=True).start()
     told: Any = child.stdin
-    with contextlib.suppress(BrokenPipeError), told:  # it has ended, which readers notice
+    try:
         yield lambda *what: told.write(json.dumps(what) + "\n")
+    finally:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which readers notice
+            told.close()
 
 
 class _Came:

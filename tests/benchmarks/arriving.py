@@ -13,13 +13,14 @@ obstore alone. 6,000 JPEGs of 110 KB that cost little to decode; two loader proc
 
 import argparse
 import contextlib
-import hashlib
 import http.server
 import io
 import json
 import multiprocessing
 import os
 import shutil
+import signal
+import stat
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,7 @@ PEERS = {
     "webdataset": "webdataset",
 }
 MB = 10**6
+LONGEST = 240  # seconds of two epochs, then a form hangs
 
 
 def fill(folder, pictures=PICTURES, shard_mb=64):
@@ -73,12 +75,11 @@ def fill(folder, pictures=PICTURES, shard_mb=64):
 NGINX = """
 user root; daemon off; pid {folder}/nginx.pid; error_log stderr; worker_processes 2; events {{}}
 http {{
-    access_log off; sendfile on; etag off; map_hash_max_size 65536; map_hash_bucket_size 256;
+    access_log off; sendfile on;
     client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
     fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-    map $uri $md5 {{ {etags} }}
     server {{
-        listen 127.0.0.1:{port}; root {folder}; add_header ETag $md5;
+        listen 127.0.0.1:{port}; root {folder};
         location / {{ if ($args ~ "prefix=|list-type") {{ proxy_pass http://127.0.0.1:{lists}; }} }}
     }}
 }}
@@ -86,21 +87,25 @@ http {{
 LIST = """<?xml version="1.0" encoding="UTF-8"?>
 <ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>{bucket}</Name><MaxKeys>100000</MaxKeys>
 <KeyCount>{count}</KeyCount><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"""
-ENTRY = """<Contents><Key>{key}</Key><LastModified>2026-11-28T00:00:00.000Z</LastModified><ETag>&quot;{md5}&quot;</ETag>
+ENTRY = """<Contents><Key>{key}</Key><LastModified>2026-11-28T00:00:00.000Z</LastModified><ETag>&quot;{etag}&quot;</ETag>
 <Size>{size}</Size><StorageClass>STANDARD</StorageClass></Contents>"""
 
 
 class Lists(http.server.BaseHTTPRequestHandler):
-    """Answers what is in a bucket; `keys`: {bucket: {key: (MD5, size)}}."""
+    """Answers what is in a bucket, a folder of `root`, with the ETags of nginx."""
 
-    keys: dict
+    root: Path
 
     def do_GET(self):
         asked = urllib.parse.urlsplit(self.path)
         bucket, prefix = asked.path.strip("/"), urllib.parse.parse_qs(asked.query).get("prefix", [""])[0]
-        found = {key: about for key, about in self.keys[bucket].items() if key.startswith(prefix)}
-        entries = "".join(ENTRY.format(key=key, md5=md5, size=size) for key, (md5, size) in found.items())
-        answer = LIST.format(bucket=bucket, count=len(found), entries=entries).encode()
+        paths = {str(path.relative_to(self.root / bucket)): path.stat() for path in sorted((self.root / bucket).rglob("[!.]*"))}
+        found = {key: status for key, status in paths.items() if key.startswith(prefix) and stat.S_ISREG(status.st_mode)}
+        entries = [
+            ENTRY.format(key=key, etag=f"{int(status.st_mtime):x}-{status.st_size:x}", size=status.st_size)
+            for key, status in found.items()
+        ]
+        answer = LIST.format(bucket=bucket, count=len(found), entries="".join(entries)).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -112,16 +117,10 @@ class Lists(http.server.BaseHTTPRequestHandler):
 
 def serve_objects(folder):
     """(process, port) of nginx as a store that costs next to nothing: each folder is a bucket, and a thread lists what is in it."""
-    keys = {bucket: {} for bucket in ("data", *PEERS.values())}
-    for bucket, about in keys.items():
-        for path in sorted((folder / bucket).rglob("[!.]*")):
-            if path.is_file():
-                about[str(path.relative_to(folder / bucket))] = hashlib.md5(path.read_bytes()).hexdigest(), path.stat().st_size
-    lists = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Lists", (Lists,), {"keys": keys}))
+    lists = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Lists", (Lists,), {"root": folder}))
     threading.Thread(target=lists.serve_forever, daemon=True).start()
-    etags = " ".join(f"/{bucket}/{key} '\"{md5}\"';" for bucket, about in keys.items() for key, (md5, _) in about.items())
     port = free_port()
-    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, etags=etags, port=port, lists=lists.server_port))
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, port=port, lists=lists.server_port))
     process, _ = started([program("nginx"), "-c", folder / "nginx.conf"], port)
     return process, port
 
@@ -212,7 +211,7 @@ def start(form, folder, work, url, compute, epochs):
     peer = PEERS.get(form)
     address = f"s3://{peer}/train" if peer else str(folder / "data" / "pack") if form == "local" else "s3://data/pack"
     words = ["-m", "tests.benchmarks.streams", peer, "read"] if peer else ["-m", "tests.benchmarks.arriving", "--read", form]
-    keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+    keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
     more = {"S3_ENDPOINT_URL": url, "S5CMD": str(folder / "s5cmd")}
     if peer == "webdataset":
         more["WEBDATASET_SHARDS"] = " ".join(sorted(path.name for path in (folder / peer / "train").iterdir()))
@@ -224,13 +223,25 @@ def start(form, folder, work, url, compute, epochs):
     return subprocess.Popen(words, cwd=work, env=env, stdout=subprocess.PIPE, stderr=open(work / "stderr", "w"), text=True)
 
 
+def end(work):
+    """All processes of a form that hangs."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={work}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                os.kill(int(path.name), signal.SIGKILL)
+
+
 def measure(form, folder, port, rate, compute, epochs):
     """A Taken."""
     work = folder / "work"
     work.mkdir()
     with through_the_line(port, rate) as (url, carried):
         process = start(form, folder, work, url, compute, epochs)
-        answer = process.communicate()[0]
+        try:
+            answer = process.communicate(timeout=LONGEST)[0]
+        except subprocess.TimeoutExpired:
+            end(work)
+            process.communicate()
         time.sleep(0.1)  # the relay says how much that was
         down = carried.value
     if process.returncode:

@@ -85,7 +85,7 @@ def pictures(folder):
 
 
 def number_of(name):
-    return int(name.rpartition(".")[0]) % 10
+    return int(Path(name).stem) % 10
 
 
 # --- MosaicML Streaming ---------------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ def read_webdataset(address, compute, epochs):
     began = time.monotonic()
     endpoint, shards = os.environ["AWS_ENDPOINT_URL_S3"], os.environ["WEBDATASET_SHARDS"].split()
     urls = [f"pipe:{os.environ['S5CMD']} --endpoint-url {endpoint} cat {address}/{name}" for name in shards]
-    data = webdataset.WebDataset(urls, shardshuffle=len(urls), cache_dir=os.path.abspath("webdataset"))
     os.makedirs("webdataset", exist_ok=True)
+    data = webdataset.WebDataset(urls, shardshuffle=len(urls), cache_dir=os.path.abspath("webdataset"))
     data = data.shuffle(1000).to_tuple("jpg", "cls").map(from_shard).batched(BATCH)
     return paced(DataLoader(data, None, num_workers=WORKERS), epochs, compute, began)
 
