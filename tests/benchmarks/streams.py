@@ -130,6 +130,7 @@ def write_litdata(source, folder):
 
 def read_litdata(address, compute, epochs):
     import litdata
+    from litdata.streaming import downloader
     from litdata.streaming.cache import Dir
 
     class Pictures(litdata.StreamingDataset):
@@ -138,6 +139,7 @@ def read_litdata(address, compute, epochs):
             return decoded(sample["image"]), sample["label"]
 
     began = time.monotonic()
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it has no option for a store without https
     keys = {"aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
     options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL_S3"], "region_name": os.environ["AWS_REGION"], **keys}
     place = Dir(path=os.path.abspath("litdata"), url=address)
