@@ -319,7 +319,7 @@ def test_a_job_that_waits_for_a_batch_saves_and_ends_when_it_is_told_to(store, t
 
 @pytest.mark.rehearsal
 def test_twenty_kills_cost_no_bits_and_what_is_there_is_not_fetched_again(store, tmp_path):
-    pack.pack(str(write_tree(tmp_path / "photographs", count=2000)), str(folder := tmp_path / "pack"), settings(shard_mb=0.2))
+    pack.pack(str(write_tree(tmp_path / "photographs", count=2000)), str(folder := tmp_path / "pack"), settings(shard_mb=0.05))
     url = publish(folder, store, "arriving-killed")
     words = [*WORDS, "--batch_size", 64, "--workers", 2, "--data_url"]
     (tmp_path / "folder").mkdir()
