@@ -131,7 +131,8 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     _compare_classes(found[0], found[-1])
     args, settings = _settled(args, found, before)
     if before and (by := before.get("best_by", "accuracy")) != args.best_by:
-        lines.append(f"warning: this run chooses its best epoch by {by}, and --best_by {args.best_by} has no effect on it")
+        if "best_by" in args.given:
+            lines.append(f"warning: this run chooses its best epoch by {by}, and --best_by {args.best_by} has no effect on it")
         args = arguments.replaced(args, best_by=by)
     if collectives.rank_and_size()[0] == 0:
         slower = decode.slower() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()

@@ -106,8 +106,10 @@ def described(weights: torch.Tensor, classes: Sequence[str]) -> str:
 
 
 class WeightedLoss(torch.nn.Module):
-    """Cross-entropy, each sample times the weight of its class. It is divided by the number of samples, not by their weights as
-    torch's, which would make a micro-batch count as much as its classes are rare."""
+    """Cross-entropy, each sample times the weight of its class, divided by the number of samples.
+
+    torch's divides by the sum of their weights: a sample of a rare class would count less in a micro-batch with more of them.
+    """
 
     def __init__(self, weights: torch.Tensor, label_smoothing: float) -> None:
         super().__init__()

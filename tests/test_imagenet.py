@@ -138,6 +138,8 @@ def test_todays_recipe_killed_in_mid_epoch_ends_with_the_same_bits(photographs, 
     assert "warning: this run chooses its best epoch by balanced_accuracy, and --best_by accuracy has no effect" in done.stdout
     assert_same_bits(final_state(tmp_path), final_state(whole))
     assert "--class_weights balanced: from" in done.stdout and 0 <= last_row(tmp_path)["balanced_accuracy"] <= 1
+    seen = run_job("train_imagenet", tmp_path, "--data_url", photographs, *TODAY[:-2], "--evaluate", "true").stdout
+    assert "balanced_accuracy=" in seen and "--best_by" not in seen
 
 
 def test_on_two_devices_it_sees_the_same_batches_in_fewer_portions(trained, photographs, tmp_path):
