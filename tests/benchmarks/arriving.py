@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.arriving [--rates 40 100 400] [--compute 1] [--rounds 2] [--first_step]     (make bench)
     python -m tests.benchmarks.arriving --bound    beside what two epochs cannot be faster than, max(2 x computing, computing + transfer)
-    python -m tests.benchmarks.arriving --peers    beside what else reads pictures from a bucket, see streams.py
+    python -m tests.benchmarks.arriving --peers [--picture FILE]    beside what else reads pictures from a bucket, see streams.py
     python -m tests.benchmarks.arriving --killed   each form killed in its first epoch: what it leaves behind, and its next start
 
 local: the pack in a folder. first: --fetch_first true. remote: --data_backend packed-remote. arriving: --fetch_first false. transfer:
@@ -52,6 +52,7 @@ PEERS = {
     "s3torch": "s3torch",
     "webdataset": "webdataset",
 }
+NAMES = {"local": "from a folder", "first": "fetched first", "remote": "packed-remote", "arriving": "while it arrives"}
 MB = 10**6
 LONGEST = 240  # seconds of two epochs, then a form hangs
 
@@ -265,6 +266,7 @@ def main():
     parser.add_argument("--first_step", action="store_true", help="measure the first step alone")
     parser.add_argument("--bound", action="store_true", help="local and arriving beside what cannot be faster")
     parser.add_argument("--peers", action="store_true", help="beside other libraries")
+    parser.add_argument("--picture", help="a PNG of pictures over time, of the last rate")
     parser.add_argument("--killed", action="store_true", help="what a kill leaves behind, and the next start")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
@@ -320,6 +322,8 @@ def one_rate(options, forms, folder, port, rate, compute, size):
         cpu, carried = (statistics.median(one[place] for one in taken) for place in (4, 5))
         print(f"| {form} | {spread(firsts)} | {shown} | {spread(totals)} | {cpu:.0f} | {carried / size:.2f} |")
     print(flush=True)
+    if options.picture:
+        draw({form: taken[-1] for form, taken in found.items()}, rate, options.picture)
     if options.bound:
         return bounded(found, rate, compute * SIZE / rate / MB)
     only = f"--rates {rate}"
@@ -334,6 +338,37 @@ def one_rate(options, forms, folder, port, rate, compute, size):
 
 def spread(values):
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def draw(found, rate, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for form, taken in sorted(found.items(), key=lambda pair: pair[1].seconds):
+        trained = [BATCH * (number + 1) for number in range(len(taken.trained))]
+        how = {"local": {"color": "#999999", "linestyle": ":"}, "arriving": {"color": "#c1121f", "linewidth": 2.5}}.get(
+            form, {}
+        )
+        axes.plot(
+            [0, *taken.trained],
+            [0, *trained],
+            label=f"{NAMES.get(form, form)}, {taken.seconds:.0f} s",
+            **{"linewidth": 1.3, **how},
+        )
+    axes.axhline(PICTURES, color="#dddddd", linewidth=1, zorder=0)
+    axes.set(
+        xlabel="seconds after the start",
+        ylabel="pictures trained, two epochs",
+        title=f"A pack in a bucket, {rate} MB/s",
+        ylim=0,
+        xlim=0,
+    )
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def bounded(found, rate, share):

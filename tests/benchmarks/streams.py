@@ -34,11 +34,12 @@ class Taken(NamedTuple):
     seconds: float  # of all
     cpu: float = 0.0
     carried: int = 0  # bytes through the line
+    trained: tuple[float, ...] = ()  # seconds after which each batch was
 
 
 def paced(loader, epochs, compute, began, start=lambda epoch: None):
     """A Taken, where each batch is trained at `compute` pictures a second."""
-    first, seconds, pictures = None, [], []
+    first, seconds, pictures, trained = None, [], [], []
     for epoch in range(epochs):
         start(epoch)
         since, due, seen = time.monotonic(), 0.0, 0
@@ -47,11 +48,12 @@ def paced(loader, epochs, compute, began, start=lambda epoch: None):
             seen += len(images)
             due = max(time.monotonic(), due) + (len(images) / compute if compute else 0)
             time.sleep(max(0.0, due - time.monotonic()))
+            trained.append(time.monotonic() - began)
             if not compute:
                 break
         seconds.append(time.monotonic() - since)
         pictures.append(seen)
-    return Taken(first, seconds, pictures, time.monotonic() - began)
+    return Taken(first, seconds, pictures, time.monotonic() - began, trained=tuple(trained))
 
 
 def cpu_seconds():
