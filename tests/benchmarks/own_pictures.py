@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.own_pictures [--only shapes] [--seeds 3]
     python -m tests.benchmarks.own_pictures --only weights        what weights bring that a run of ours has trained on digits
+    python -m tests.benchmarks.own_pictures --with trivialaugment ...     beside the same run without (TODAY)
 
 The same pictures, network, epochs and core for both, in turn; two runs beside each other, each on one core. The accuracy is that of
 the best epoch, on 300 other pictures of the same kind.
@@ -22,6 +23,12 @@ from tests.jobs import command, environment
 README = ["--arch", "resnet18", "--image_size", 64]
 SETS = {"shapes": (480, 14), "small_shapes": (540, 30), "colours": (480, 14), "digits": (960, 10)}  # pictures, epochs
 VALIDATION = 300
+RARE = 0.1  # of the pictures of a class are left in the odd ones of "unbalanced digits"
+TODAY = {
+    "trivialaugment": ["--augmentation", "trivialaugment"], "randaugment": ["--augmentation", "randaugment"],
+    "random_erasing": ["--random_erasing", 0.1], "mixup": ["--mixup", 0.2], "cutmix": ["--cutmix", 1], "clip_grad": ["--clip_grad", 1],
+    "class_weights": ["--class_weights", "balanced"], "nothing": [],
+}  # fmt: skip
 
 
 def ours(data, epochs, seed, folder, *words):
@@ -55,11 +62,35 @@ def with_weights():
                 print(f"| {name} | {form} | {' '.join(f'{accuracy:.3f}' for accuracy in found)} |", flush=True)
 
 
+def with_today(names, seeds):
+    """Today's options one by one, each seed beside the run of the same seed without."""
+    for name in ("small_shapes", "colours", "digits", "unbalanced digits"):
+        kind = name.rpartition(" ")[2]
+        number, epochs = SETS[kind]
+        with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(2) as pool:
+            place = Path(place)
+            pictures.make(kind, str(place / "data" / "train"), number)
+            pictures.make(kind, str(place / "data" / "val"), VALIDATION, seed=1)
+            if name != kind:
+                for folder in sorted((place / "data" / "train").iterdir())[1::2]:
+                    there = sorted(folder.iterdir())
+                    for path in there[int(len(there) * RARE) :]:
+                        path.unlink()
+            for option in names if name != kind else [one for one in names if one != "class_weights"]:
+                runs = [(place / "data", epochs, seed, place / f"{option}{seed}", *TODAY[option]) for seed in range(seeds)]
+                found = list(pool.map(lambda run: ours(*run), runs))
+                shown = " ".join(f"{accuracy:.3f}" for accuracy in found)
+                print(f"| {name}, {epochs} epochs | {option} | {shown} | {statistics.mean(found):.3f} |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[*SETS, "weights"], nargs="*", default=list(SETS))
+    parser.add_argument("--with", dest="options", choices=TODAY, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
+    if options.options:
+        return with_today(options.options, options.seeds)
     if options.only == ["weights"]:
         return with_weights()
     for name in options.only:
