@@ -245,10 +245,12 @@ def measure(form, folder, port, rate, compute, epochs):
             process.communicate()
         time.sleep(0.1)  # the relay says how much that was
         down = carried.value
-    if process.returncode:
-        raise RuntimeError(f"{form}: {(work / 'stderr').read_text()[-2000:]}")
+    said = (work / "stderr").read_text()[-2000:]
     time.sleep(0.6)  # its fetcher looks so often whether the job is there
     shutil.rmtree(work)
+    if process.returncode:
+        ended = f"not ready after {LONGEST} s" if process.returncode == -signal.SIGKILL else f"exit code {process.returncode}"
+        raise RuntimeError(f"{form}: {said}\n{ended}")
     return Taken(*json.loads(answer.splitlines()[-1]))._replace(carried=down)
 
 
