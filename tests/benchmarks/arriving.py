@@ -54,7 +54,7 @@ PEERS = {
 }
 NAMES = {"local": "from a folder", "first": "fetched first", "remote": "packed-remote", "arriving": "while it arrives"}
 MB = 10**6
-LONGEST = 240  # seconds of two epochs, then a form hangs
+LONGEST = 120  # seconds of two epochs, then a form is ended
 
 
 def fill(folder, pictures=PICTURES, shard_mb=64):
