@@ -38,6 +38,8 @@ class Line:
             while True:
                 near, _ = self._listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._to))
+                for one in (near, far):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a piece may wait 40 ms for an ACK
                 asked = threading.Event()  # something was asked since the last answer
                 for pair in ((near, far, False, asked), (far, near, True, asked)):
                     threading.Thread(target=self._relay, args=pair, daemon=True).start()
