@@ -245,12 +245,12 @@ def measure(form, folder, port, rate, compute, epochs):
             process.communicate()
         time.sleep(0.1)  # the relay says how much that was
         down = carried.value
-    said = (work / "stderr").read_text()[-2000:]
+    said = (work / "stderr").read_text().strip().splitlines()
     time.sleep(0.6)  # its fetcher looks so often whether the job is there
     shutil.rmtree(work)
     if process.returncode:
         ended = f"not ready after {LONGEST} s" if process.returncode == -signal.SIGKILL else f"exit code {process.returncode}"
-        raise RuntimeError(f"{form}: {said}\n{ended}")
+        raise RuntimeError(f"{form}: {ended}: {''.join(said[-1:])}")
     return Taken(*json.loads(answer.splitlines()[-1]))._replace(carried=down)
 
 
@@ -311,7 +311,7 @@ def one_rate(options, forms, folder, port, rate, compute, size):
             except RuntimeError as error:
                 if form not in PEERS:
                     raise
-                print(f"{form} fails: {str(error).strip().splitlines()[-1]}\n")
+                print(f"{error}\n", flush=True)
                 del found[form]
     print("| | first step, s | pictures/s, first epoch | second | two epochs, s | CPU, s | through the line, of the pack |")
     print("|---|---|---|---|---|---|---|")
