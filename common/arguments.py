@@ -294,8 +294,8 @@ def _which_device(args):
 
 
 def plain_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of vars(args) or args.given whose value is a string, number, boolean or None, with secrets masked."""
-    values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None)))}
+    """Return the items of vars(args) or args.given that are a string, number, boolean, None or tuple, with secrets masked."""
+    values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None), tuple))}
     return {
         name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)
         for name, value in values.items()

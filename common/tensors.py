@@ -1,4 +1,4 @@
-"""Read tensors and plain values from a file of torch.save without torch.load, so that no version of torch runs code in it.
+"""Read tensors from a file of torch.save or of safetensors without torch.load, so that no version of torch runs code in it.
 
 torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a crafted file could damage the
 memory of the process (CVE-2026-24747). Here a pickle may make only plain values and what NAMES lists. Each number that
@@ -7,6 +7,7 @@ describes a tensor is checked against the bytes of the file, and the bytes are c
 
 import collections
 import io
+import json
 import math
 import pickle
 import struct
@@ -21,7 +22,13 @@ from common.plain import TYPES, Refused, check, is_key
 
 LONGEST_PICKLE = 64 << 20  # bytes
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # at the beginning of a file in the form before torch 1.6
-BEGINNINGS = (b"PK", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
+BEGINNINGS = (b"PK\3\4", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
+# The names of types in a file of safetensors.
+SAFE_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+LONGEST_HEADER = 8 << 20  # bytes, of a file of safetensors
 Storage = Callable[[str, int], torch.Tensor]  # (key of a storage, number of bytes) -> the bytes
 
 
@@ -29,12 +36,21 @@ class OldForm(Refused):
     """The file has the form before torch 1.6, which has no checksums, and no digest from elsewhere."""
 
 
+def begins(head: bytes) -> bool:
+    """Whether these are the first bytes, at least nine, of a file that `read` may read."""
+    return head.startswith(BEGINNINGS) or (head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= LONGEST_HEADER)
+
+
 def read(content: bytes, verified: bool) -> Any:
-    """Return what torch.save wrote. Unless `verified` by a digest, compare checksums, and refuse files of torch before 1.6."""
-    if content.startswith(BEGINNINGS[0]):
+    """Return what torch.save wrote, or the tensors by name of a file of safetensors, which has no checksums.
+
+    Unless `verified` by a digest, compare those of torch.save, and refuse files of torch before 1.6."""
+    if not begins(content):
+        raise Refused("it is no archive of torch.save, and no file of safetensors")
+    if not content.startswith(BEGINNINGS):
+        value: Any = _safetensors(content)
+    elif content.startswith(BEGINNINGS[0]):
         value = _archive(content, verified)
-    elif not content.startswith(BEGINNINGS):
-        raise Refused("it is no archive of torch.save")
     elif not verified:
         raise OldForm("it is of a torch before 1.6")
     else:
@@ -113,6 +129,56 @@ def _copy(record):
     copied = torch.empty(len(record), dtype=torch.uint8)
     copied.numpy()[:] = np.frombuffer(record, np.uint8)
     return copied
+
+
+# --- safetensors: a length, that many bytes of JSON, and the bytes of the tensors ------------------------------------------
+
+
+def _safetensors(content):
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin].decode(), object_pairs_hook=_each_once, parse_int=_below_2_62)
+    about = header.pop("__metadata__", {})
+    if type(about) is not dict or not all(type(text) is str for text in about.values()):
+        raise Refused("what it says of itself is no text")
+    entries = {name: _entry(entry) for name, entry in header.items()}
+    data, end = memoryview(content)[begin:], 0
+    for _, _, first, last in sorted(entries.values(), key=lambda entry: entry[2:]):
+        if first != end:
+            raise Refused("its tensors share bytes, or leave some out")
+        end = last
+    if begin > len(content) or end != len(data):
+        raise Refused("it has not as many bytes as it says")
+    return {name: _copy(data[first:last]).view(kind).reshape(shape) for name, (kind, shape, first, last) in entries.items()}
+
+
+def _entry(entry):
+    """Return (type, shape, first byte, the byte behind the last)."""
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Refused("a tensor in it is none")
+    name, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(name) is not str or name not in SAFE_TYPES:
+        raise Refused(f"it holds a tensor of {str(name)[:80]}, which is not read here")
+    if not all(type(numbers) is list and all(type(n) is int for n in numbers) for numbers in (shape, place)):
+        raise Refused("a tensor in it has no shape")
+    kind = SAFE_TYPES[name]
+    if len(shape) > 64 or len(place) != 2 or min([*shape, *place]) < 0 or math.prod(shape) >= 2**62:
+        raise Refused("a tensor in it has no shape")
+    if place[1] - place[0] != math.prod(shape) * torch.empty(0, dtype=kind).element_size():
+        raise Refused("a tensor in it has another size than it says")
+    return kind, shape, *place
+
+
+def _each_once(pairs):
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Refused("it has a name twice")
+    return found
+
+
+def _below_2_62(digits):
+    if len(digits) > 19 or int(digits) >= 2**62:
+        raise Refused("it has a number that is no size")
+    return int(digits)
 
 
 # --- What a pickle may make ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ A DALI pipeline exists for one epoch, so the one for validation takes no GPU mem
 import gc
 import os
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Optional
 
 import torch
 
@@ -23,15 +23,13 @@ from common.devices.diagnosis import diagnosis
 from common.errors import UserError
 from datasets import imagenet
 from datasets.dali import give_memory_back
-from datasets.loader import DeviceLoader
+from datasets.loader import Loader
 from datasets.photos import tree
 from datasets.photos.files import MEGAPIXELS
 from datasets.photos.labelled import Photos
 from datasets.sampler import EverySample, InOrder
 
 GROWTH = 1.25  # reset() gives memory back above this multiple of the resident memory after the first epoch
-
-Loader = Union[DeviceLoader, imagenet.Resident]
 
 
 class Dataset:

@@ -2,14 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 import torch
 
 from common import arguments, devices, moments, progress, storage
-from common.alive.stops import STOPS
 from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
@@ -75,6 +74,7 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erased)
     data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
                       "loader process has ready")  # fmt: skip
+    parser.set_defaults(mean=MEAN, std=STD, crop_pct=None)  # of pixels from 0 to 1; a network may have its own
     parser.reads = reads
 
 
@@ -101,8 +101,16 @@ def _remedies(args):
 
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
     """Return (arguments, training set, validation set). Options that were not given may change to suit the data."""
+    synthetic = args.custom_data or args.data_backend in NO_INPUT
+    before, lines = {} if synthetic else _before(args), []
+    if args.arch.startswith("timm/"):
+        from common.models import of_timm
+
+        values, line = of_timm.pictures(args, before)
+        args = arguments.replaced(args, **values)
+        lines.append(line)
     size, limit = args.image_size, args.max_samples
-    if args.custom_data or args.data_backend in NO_INPUT:
+    if synthetic:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         from datasets.synthetic import ColouredNoise
 
@@ -117,8 +125,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     if collectives.rank_and_size()[1] > 1 and (packs := [files.identity for files in found if hasattr(files, "identity")]):
         collectives.require_equal({"the pack in --data_url": packs})  # it may be published again while the ranks read it
     found = [files.without_larger(args.max_megapixels) for files in found]
-    lines = [files.describe() for files in found]
-    before = _before(args)
+    lines += [files.describe() for files in found]
     if classes_alone:
         seed = before.get("seed", args.seed) if args.evaluate else args.seed  # another seed would hold out training pictures
         found = splits.hold_out(found[0], seed)
@@ -148,7 +155,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
         "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
         "augmentation": args.augmentation,
     }
-    short = decode.WHOLE if args.resize == "whole" else None
+    short = decode.WHOLE if args.resize == "whole" else decode.short_side(size, args.crop_pct)
     train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how)
     args = arguments.replaced(args, data=_counted(found))
     return args, train_set, Photos(val, size, False, args.seed, short=short, **how)
@@ -239,42 +246,22 @@ def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
     return files.pick(np.arange(limit) * len(files) // limit)
 
 
-class Resident(Loader):
-    """A loader without cost: it yields the same noise, which stays on the device, for every batch of the sampler."""
-
-    file_of = None
-
-    def __init__(self, data_set: DataSet, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
-        super().__init__(None, sampler, device)
-        self.beside, self._layout = False, layout
-        self._size, self._classes = data_set.size, len(data_set.classes)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        images = None
-        for ids in STOPS.each(self.sampler):
-            if images is None or len(ids) > len(images):
-                generator = torch.Generator(self.device).manual_seed(0)
-                images = torch.randn((len(ids), 3, self._size, self._size), device=self.device, generator=generator)
-                images = images.contiguous(memory_format=self._layout)
-                labels = torch.randint(0, self._classes, (len(ids),), device=self.device, generator=generator)
-            self.ids = torch.from_numpy(ids)
-            yield images[: len(ids)], labels[: len(ids)]
-
-
 def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
     mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0, **how: Any,
-) -> Union[DeviceLoader, Resident]:  # fmt: skip
+) -> Loader:  # fmt: skip
     """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `how`: more
     arguments of DeviceLoader."""
     if backend in NO_INPUT:
+        from datasets.synthetic import Resident
+
         return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):
         on_gpu = backend == "dali-gpu" or (backend == "dali-kspeed" and devices.is_nvidia(device))
         if on_gpu and (data_set.augmentation != "none" or data_set.mode == "bicubic"):
             raise UserError(
                 f"--data_backend {backend} makes the pictures on a GPU, without --augmentation and only with a bilinear "
-                "resize: take dali-cpu, or leave out --augmentation and --interpolation"
+                "resize: take dali-cpu, or --augmentation none and --interpolation bilinear"
             )
         from datasets.dali import DaliBatches
 

@@ -1,9 +1,15 @@
 """Synthetic images, to try a job without a data set and without Internet (--custom_data true). The accuracy means nothing."""
 
 import io
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+
+from common.alive.stops import STOPS
+from datasets.loader import Loader
+from datasets.sampler import Sampler
 
 MOTION = 7  # pixels that the camera moves while it takes a blurred picture
 AT_ONCE = 100  # images that are made at once: they fit into the processor's cache
@@ -74,3 +80,25 @@ class ColouredNoise:
             :, None, None
         ]
         return pixels.permute(0, 3, 1, 2), self.labels[ids], ids
+
+
+class Resident(Loader):
+    """A loader without cost: it yields the same noise, which stays on the device, for every batch of the sampler."""
+
+    file_of = None
+
+    def __init__(self, data_set: Any, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
+        super().__init__(None, sampler, device)
+        self.beside, self._layout = False, layout
+        self._size, self._classes = data_set.size, len(data_set.classes)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        images = None
+        for ids in STOPS.each(self.sampler):
+            if images is None or len(ids) > len(images):
+                generator = torch.Generator(self.device).manual_seed(0)
+                images = torch.randn((len(ids), 3, self._size, self._size), device=self.device, generator=generator)
+                images = images.contiguous(memory_format=self._layout)
+                labels = torch.randint(0, self._classes, (len(ids),), device=self.device, generator=generator)
+            self.ids = torch.from_numpy(ids)
+            yield images[: len(ids)], labels[: len(ids)]

@@ -36,7 +36,7 @@ from common import arguments, devices, exact
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.checkpoints import restore
 from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights
-from common.checkpoints.weights import beside, evaluated_weights
+from common.checkpoints.weights import OPTIONS, beside, evaluated_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job
@@ -83,7 +83,7 @@ def main():
     if not (args.exact or args.min_nodes or args.evaluate):  # otherwise the shares set it, or nothing is trained
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
-    how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout}
+    how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout, "mean": args.mean, "std": args.std}
     train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, erasing=args.random_erasing, **how)
     val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, **how)
 
@@ -207,7 +207,7 @@ def options():
 
 
 def add_training(add):
-    add("--arch", default="resnet50", help="a classification network of torchvision")
+    add("--arch", default="resnet50", help="a classification network of torchvision, or timm/NAME")
     add("--weights", help="weights to begin with, a file or its address in a bucket: an epoch_N.pth, or one of torchvision's")
     frozen = "with --weights: train the last layer alone for so many epochs, then all of the network"
     add("--freeze_epochs", type=number(int, at_least=0), default=0, help=frozen)
@@ -265,12 +265,13 @@ def add_short_runs(add):
 def with_options_of_weights(args):
     """Return the arguments with --arch, --image_size and, for --evaluate, more from the file beside --weights, unless given."""
     path = local_weights(args.weights, args.input_dir, say)
-    names = ("arch", "image_size", "resize", "interpolation", "seed") if args.evaluate else ("arch", "image_size")
+    names = OPTIONS if args.evaluate else ("arch", "image_size")
     about = about_weights(path)
     found = {name: about[name] for name in names if name in about and name not in args.given}
     if found and distributed.get_rank() == 0:
-        say(one_line(f"as {beside(path)} says: {' '.join(f'--{name} {value}' for name, value in found.items())}"))
-    return arguments.replaced(args, **found, given={**args.given, **(found if args.evaluate else {})})
+        shown = (f"--{name} {value}" for name, value in found.items() if name not in ("mean", "std", "crop_pct"))
+        say(one_line(f"as {beside(path)} says: {' '.join(shown)}"))
+    return arguments.replaced(args, **found, given={**args.given, **found})
 
 
 def build(args, classes):

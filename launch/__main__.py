@@ -12,7 +12,7 @@ VERBS = {
     "bundle": "a job as one file, or as a folder, for a training console",
     "report": "a page of what a run has left",
     "track": "the curves of a run in MLflow, W&B or SwanLab",
-    "export": "a trained network as a folder for elsewhere: ONNX, TorchScript, a model package of ModelArts",
+    "export": "a trained network as a folder for elsewhere: ONNX, torch, timm, a model package of ModelArts",
     "pack": "photographs as large files, for a bucket or a slow disk",
     "kspeed": "fill the shared sample cache before a job, look at it, empty it",
     "image": "print the Dockerfile of an image of your own, and the commands that build and push it",

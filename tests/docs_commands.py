@@ -107,7 +107,11 @@ NOT_RUN = {
         "python jobs/train_imagenet.py --data_url /data/flowers --evaluate true --weights output_dir/train_imagenet/epoch_12.pth",
         "python -m launch export output_dir/train_imagenet --format torch",
         "python -m launch export output_dir/train_imagenet --format onnx",
+        "python -m launch export output_dir/train_imagenet --format safetensors",
         "python -m launch export output_dir/train_imagenet --format modelarts --output dist/model_package",
+    ],
+    "reads weights of timm; tests/test_timm.py": [
+        "python jobs/train_imagenet.py --data_url /data/flowers --arch timm/vit_small_patch16_224 --weights model.safetensors --epochs 10",
     ],
     "takes hours": [
         "make chaos",
@@ -139,6 +143,7 @@ NOT_RUN = {
         "pip install .[cache]",
         "pip install .[elastic]",
         "pip install .[ray]",
+        "pip install .[timm]",
         "pip list --format=freeze | grep -iE '^(torch|torchvision|numpy)==' > keep.txt && pip install -r requirements.txt -c keep.txt",
     ],
     "runs these tests": [

@@ -26,13 +26,15 @@ from datasets.photos.labelled import Photos
 from datasets.sampler import InOrder
 from launch import export
 from launch.export import command, network
-from tests.jobs import NETWORK, ROOT, environment, run_job
+from tests.jobs import NETWORK, ROOT, assert_same_bits, environment, run_job
 from tests.modelpackage import CONFIG, check, complaints
 from tests.test_imagenet import photographs, trained  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
 OLD = ROOT / "tests" / "formats" / "0.1.0" / "run"
 SAMPLES = 256
+PROGRAMS = ("onnx", "torch", "modelarts")  # of the formats; safetensors has weights alone
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # ModelArts' services read nothing else
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,10 @@ def answers(folder, pictures):
         import onnxruntime
 
         return onnxruntime.InferenceSession(folder / "network.onnx").run(None, {"images": pictures})[0]
-    program = torch.jit.load(next(path for name in ("network.pt", "model/network.pth") if (path := folder / name).exists()))
+    if (folder / "network.pt2").exists():
+        program = torch.export.load(folder / "network.pt2").module()
+    else:
+        program = torch.jit.load(folder / "model" / "network.pth")
     return program(torch.from_numpy(pictures)).detach().numpy()
 
 
@@ -115,7 +120,7 @@ def own_answers(run, pictures):
         return model.eval()((torch.from_numpy(pictures) / 255 - mean) / std).numpy()
 
 
-@pytest.mark.parametrize("form", command.FORMATS)
+@pytest.mark.parametrize("form", PROGRAMS)
 def test_photographs_get_the_runs_own_answers(folders, trained, form):
     folder = folders["photos", form]
     take = preprocess_of(folder / "model" if form == "modelarts" else folder)
@@ -127,7 +132,7 @@ def test_photographs_get_the_runs_own_answers(folders, trained, form):
     assert found.shape == (100, 3) and np.abs(found - expected).max() < 1e-3 and expected.std() > 0.1
 
 
-@pytest.mark.parametrize("form", command.FORMATS)
+@pytest.mark.parametrize("form", PROGRAMS)
 def test_images_like_cifars_get_the_runs_own_answers(folders, cifar, form):
     folder = folders["cifar", form]
     take = preprocess_of(folder / "model" if form == "modelarts" else folder)
@@ -138,7 +143,7 @@ def test_images_like_cifars_get_the_runs_own_answers(folders, cifar, form):
     assert found.shape == (100, 10) and np.abs(found - expected).max() < 1e-3 and expected.std() > 0.1
 
 
-@pytest.mark.parametrize("form", command.FORMATS)
+@pytest.mark.parametrize("form", PROGRAMS)
 def test_the_accuracy_is_that_of_the_run(folders, cifar, trained, photographs, form):
     images, labels = synthetic.cifar_like(SAMPLES, "test")
     best = json.loads(sorted((cifar / "checkpoints").glob("*.json"))[-1].read_text())["best"]
@@ -159,7 +164,7 @@ def test_the_photographs_of_a_validation_set_are_those_of_its_loader(folders, ph
     """The bytes that the evaluation normalises, from the file to the batch."""
     found = command.find(str(trained[0] / "out"))
     found.arguments.update(interpolation=mode, resize=resize)
-    how = command.preprocessing(found, SimpleNamespace(image_size=None))
+    how = command.preprocessing(found, SimpleNamespace(image_size=None, format="onnx"))
     take = functools.partial(preprocess_of(folders["photos", "onnx"]), how=how)
     files = tree.load(str(photographs / "val"))
     data = Photos(files, 32, False, 0, mode=mode, short=decode.WHOLE if resize == "whole" else None)
@@ -270,6 +275,21 @@ def test_what_is_no_run_is_a_line(tmp_path, monkeypatch, capsys, run, said):
     assert said in refused(capsys, run, "--format", "torch")
 
 
+def test_a_torch_without_programs_says_so(cifar, monkeypatch, capsys):
+    monkeypatch.setattr(network.devices, "TORCH", (2, 1))
+    assert re.search(
+        r"--format torch needs torch 2.6 or later, and this is 2\.\d+.*: take", refused(capsys, cifar, "--format", "torch")
+    )
+
+
+def test_weights_alone_as_safetensors(folders, cifar, trained):
+    for name, run in (("cifar", cifar), ("photos", trained[0] / "out")):
+        folder = folders[name, "safetensors"]
+        assert_same_bits(read_weights(str(folder / "model.safetensors")), dict(command.find(str(run)).weights))
+        assert (folder / "config.json").exists() == (name == "photos" and NETWORK[1].startswith("resnet"))
+        assert not (folder / "weights.pth").exists()
+
+
 def test_without_onnx_one_line_says_what_to_install(cifar, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install onnx" in refused(capsys, cifar, "--format", "onnx")
@@ -291,6 +311,19 @@ def test_preprocess_needs_nothing_of_this_repository_and_no_torch(folders, tmp_p
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), check=True)
     apart = np.load(tmp_path / "pixels.npy").astype(int) - preprocess_of(tmp_path)(content)
     assert np.abs(apart).max() <= 1
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_the_readme_has_a_program_that_answers(folders, photographs, monkeypatch, capsys, tmp_path, form):
+    """In the folder, with a photograph in it."""
+    folder = shutil.copytree(folders["photos", form], tmp_path / "elsewhere")
+    (program,) = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    shutil.copy(next((photographs / "val" / "class1").iterdir()), folder / "photo.jpg")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert re.fullmatch(r"class1 \d+\.\d%\n", done.stdout), done.stderr
+    assert len(program.splitlines()) <= 14
 
 
 def test_the_page_has_a_program_that_answers(folders, photographs, monkeypatch, capsys, tmp_path):

@@ -31,10 +31,10 @@ FLOORS = [
     ["common.run"],
     ["common.doctor", "common.elastic", "common.exact", "common.report"],
     ["common.job"],
-    ["datasets.sampler", "datasets.crops", "datasets.synthetic", "datasets.untrusted", "datasets.crc"],
+    ["datasets.sampler", "datasets.crops", "datasets.untrusted", "datasets.crc"],
     ["datasets.processes", "datasets.cifar10_files"],
     ["datasets.loader"],
-    ["datasets.augment", "datasets.mixing"],
+    ["datasets.augment", "datasets.mixing", "datasets.synthetic"],
     ["datasets.photos", "datasets.cifar10", "datasets.recipe"],
     ["datasets.kspeed", "datasets.dali", "datasets.dpex"],
     ["datasets.imagenet", "datasets.pairs"],
@@ -66,7 +66,7 @@ MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path 
 OPTIONAL = {
     "nvidia", "ray", "pymemcache", "boto3", "torchvision", "sklearn", "matplotlib", "tensorboard", "huaweicloudsdkcore",
     "huaweicloudsdkmodelarts", "alibabacloud_credentials", "alibabacloud_pai_dlc20201203", "alibabacloud_tea_openapi", "kubernetes",
-    "onnx", "jinja2", "tqdm", "mlflow", "wandb", "swanlab",
+    "onnx", "jinja2", "tqdm", "mlflow", "wandb", "swanlab", "timm",
 }  # fmt: skip
 OF_ONE_PACKAGE = {"datasets/kspeed/fleet.py": "pymemcache"}  # its classes extend that package's, so it is imported like one
 

@@ -50,7 +50,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         ) from None
     except Exception as error:  # a file of another kind can raise anything
         raise UserError(
-            f"{path} holds no weights: {one_line(str(error)[:200])}; give a .pth or .pt file of this network"
+            f"{path} holds no weights: {one_line(str(error)[:200])}; give a .pth, .pt or .safetensors file of this network"
         ) from None
     return state
 
@@ -72,19 +72,21 @@ def _read_weights(path):
             return content, False
         expected = contents(path + DIGEST)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {one_line(error.strerror)}; give a .pth or .pt file of this network") from None
+        raise UserError(
+            f"{path} cannot be read: {one_line(error.strerror)}; give a .pth, .pt or .safetensors file of this network"
+        ) from None
     if expected.split()[:1] != [hashlib.sha256(content).hexdigest().encode()]:
         raise UserError(f"{path} is damaged: its bytes are not those that {path}{DIGEST} names; take another copy of both")
     return content, True
 
 
 def _weights(path):
-    """Return the bytes of a file of torch.save; of any other file, which may have gigabytes, only the first 100."""
-    from common.tensors import BEGINNINGS
+    """Return the bytes of a file of weights; of any other file, which may have gigabytes, only the first 100."""
+    from common.tensors import begins
 
     with open_regular(path) as file:
         head = file.read(100)
-        return head + file.read() if head.startswith(BEGINNINGS) else head
+        return head + file.read() if begins(head) else head
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
@@ -113,8 +115,14 @@ def about_weights(path: str) -> dict[str, Any]:
     """Return the fields of BESIDE in the JSON file beside a file of weights; {} if that file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open_regular(beside(path)) as file:
         read = json.loads(file.read(MIB))
-        return {name: value for name, value in read.items() if type(value) is BESIDE.get(name)}
+        return {name: value for name, value in read.items() if type(value) is BESIDE.get(name) and _fits(name, value)}
     return {}
+
+
+def _fits(name, value):
+    if name in ("mean", "std"):
+        return len(value) == 3 and all(type(number) is float and number > (-1 if name == "mean" else 0) for number in value)
+    return name != "crop_pct" or 0 < value <= 1
 
 
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
@@ -124,6 +132,10 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
     """
     own = network.state_dict()
     state = {plain_name(name, own): tensor for name, tensor in state.items()}
+    if "cls_token" in state and "class_token" in own:
+        from common.models import of_timm
+
+        state = {of_timm.name_in_torchvision(name): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
     other_classes = other_shapes and all(own[name].shape[1:] == state[name].shape[1:] for name in other_shapes)
@@ -133,11 +145,11 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
             f"{path} is for {theirs} classes, and here are {ours}: give --data_url with the classes that it was trained on, or "
             "--num_classes"
         )
-    if unmatched or (other_shapes and not new_head) or len(other_shapes) > 2:
+    if unmatched or (other_shapes and not (new_head and other_classes)) or len(other_shapes) > 2:
         names = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
             f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit; "
-            "give the options of its run, such as --arch or --width"
+            "give the options of its run, such as --arch, --width or --image_size"
         )
     network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)
     return other_shapes

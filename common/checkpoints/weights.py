@@ -1,10 +1,8 @@
-"""The files of weights that a run writes: the network of an epoch.
+"""The files of weights that a run writes: the network of an epoch. Weights to begin with, or to evaluate: pretrained.py.
 
-    epoch_3.pth           tensors by name, as torch.save() writes them
-    epoch_3.pth.sha256    its digest, for the program sha256sum
-    epoch_3.json          the epoch, its metrics, the classes, and what is needed to make the network again
-
-Weights to begin with, or to evaluate: pretrained.py.
+epoch_3.pth           tensors by name, as torch.save() writes them
+epoch_3.pth.sha256    its digest, for the program sha256sum
+epoch_3.json          the epoch, its metrics, the classes, and what is needed to make the network again
 """
 
 import hashlib
@@ -22,7 +20,8 @@ from common.files import remove, write_atomically
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
 # Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options among them.
-OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int}
+OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int, "crop_pct": float,
+           "mean": list, "std": list}  # fmt: skip
 BESIDE = {"epoch": int, "metrics": dict, "classes": list, **OPTIONS}
 
 

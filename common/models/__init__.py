@@ -2,4 +2,4 @@
 
 from common.models.resnet import resnet18
 
-__all__ = ["average", "classifiers", "resnet18", "restorer"]
+__all__ = ["average", "classifiers", "of_timm", "resnet18", "restorer"]

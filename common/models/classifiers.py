@@ -1,4 +1,4 @@
-"""The networks that classify photographs, by name: those of torchvision, and resnext101_32x4d of NVIDIA's ResNet-50 script."""
+"""The networks that classify photographs, by name: torchvision's, timm/NAME, and resnext101_32x4d of NVIDIA's script."""
 
 import difflib
 
@@ -18,8 +18,10 @@ NEAREST = {
 
 def require(arch: str, image_size: int) -> None:
     """Raise UserError for an unknown network, or one that takes no images of this size. Jobs call it before they read data."""
-    _named(arch.replace("-", "_"))
-    if not arch.startswith("regnet"):  # it needs real tensors to compute its widths, and takes any size
+    _named(arch.replace("-", "_"), image_size)
+    if not arch.startswith(
+        ("regnet", "timm/")
+    ):  # they need real tensors to compute widths; the size is checked later, if at all
         with torch.device("meta"):
             classifier(arch, 1, image_size)
 
@@ -30,7 +32,7 @@ def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = Fal
     residual = {"zero_init_residual": True} if shallow and arch.startswith(("resne", "wide_resnet")) else {}
     sized = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
     own = {**residual, **sized.get(arch.split("_")[0], {})}
-    make = _named(arch)
+    make = _named(arch, image_size, shallow)
     try:
         network = make(num_classes=num_classes, **own)
         with torch.no_grad():
@@ -40,7 +42,11 @@ def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = Fal
     return network
 
 
-def _named(arch):
+def _named(arch, image_size, shallow=False):
+    if arch.startswith("timm/"):
+        from common.models import of_timm
+
+        return of_timm.maker(arch, image_size, shallow)
     import torchvision
     from torchvision.models.resnet import Bottleneck, ResNet
 

@@ -34,9 +34,9 @@ Box = tuple[int, int, int, int]  # top, left, bottom, right
 Decoded = TypeVar("Decoded")
 
 
-def short_side(size: int) -> int:
-    """Return the length of a picture's short side for evaluation, if the network takes `size` x `size` pixels."""
-    return round(size * RESIZE_SHARE)
+def short_side(size: int, crop_pct: Optional[float] = None) -> int:
+    """Return the length of a picture's short side for evaluation, of which the network sees `size`, timm's share `crop_pct`."""
+    return int(size / crop_pct) if crop_pct else round(size * RESIZE_SHARE)
 
 
 class Undecodable(Exception):

@@ -21,7 +21,7 @@ OF_AN_ENGINE = {"torch", "torchvision", "torch_npu", "numpy", "PIL"}
 # Packages that modules of this repository import only if they are installed, or only for some jobs (OF_JOBS).
 OF_OURS = {
     *("awscrt", "boto3", "botocore", "isal", "jinja2", "kspeed", "matplotlib", "mlflow", "nvidia", "obstore"),
-    *("pymemcache", "ray", "simplejpeg", "sklearn", "swanlab", "tensorboard", "torchft", "tqdm", "urllib3", "wandb"),
+    *("pymemcache", "ray", "simplejpeg", "sklearn", "swanlab", "tensorboard", "timm", "torchft", "tqdm", "urllib3", "wandb"),
 }
 OF_JOBS = {"datasets.dali": "nvidia", "datasets.dpex": "ray"}  # {module that a job imports: package that the job then needs}
 OF_ADDRESSES = "boto3"

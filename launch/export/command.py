@@ -1,11 +1,12 @@
 """Export a trained network as a folder: the network, its weights, the preprocessing of a photograph, and the classes.
 
     python -m launch export output_dir/train_imagenet --format onnx         dist/export/network.onnx and so on
-    python -m launch export output_dir/train --format torch                 network.pt, for torch.jit.load
+    python -m launch export output_dir/train --format torch                 network.pt2, for torch.export.load
+    python -m launch export output_dir/train_imagenet --format safetensors  model.safetensors and config.json, as timm has them
     python -m launch export output_dir/train_imagenet --format modelarts    dist/export/model, a model package of ModelArts
 
-RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth. The network takes uint8
-pixels and normalises them itself; preprocess.py makes these pixels from a photograph as the evaluation made them.
+RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth. README.md in the folder
+has a program that classifies a picture: preprocess.py makes uint8 pixels as the evaluation made them, network.* normalises.
 """
 
 import argparse
@@ -28,10 +29,10 @@ from common.files import write_atomically
 from common.world.folders import is_address
 from datasets import cifar10, imagenet
 from datasets.photos import decode
-from launch.export import modelarts, network
+from launch.export import modelarts, network, readme, safetensors
 from launch.options import new_parser, run_for_exit_code
 
-FORMATS = ("onnx", "torch", "modelarts")
+FORMATS = ("onnx", "torch", "safetensors", "modelarts")
 CIFAR_SIZE = 32
 PREPROCESS = Path(__file__).parent / "preprocess.py"
 
@@ -39,7 +40,9 @@ PREPROCESS = Path(__file__).parent / "preprocess.py"
 def main(argv: list[str]) -> int:
     parser = new_parser("export", __doc__)
     parser.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint of it, or an epoch_N.pth")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="what runs it: any runtime of ONNX, torch, ModelArts")
+    parser.add_argument(
+        "--format", required=True, choices=FORMATS, help="what reads it: any runtime of ONNX, torch, timm, ModelArts"
+    )
     parser.add_argument("--output", default="dist/export", metavar="FOLDER", help="where to (default: dist/export)")
     parser.add_argument("--arch", help="the network of torchvision, where RUN does not say it")
     parser.add_argument("--image_size", type=number(int, at_least=8), help="height and width, where RUN does not say it")
@@ -127,9 +130,10 @@ def preprocessing(found: ExportedRun, options: argparse.Namespace) -> dict[str, 
         raise UserError(f"{one_line(found.path)} does not say the size of its pictures: give --image_size")
     whole = found.arguments.get("resize") == "whole"
     mean, std = (imagenet.MEAN, imagenet.STD) if photographs else (cifar10.MEAN, cifar10.STD)
+    mean, std = found.arguments.get("mean", mean), found.arguments.get("std", std)
     return {
         "size": size,
-        "resize": decode.short_side(size) if photographs and not whole else size,
+        "resize": decode.short_side(size, found.arguments.get("crop_pct")) if photographs and not whole else size,
         "crop": "none" if whole else "center",
         "interpolation": "bicubic" if found.arguments.get("interpolation") == "bicubic" else "bilinear",
         "antialiased": True,
@@ -137,7 +141,7 @@ def preprocessing(found: ExportedRun, options: argparse.Namespace) -> dict[str, 
         "input": "uint8 (N, 3, size, size), 0 to 255",
         "mean": mean,
         "std": std,
-        "normalised": "in the network: (pixel / 255 - mean) / std",
+        "normalised": f"{'before' if options.format == 'safetensors' else 'in'} the network: (pixel / 255 - mean) / std",
     }
 
 
@@ -154,7 +158,7 @@ def export(options: argparse.Namespace) -> None:
         "preprocessing.json": _json(how),
         "classes.json": _json(classes),
     }
-    folder = options.output
+    folder, program = options.output, options.format
     if options.format == "modelarts":
         folder = os.path.join(folder, "model")
         files["config.json"] = _json(modelarts.config(found.accuracy, options.runtime))
@@ -162,15 +166,22 @@ def export(options: argparse.Namespace) -> None:
         files[modelarts.NETWORK] = network.as_torchscript(whole, how["size"])
     elif options.format == "onnx":
         files["network.onnx"] = network.as_onnx(whole, how["size"])
+    elif options.format == "torch":
+        files["network.pt2"] = network.as_program(whole, how["size"])
     else:
-        files["network.pt"] = network.as_torchscript(whole, how["size"])
+        files["model.safetensors"] = safetensors.content(plain.state_dict())
+        if timms := safetensors.name_in_timm(arch):
+            files["config.json"], program = _json(safetensors.config(timms, how, classes, arch)), "timm"
+    score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
+    title = f"{type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}"
+    if program in readme.PROGRAMS:
+        files["README.md"] = readme.page(title, program).encode()
     os.makedirs(folder, exist_ok=True)
     for name, content in files.items():
         write_atomically(os.path.join(folder, name), content)
-    if options.format != "modelarts":  # it takes one .pth file, and that is the network
+    if options.format in ("onnx", "torch"):  # ModelArts takes one .pth file, and that is the network
         write_weights(os.path.join(folder, "weights.pth"), found.weights)
-    score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
-    print(f"{one_line(folder)}: {type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}")
+    print(f"{one_line(folder)}: {title}")
 
 
 def _json(value: Any) -> bytes:

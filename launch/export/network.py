@@ -17,7 +17,8 @@ from common.checkpoints.pretrained import fit
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
 
-OPSET = 17  # of ONNX; every runtime of the last years supports it
+OPSET, OLDER_OPSET = 18, 17  # of ONNX, and the highest of the older exporter; every runtime of the last years supports them
+FOR_PROGRAMS = (2, 6)  # the first torch whose programs take any number of pictures, and whose newer exporter of ONNX is whole
 TOLERANCE = 1e-3  # the largest difference between the outputs of the network and of its file
 OWN_RESNET_KEY = "dense_layer.weight"  # a weight of the CIFAR jobs' ResNet-18 that no network of torchvision has
 
@@ -58,40 +59,75 @@ class FromBytes(torch.nn.Module):
         return self.network(images.to(torch.float32) * self.scale + self.shift)
 
 
+def as_program(network: FromBytes, size: int) -> bytes:
+    """Return a file for torch.export.load."""
+    if devices.TORCH < FOR_PROGRAMS:
+        raise UserError(f"--format torch needs torch 2.6 or later, and this is {torch.__version__}: take --format onnx")
+    with _without_fast_attention():
+        torch.export.save(_exported(network, size), file := io.BytesIO())
+    program = torch.export.load(io.BytesIO(file.getvalue())).module()
+    _compare(network, size, program)
+    return file.getvalue()
+
+
 def as_torchscript(network: FromBytes, size: int) -> bytes:
-    """Return a file for torch.jit.load, in Python or C++; TrainingFailed if its outputs are not those of the network."""
-    with _quietly(), torch.no_grad():
+    """Return a file for torch.jit.load, as the engines that ModelArts names for its services have it."""
+    with _without_fast_attention(), warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message=".*torch.jit")  # deprecated, and what those engines read
         program: Any = torch.jit.trace(network, _pictures(2, size), check_trace=False)
-        others = _pictures(3, size)  # another batch size than the traced one
-        apart = (program(others) - network(others)).abs().max().item()
-        buffer = io.BytesIO()
-        torch.jit.save(program, buffer)
+        torch.jit.save(program, file := io.BytesIO())
+    _compare(network, size, program)
+    return file.getvalue()
+
+
+def _exported(network, size):
+    """Return the program of the network for any number of pictures."""
+    batch = torch.export.Dim("batch", min=1)
+    try:
+        return torch.export.export(network, (_pictures(2, size),), dynamic_shapes=({0: batch},))
+    except Exception as error:  # of many kinds
+        raise UserError(f"torch.export cannot hold this network: {one_line(error)[:200]}; take --format safetensors") from None
+    finally:
+        network.train(False)  # which ends what some networks keep of their last pictures
+
+
+def _compare(network, size, program):
+    """Raise TrainingFailed if the answers to one picture, and to three, are not those of the network."""
+    with torch.no_grad():
+        apart = max((program(some) - network(some)).abs().max().item() for some in (_pictures(1, size), _pictures(3, size)))
     if not apart < TOLERANCE:
-        raise TrainingFailed(f"the exported program answers otherwise than the network, by {apart}: take --format onnx")
-    return buffer.getvalue()
+        raise TrainingFailed(f"the exported program answers otherwise than the network, by {apart}: take another --format")
 
 
 def need_onnx() -> None:
-    if not importlib.util.find_spec("onnx"):
-        raise UserError("--format onnx needs the package onnx: pip install onnx, or take --format torch")
+    needed = ("onnx", "onnxscript") if devices.TORCH >= FOR_PROGRAMS else ("onnx",)
+    if missing := [name for name in needed if not importlib.util.find_spec(name)]:
+        raise UserError(f"--format onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take --format torch")
 
 
 def as_onnx(network: FromBytes, size: int) -> bytes:
-    """Return the network as an ONNX file, from the older exporter: the newer one needs onnxscript besides onnx."""
+    """Return the network as an ONNX file, compared by onnxruntime where it is installed."""
     onnx: Any = importlib.import_module("onnx")
-    older: dict[str, Any] = {"dynamo": False} if devices.TORCH >= (2, 5) else {}  # before 2.5, it was the only one here
-    batch = {0: "batch"}
-    with tempfile.TemporaryDirectory() as folder:
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    with tempfile.TemporaryDirectory() as folder, _without_fast_attention():
         path = os.path.join(folder, "network.onnx")
         try:
-            with _quietly():
-                torch.onnx.export(
-                    network, (_pictures(2, size),), path, **older, opset_version=OPSET, input_names=["images"],
-                    output_names=["logits"], dynamic_axes={"images": batch, "logits": batch},
-                )  # fmt: skip
+            if devices.TORCH >= FOR_PROGRAMS:
+                made: Any = torch.onnx.export(
+                    _exported(network, size), (), dynamo=True, opset_version=OPSET, verbose=False, **names
+                )
+                made.save(path, external_data=False)
+                if os.listdir(folder) != ["network.onnx"]:
+                    raise UserError("--format onnx cannot hold so large a network in one file: take --format torch")
+            else:
+                batch = {"images": {0: "batch"}, "logits": {0: "batch"}}
+                torch.onnx.export(network, (_pictures(2, size),), path, dynamic_axes=batch, opset_version=OLDER_OPSET, **names)
         except torch.onnx.errors.OnnxExporterError as error:
             raise UserError(f"--format onnx cannot hold this network: {one_line(error)[:200]}; take --format torch") from None
         onnx.checker.check_model(path, full_check=True)
+        if importlib.util.find_spec("onnxruntime"):
+            runs = importlib.import_module("onnxruntime").InferenceSession(path)
+            _compare(network, size, lambda some: torch.from_numpy(runs.run(None, {"images": some.numpy()})[0]))
         return Path(path).read_bytes()
 
 
@@ -100,16 +136,14 @@ def _pictures(count, size):
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence warnings, as both exporters are deprecated, and turn off attention's fast path, which they cannot export."""
+def _without_fast_attention() -> Iterator[None]:
+    """Turn off attention's fast path, which no format can hold."""
     attention: Any = getattr(torch.backends, "mha", None)  # since torch 2.2
     fast = attention and attention.get_fastpath_enabled()
     if attention:
         attention.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         if attention:
             attention.set_fastpath_enabled(fast)

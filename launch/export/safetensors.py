@@ -1,0 +1,55 @@
+"""Weights as model.safetensors, with the config.json by which timm's create_model("local-dir:FOLDER") reads them."""
+
+import json
+import re
+import struct
+from typing import Any, Optional
+
+import torch
+
+from common.models import of_timm as networks_of_timm
+from common.tensors import SAFE_TYPES
+
+IN_BOTH = re.compile(r"(resnet|resnext|wide_resnet|densenet)\d")  # torchvision's networks that have the same names in timm
+
+
+def name_in_timm(arch: Optional[str]) -> Optional[str]:
+    """Return timm's name of the network, or None if it has none, or other names of weights."""
+    arch = arch and arch.replace("-", "_")
+    if arch and arch.startswith("timm/"):
+        return arch.partition("/")[2].partition(".")[0]
+    return arch if arch and IN_BOTH.match(arch) else None
+
+
+def content(weights: dict[str, torch.Tensor]) -> bytes:
+    names = {kind: name for name, kind in SAFE_TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    bodies, end = [], 0
+    for name, tensor in sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0])):  # so that each is aligned
+        bodies.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        place = [end, end + len(bodies[-1])]
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        end = place[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(bodies)
+
+
+def config(name: str, how: dict[str, Any], classes: list[str], arch: Optional[str]) -> dict[str, Any]:
+    """Return what timm reads, with its `name` of the network `arch`; `how`: as preprocessing.json has it."""
+    size, fixed = how["size"], bool(arch and arch.startswith("timm/") and networks_of_timm.config(arch).fixed_input_size)
+    return {
+        "architecture": name,
+        "num_classes": len(classes),
+        "label_names": classes,
+        "pretrained_cfg": {
+            "input_size": [3, size, size],
+            "fixed_input_size": fixed,
+            "interpolation": how["interpolation"],
+            "crop_pct": size / how["resize"],
+            "crop_mode": "squash" if how["crop"] == "none" else "center",
+            "mean": how["mean"],
+            "std": how["std"],
+            "num_classes": len(classes),
+        },
+    }

@@ -1,0 +1,161 @@
+"""A network of timm: its own mean, crop and resize reach loader, evaluation, manifest and export; its weights go in and out to the bit."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.checkpoints import checkpoint
+from common.errors import UserError
+from common.models import classifiers, of_timm
+from datasets import imagenet
+from datasets.photos import decode, tree
+from launch import export
+from launch.export import command
+from tests.hostile import safe_of
+from tests.jobs import run_job
+from tests.packages import python_package
+from tests.test_export import answers, preprocess_of
+from tests.test_imagenet import last_row, photographs  # noqa: F401 (a fixture)
+
+HALF = (0.5, 0.5, 0.5)  # the mean and the deviation of timm's vision transformers
+NETWORK = ["--arch", "timm/test_vit", "--image_size", 32]
+OPTIONS = [*NETWORK, "--recipe", "imagenet", "--batch_size", 8, "--epochs", 2, "--lr", 0.02, "--warmup", 0]
+
+
+@pytest.fixture(scope="module")
+def place():
+    return python_package("timm==1.0.31")
+
+
+@pytest.fixture
+def timm(place, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.syspath_prepend(python_package("safetensors==0.8.0"))  # with which timm reads
+    return pytest.importorskip("timm")
+
+
+def train(folder, place, *options, check=0):
+    return run_job("train_imagenet", folder, *options, env={"PYTHONPATH": str(place)}, launcher=[sys.executable], check=check)
+
+
+@pytest.fixture(scope="module")
+def run(photographs, place, tmp_path_factory):
+    """(folder, log) of the second of two starts."""
+    folder = tmp_path_factory.mktemp("timm")
+    train(folder, place, "--data_url", photographs, *OPTIONS, "--run_epochs", 1)
+    return folder, train(folder, place, "--data_url", photographs, *OPTIONS).stdout
+
+
+def test_what_timm_says_of_the_pictures_reaches_the_run(run, place, photographs, timm, tmp_path):
+    folder, log = run
+    assert (
+        "timm/test_vit: --image_size 32 --interpolation bicubic, with --resize short 0.95 of the short side; mean 0.5 0.5 0.5"
+        in log
+    )
+    _, about, _ = checkpoint.newest(str(folder / "out" / "checkpoints"))
+    kept = {name: about["arguments"][name] for name in ("mean", "std", "crop_pct", "interpolation", "image_size")}
+    assert kept == {"mean": [*HALF], "std": [*HALF], "crop_pct": 0.95, "interpolation": "bicubic", "image_size": 32}
+    accuracy = last_row(folder)["accuracy"]
+    assert accuracy == pytest.approx(accuracy_by_hand(folder, photographs, timm), abs=1e-6)
+
+    evaluated = train(
+        tmp_path, place, "--data_url", photographs, "--evaluate", "true", "--weights", folder / "out" / "epoch_2.pth"
+    )
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["accuracy"]
+    assert found == pytest.approx(accuracy, abs=1e-6) and "--interpolation bicubic" in evaluated.stdout
+    again = train(folder, place, "--data_url", photographs, *OPTIONS, "--evaluate", "true").stdout
+    assert f"accuracy={accuracy:.4f}" in again and "warning" not in again
+
+
+def accuracy_by_hand(folder, photographs, timm):
+    network = timm.create_model("test_vit", pretrained=False, num_classes=3, img_size=32).eval()
+    network.load_state_dict(torch.load(folder / "out" / "epoch_2.pth"))
+    files = tree.load(str(photographs / "val"))
+    pictures = [
+        decode.eval_picture(Path(files.path(n)).read_bytes(), False, 32, int(32 / 0.95), mode="bicubic")
+        for n in range(len(files))
+    ]
+    with torch.no_grad():
+        found = network((torch.stack(pictures) / 255 - 0.5) / 0.5).argmax(1)
+    return (found.numpy() == files.labels).mean()
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx", "safetensors"])
+def test_exported_it_answers_as_the_run_did(run, timm, photographs, tmp_path, form):
+    assert export.main([str(run[0] / "out"), "--format", form, "--output", str(tmp_path)]) == 0
+    how = json.loads((tmp_path / "preprocessing.json").read_text())
+    assert (how["mean"], how["resize"], how["interpolation"]) == ([*HALF], 33, "bicubic")
+    files = tree.load(str(photographs / "val"))
+    pictures = np.stack([preprocess_of(tmp_path)(files.path(number)) for number in range(len(files))])
+    network = timm.create_model("test_vit", pretrained=False, num_classes=3, img_size=32).eval()
+    network.load_state_dict(command.find(str(run[0] / "out")).weights)
+    scaled = (torch.from_numpy(pictures) / 255 - 0.5) / 0.5
+    with torch.no_grad():
+        expected = network(scaled).numpy()
+        if form != "safetensors":
+            assert np.abs(answers(tmp_path, pictures) - expected).max() < 1e-3
+            return
+        read = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+        assert np.array_equal(read(scaled).numpy(), expected)
+    about = timm.data.resolve_data_config({}, model=read)
+    assert tuple(about["mean"]) == HALF and tuple(about["input_size"]) == (3, 32, 32) and about["interpolation"] == "bicubic"
+    assert timm.data.create_transform(**about).transforms[0].size in (33, (33, 33))
+    assert read.pretrained_cfg["label_names"] == files.classes
+
+
+def test_timms_own_weights_begin_a_run_and_the_head_of_other_classes_is_new(timm, place, photographs, tmp_path):
+    torch.manual_seed(0)
+    theirs = timm.create_model("test_vit", pretrained=False, num_classes=1000, img_size=32)
+    (tmp_path / "model.safetensors").write_bytes(safe_of(theirs.state_dict()))
+    words = [
+        "--data_url",
+        photographs,
+        *OPTIONS,
+        "--weights",
+        tmp_path / "model.safetensors",
+        "--freeze_epochs",
+        1,
+        "--max_steps",
+        1,
+    ]
+    log = train(tmp_path, place, *words).stdout
+    assert "model.safetensors is for other classes: head.weight and head.bias begin anew" in log
+    _, _, path = checkpoint.newest(str(tmp_path / "out" / "checkpoints"))
+    kept = checkpoint.read(path)[0]["model"]
+    assert all(torch.equal(kept[name], tensor) for name, tensor in theirs.state_dict().items() if not name.startswith("head."))
+
+
+def test_a_wrong_name_and_a_missing_package_are_a_line(timm, monkeypatch):
+    with pytest.raises(
+        UserError, match=r"--arch timm/resnet1 is none of the \d{3,4} networks of timm 1.0.31; the nearest: resnet"
+    ):
+        classifiers.require("timm/resnet1", 224)
+    with pytest.raises(UserError, match="is none of the"):
+        of_timm.config("timm/resnet18.of_nobody")
+    with pytest.raises(UserError, match="--arch timm/test_vit takes no --image_size 40"):
+        classifiers.classifier("timm/test_vit", 3, 40)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=re.escape("--arch timm/NAME needs timm: pip install .[timm]")):
+        classifiers.require("timm/resnet18", 224)
+
+
+def test_what_a_run_of_another_network_had_is_not_taken(timm):
+    before = {"arch": "resnet50", "image_size": 48, "crop_pct": None, "mean": [0.1, 0.2, 0.3]}
+    values, _ = of_timm.pictures(SimpleNamespace(arch="timm/test_vit", given={"image_size"}, image_size=64), before)
+    assert (values["image_size"], values["crop_pct"], values["mean"]) == (64, 0.95, HALF)
+    values, _ = of_timm.pictures(SimpleNamespace(arch="timm/test_vit", given={}), {**before, "arch": "timm/test_vit"})
+    assert (values["image_size"], values["crop_pct"], values["mean"]) == (48, 0.95, (0.1, 0.2, 0.3))
+    assert (
+        of_timm.pictures(SimpleNamespace(arch="timm/volo_d4_448", given={}), {})[0]["crop_pct"] == 1
+    )  # of 1.15: nothing is padded
+
+
+def test_in_a_small_folder_its_residual_blocks_do_not_begin_at_0(timm):
+    weights = {shallow: classifiers.classifier("timm/resnet10t", 3, 32, shallow).state_dict() for shallow in (True, False)}
+    assert imagenet.MEAN != HALF and not torch.equal(*(weights[shallow]["layer1.0.bn2.weight"] for shallow in (True, False)))
