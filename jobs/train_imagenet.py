@@ -285,7 +285,7 @@ def build(args, classes):
         path = local_weights(args.weights, args.input_dir, say)
         anew = load_weights(network, path, new_head=not args.evaluate)
         if anew and distributed.get_rank() == 0:
-            say(f"{args.weights} is for other classes: {' and '.join(anew)} begin anew")
+            say(f"{args.weights} has no weights for these classes: {' and '.join(anew)} begin anew")
     return network
 
 

@@ -99,6 +99,12 @@ def test_a_vision_transformer_of_timm_goes_into_torchvisions(here, monkeypatch):
         assert torch.allclose(ours(images), theirs(images), atol=1e-5)
     other = torchvision.models.VisionTransformer(**how, num_classes=5)
     assert load_weights(other, "vit.safetensors") == ["heads.head.weight", "heads.head.bias"]
+    theirs.reset_classifier(0)
+    with open("without_head.safetensors", "wb") as file:
+        file.write(safe_of(theirs.state_dict()))
+    assert load_weights(ours, "without_head.safetensors") == ["heads.head.weight", "heads.head.bias"]
+    with pytest.raises(UserError, match="heads.head.bias, heads.head.weight and so on do not fit"):
+        load_weights(ours, "without_head.safetensors", new_head=False)
     larger = torchvision.models.VisionTransformer(**{**how, "image_size": 96}, num_classes=3)
     with pytest.raises(UserError, match=r"encoder.pos_embedding and so on do not fit; give .* --image_size"):
         load_weights(larger, "vit.safetensors")  # no place of the larger picture would be what was learnt

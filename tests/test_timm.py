@@ -107,6 +107,8 @@ def test_exported_it_answers_as_the_run_did(run, timm, photographs, tmp_path, fo
     assert tuple(about["mean"]) == HALF and tuple(about["input_size"]) == (3, 32, 32) and about["interpolation"] == "bicubic"
     assert timm.data.create_transform(**about).transforms[0].size in (33, (33, 33))
     assert read.pretrained_cfg["label_names"] == files.classes
+    other = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, num_classes=7)  # which is where a next run begins
+    assert torch.equal(other.cls_token, read.cls_token) and other.head.weight.shape == (7, 64)
 
 
 def test_timms_own_weights_begin_a_run_and_the_head_of_other_classes_is_new(timm, place, photographs, tmp_path):
@@ -125,7 +127,7 @@ def test_timms_own_weights_begin_a_run_and_the_head_of_other_classes_is_new(timm
         1,
     ]
     log = train(tmp_path, place, *words).stdout
-    assert "model.safetensors is for other classes: head.weight and head.bias begin anew" in log
+    assert "model.safetensors has no weights for these classes: head.weight and head.bias begin anew" in log
     _, _, path = checkpoint.newest(str(tmp_path / "out" / "checkpoints"))
     kept = checkpoint.read(path)[0]["model"]
     assert all(torch.equal(kept[name], tensor) for name, tensor in theirs.state_dict().items() if not name.startswith("head."))

@@ -26,7 +26,7 @@ OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
-    """Load a file of weights. If `new_head`, up to two may have other shapes: they are left out, and their names returned."""
+    """Load a file of weights. If `new_head`, the last layer may be of other classes or missing; return the names left out."""
     return fit(network, read_weights(path), path, new_head)
 
 
@@ -126,9 +126,10 @@ def _fits(name, value):
 
 
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
-    """Load `state`, which was read from `path`; return the names of those whose shapes differ, which are not loaded.
+    """Load `state`, which was read from `path`; return the names of those that are not loaded.
 
-    With `new_head`, up to two may differ, as for other classes. Other mismatches raise UserError, but for num_batches_tracked.
+    With `new_head`, up to two may have other shapes, as for other classes, or the last layer may be missing, as where a network
+    learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
     """
     own = network.state_dict()
     state = {plain_name(name, own): tensor for name, tensor in state.items()}
@@ -138,6 +139,10 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
         state = {of_timm.name_in_torchvision(name): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
+    last = list(own)[-1].rpartition(".")[0]
+    if new_head and state and not other_shapes and unmatched == [f"{last}.bias", f"{last}.weight"]:
+        network.load_state_dict(state, strict=False)
+        return unmatched[::-1]
     other_classes = other_shapes and all(own[name].shape[1:] == state[name].shape[1:] for name in other_shapes)
     if other_classes and not unmatched and not new_head:
         theirs, ours = (len(values[other_shapes[-1]]) for values in (state, own))

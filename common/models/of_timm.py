@@ -55,9 +55,10 @@ def pictures(args: argparse.Namespace, before: Mapping[str, Any]) -> tuple[dict[
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     mean, std = (" ".join(f"{value:g}" for value in values[name]) for name in ("mean", "std"))
     size, mode, share = (values[name] for name in ("image_size", "interpolation", "crop_pct"))
+    shown = " --resize whole" if values["resize"] == "whole" else f", with --resize short {share:g} of the short side"
     return values, (
-        f"{args.arch}: --image_size {size} --interpolation {mode}, with --resize short {share:g} of the short side; mean "
-        f"{mean}, standard deviation {std} (timm {_timm().__version__})"
+        f"{args.arch}: --image_size {size} --interpolation {mode}{shown}; mean {mean}, standard deviation {std} "
+        f"(timm {_timm().__version__})"
     )
 
 

@@ -171,12 +171,14 @@ def export(options: argparse.Namespace) -> None:
     else:
         files["model.safetensors"] = safetensors.content(plain.state_dict())
         if timms := safetensors.name_in_timm(arch):
-            files["config.json"], program = _json(safetensors.config(timms, how, classes, arch)), "timm"
+            files["config.json"], program = _json(safetensors.config(timms, how, classes, plain)), "timm"
     score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
     title = f"{type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}"
     if program in readme.PROGRAMS:
         files["README.md"] = readme.page(title, program).encode()
     os.makedirs(folder, exist_ok=True)
+    for name in {"README.md", "config.json"} - files.keys():  # of an earlier export of another network
+        Path(folder, name).unlink(missing_ok=True)
     for name, content in files.items():
         write_atomically(os.path.join(folder, name), content)
     if options.format in ("onnx", "torch"):  # ModelArts takes one .pth file, and that is the network

@@ -60,7 +60,7 @@ class FromBytes(torch.nn.Module):
 
 
 def as_program(network: FromBytes, size: int) -> bytes:
-    """Return a file for torch.export.load."""
+    """Return a file for torch.export.load; TrainingFailed if it answers otherwise than the network."""
     if devices.TORCH < FOR_PROGRAMS:
         raise UserError(f"--format torch needs torch 2.6 or later, and this is {torch.__version__}: take --format onnx")
     with _without_fast_attention():
@@ -71,7 +71,7 @@ def as_program(network: FromBytes, size: int) -> bytes:
 
 
 def as_torchscript(network: FromBytes, size: int) -> bytes:
-    """Return a file for torch.jit.load, as the engines that ModelArts names for its services have it."""
+    """Return a file for torch.jit.load, which ModelArts' engines read; TrainingFailed if it answers otherwise."""
     with _without_fast_attention(), warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message=".*torch.jit")  # deprecated, and what those engines read
         program: Any = torch.jit.trace(network, _pictures(2, size), check_trace=False)

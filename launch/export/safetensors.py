@@ -7,7 +7,6 @@ from typing import Any, Optional
 
 import torch
 
-from common.models import of_timm as networks_of_timm
 from common.tensors import SAFE_TYPES
 
 IN_BOTH = re.compile(r"(resnet|resnext|wide_resnet|densenet)\d")  # torchvision's networks that have the same names in timm
@@ -35,21 +34,24 @@ def content(weights: dict[str, torch.Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text + b"".join(bodies)
 
 
-def config(name: str, how: dict[str, Any], classes: list[str], arch: Optional[str]) -> dict[str, Any]:
-    """Return what timm reads, with its `name` of the network `arch`; `how`: as preprocessing.json has it."""
-    size, fixed = how["size"], bool(arch and arch.startswith("timm/") and networks_of_timm.config(arch).fixed_input_size)
+def config(name: str, how: dict[str, Any], classes: list[str], network: torch.nn.Module) -> dict[str, Any]:
+    """Return what timm reads, with its `name` of the network; `how`: as preprocessing.json has it."""
+    size, of_timm = how["size"], getattr(network, "pretrained_cfg", {})
+    convolutions = [module for module, its in network.named_modules() if isinstance(its, torch.nn.Conv2d)]
     return {
         "architecture": name,
         "num_classes": len(classes),
         "label_names": classes,
         "pretrained_cfg": {
             "input_size": [3, size, size],
-            "fixed_input_size": fixed,
+            "fixed_input_size": of_timm.get("fixed_input_size", False),
             "interpolation": how["interpolation"],
-            "crop_pct": size / how["resize"],
+            "crop_pct": size / (how["resize"] + 0.5),  # of which timm takes the whole part of size / crop_pct
             "crop_mode": "squash" if how["crop"] == "none" else "center",
             "mean": how["mean"],
             "std": how["std"],
             "num_classes": len(classes),
+            "first_conv": of_timm.get("first_conv") or (convolutions or [None])[0],
+            "classifier": of_timm.get("classifier") or [*network.state_dict()][-1].rpartition(".")[0],
         },
     }
