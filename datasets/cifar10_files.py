@@ -52,12 +52,20 @@ def find(args: argparse.Namespace) -> str:
             return
         if not os.path.exists(archive):
             https.download(URL, archive, SHA256, held.tell)
-        untrusted.unpack(archive, folder, [*TRAIN_FILES, *TEST_FILES], MAX_UNPACKED, may_have=["batches.meta", "readme.html"])
+        untrusted.unpack(archive, folder, place_of, MAX_UNPACKED, needed=[*TRAIN_FILES, *TEST_FILES])
         if sha256(archive) != SHA256:
             warn(f"{one_line(archive)} is not the published archive: only its own checksum was verified")
 
     once_per_node(folder, prepare)
     return folder
+
+
+def place_of(name: str) -> str:
+    """Return where a file of the archive belongs; ValueError for one that is not of the data set."""
+    path, own = os.path.split(name)
+    if own not in (*TRAIN_FILES, *TEST_FILES, "batches.meta", "readme.html") or "/" in path:
+        raise ValueError(f"{one_line(name)[:80]!r} in it does not belong to the data set")
+    return own
 
 
 def _may_be_unpacked_again(folder, root, args):

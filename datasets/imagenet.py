@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import numpy as np
 import torch
 
-from common import arguments, devices, moments, progress, storage
+from common import arguments, devices, moments, progress
 from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
@@ -28,7 +28,7 @@ BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", 
 NO_INPUT = ["synthetic", "syntetic"]  # Alibaba's document has the second spelling
 DATA = (
     "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or with CLASS/*.JPEG, of which a "
-    "fifth is held out; or the .manifest of a labelling platform; or what launch pack made of one of these"
+    "fifth is held out; a .zip or .tar of these; the .manifest of a labelling platform; or what launch pack made of one of them"
 )
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SYNTHETIC = {"train": 1280, "val": 256}
@@ -151,10 +151,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
         from datasets import kspeed
 
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
-    how = {
-        "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
-        "augmentation": args.augmentation,
-    }
+    how = {"mode": "bicubic" if args.interpolation == "bicubic" else "bilinear", "augmentation": args.augmentation}
     short = decode.WHOLE if args.resize == "whole" else decode.short_side(size, args.crop_pct)
     train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how)
     args = arguments.replaced(args, data=_counted(found))
@@ -196,10 +193,10 @@ def _find(args):
 
         return arrival.find(args), False
     labels = photo_files.manifest_of(args.data_url)
-    root = args.data_url if labels else storage.fetch(args.data_url, inputs=args.input_dir)
-    if labels := labels or photo_files.manifest_of(root):
-        from datasets.photos import manifest
+    from datasets.photos import archive, manifest
 
+    root = args.data_url if labels else archive.root(args.data_url, args.input_dir)
+    if labels := labels or photo_files.manifest_of(root):
         return manifest.load(labels, args.input_dir)
     require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
     if not os.path.isdir(os.path.join(root, "train")):

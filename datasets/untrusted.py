@@ -1,8 +1,8 @@
 """Reading untrusted archives and pickles: nothing in them is executed, and nothing is written outside the folder.
 
-tarfile's own filters have been bypassed more than once and a pickle can execute any code, so neither is trusted here: the
-archive may hold only plain files with the expected names, and folders, which are ignored; the pickle only the opcodes of a
-dictionary of lists, byte strings and one array of uint8.
+Modules that read them for Python have been bypassed more than once, and a pickle can execute any code, so none is trusted here:
+an archive may hold only plain files whose names lead below its folder, and folders, which are ignored; the pickle only the
+opcodes of a dictionary of lists, byte strings and one array of uint8.
 """
 
 import gzip
@@ -11,19 +11,28 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import tarfile
 import tempfile
+import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Optional
 
 import numpy as np
 
 from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import MIB, open_regular
+from common.world.folders import is_fetchable_name
 
 NOTE = ".archive.json"  # file in an unpacked folder that identifies its archive
+BLOCK = tarfile.BLOCKSIZE
+LONGEST_HEADER = 1 << 16  # bytes that say more of the next file of a tar
+MOST_BYTES = 256 << 20  # of a file in an archive
+
+Member = tuple[str, int, bytes]  # a file's name, where it begins in a tar, and what is in it
+Wanted = Callable[[str], object]  # whether the content of a file is needed; it may raise a ValueError
 
 
 class _Bounded:
@@ -35,7 +44,7 @@ class _Bounded:
     def read(self, size):
         content = self._stream.read(min(size, self._left + 1))
         if len(content) > self._left:
-            raise ValueError("it unpacks to more than the data set can hold")
+            raise ValueError("it unpacks to more than the data set can hold, or the disk")
         self._left -= len(content)
         return content
 
@@ -52,51 +61,158 @@ def _identity(archive, status):
     return json.dumps([os.path.realpath(archive), status.st_size, status.st_mtime_ns])
 
 
-def unpack(archive: str, folder: str, names: list[str], max_bytes: int, may_have: Sequence[str] = ()) -> None:
-    """Unpack the files `names` of a .tar.gz into `folder`, which appears whole or not at all and replaces an earlier one. The
-    archive may also have the files `may_have`; any other file is an error."""
+def unpack(
+    archive: str, folder: str, place_of: Callable[[str], Optional[str]], most: int, needed: Collection[str] = (),
+    count: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
+    """Unpack a .zip, .tar or .tar.gz into `folder`, which appears whole or not at all and replaces an earlier one.
+
+    `place_of(name)`: where a file belongs below `folder`, or None to leave it out; a ValueError refuses the archive. `most`:
+    bytes of all files. `needed`: places that have to be there. `count()` is called for each file.
+    """
     parent = os.path.dirname(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
     try:
-        with open_regular(archive) as file, gzip.open(file) as stream:
+        with open_regular(archive) as file:
             Path(unfinished, NOTE).write_text(_identity(archive, os.fstat(file.fileno())))
-            bounded = _Bounded(stream, max_bytes)
-            written = _write_members(bounded, unfinished, {*names, *may_have})
-            while rest := bounded.read(MIB):  # tarfile stops before gzip's checksum, and after its own end there are only zeros
-                if any(rest):
-                    raise ValueError("it goes on after its end")
-        missing = sorted(set(names) - written)
+            written = set()
+            for name, _, content in _members(file, most, lambda name: place_of(name) is not None):
+                place = str(place_of(name))
+                if place in written:
+                    raise ValueError(f"{one_line(name)[:80]!r} is in it twice")
+                written.add(place)
+                os.makedirs(os.path.dirname(os.path.join(unfinished, place)), exist_ok=True)
+                Path(unfinished, place).write_bytes(content)
+                count()
+        missing = sorted(set(needed) - written)
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
         if os.path.isdir(folder):
             os.rename(folder, os.path.join(unfinished, ".replaced"))
         os.rename(unfinished, folder)
         shutil.rmtree(os.path.join(folder, ".replaced"), ignore_errors=True)
-    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
+    except (*DAMAGES, OSError) as error:
         if is_of_the_system(error):
             raise TrainingFailed(f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again") from None
-        raise UserError(f"{archive} cannot be unpacked: {one_line(error)}; delete it and fetch it again") from None
+        raise UserError(f"{archive} cannot be unpacked: {one_line(error)[:200]}; delete it and fetch it again") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_members(stream: Any, folder, names):
-    written = set()
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in archive:
-            if member.isdir():
+# What reading a damaged archive raises.
+DAMAGES = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
+
+
+def _members(file, most, wanted) -> Iterator[Member]:
+    begin = file.read(2)
+    file.seek(0)
+    if begin == b"PK":
+        return _zipped(file, most, wanted)
+    return in_tar(_Bounded(gzip.open(file) if begin == b"\x1f\x8b" else file, most), wanted)
+
+
+def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
+    """Read a tar to its end, and yield its files that are `wanted`.
+
+    Other than tarfile, which takes a damaged header for the end, it accounts for every byte. A ValueError or TarError refuses
+    all but plain files and folders.
+    """
+    at, more = 0, {}
+
+    def take(size):
+        nonlocal at
+        content = stream.read(size)
+        if len(content) < size:
+            raise ValueError("it is cut off")
+        at += size
+        return content
+
+    while (header := take(BLOCK)).count(0) < BLOCK:
+        member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
+            if not 0 <= member.size <= LONGEST_HEADER:
+                raise ValueError("one of its headers is too long")
+            said = take(member.size + -member.size % BLOCK)[: member.size]
+            if member.type == tarfile.XHDTYPE:
+                more = _records(said)
+            elif member.type == tarfile.GNUTYPE_LONGNAME:
+                more = {"path": said.rstrip(b"\0").decode("utf-8", "surrogateescape")}
+            continue
+        name, size = more.get("path", member.name).removeprefix("./"), int(more.get("size", member.size))
+        sparse, more = "GNU.sparse.major" in more or "GNU.sparse.size" in more, {}
+        if member.isdir():
+            continue
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or sparse or size < 0:
+            raise ValueError(f"{one_line(name)[:80]!r} in it is not a plain file")
+        kept = _kept(name, size, wanted)
+        place = at
+        content = take(size) if kept else b""
+        for left in range(0 if kept else size, 0, -MIB):
+            take(min(MIB, left))
+        take(-size % BLOCK)
+        if kept:
+            yield name, place, content
+    while rest := stream.read(MIB):
+        if rest.count(0) < len(rest):
+            raise ValueError("it goes on after its end")
+
+
+def _records(said):
+    """Return {key: value} of the header that says more of the next file. Each record is b"LENGTH KEY=VALUE\\n"."""
+    found, at = {}, 0
+    while at < len(said):
+        length = int(said[at : said.index(b" ", at)])
+        record = said[at : at + length]
+        key, equals, value = record.partition(b" ")[2].partition(b"=")
+        if length < 5 or len(record) < length or not equals or not record.endswith(b"\n"):
+            raise ValueError("one of its headers is damaged")
+        found[key.decode("utf-8", "replace")] = value[:-1].decode("utf-8", "surrogateescape")
+        at += length
+    return found
+
+
+def _kept(name, size, wanted):
+    if not is_fetchable_name(name):
+        raise ValueError(f"{one_line(name)[:80]!r} in it is no name of a file below a folder")
+    if wanted(name) and size > MOST_BYTES:
+        raise ValueError(f"{one_line(name)[:80]!r} in it has more than {MOST_BYTES // MIB} MiB")
+    return wanted(name)
+
+
+def _zipped(file, most, wanted):
+    with zipfile.ZipFile(file) as archive:
+        if sum(member.file_size for member in archive.infolist()) > most:
+            raise ValueError("it unpacks to more than the data set can hold, or the disk")
+        for member in archive.infolist():
+            name = _name_in_zip(member)
+            if name.endswith("/"):
                 continue
-            path, name = os.path.split(member.name)
-            if not member.isreg() or member.issparse():
-                raise ValueError(f"{one_line(member.name)[:80]!r} in it is not a plain file")
-            if name not in names or name in written or path.count("/") or path in ("..", "."):
-                raise ValueError(f"{one_line(member.name)[:80]!r} in it does not belong to the data set, or is there twice")
-            content: Any = archive.extractfile(member)
-            with open(os.path.join(folder, name), "xb") as file:
-                shutil.copyfileobj(content, file)
-            written.add(name)
-    return written
+            plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
+            if not plain or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others know no limit
+                raise ValueError(
+                    f"{one_line(name)[:80]!r} in it is no plain file, or is encrypted, or in a form of few programs"
+                )
+            if _kept(name, member.file_size, wanted):
+                with archive.open(member) as content:
+                    read = content.read(member.file_size)
+                if len(read) < member.file_size:
+                    raise ValueError("it is cut off")
+                yield name, 0, read
+
+
+def _name_in_zip(member):
+    """Return the name of a file. If the archive does not say that it is UTF-8, it is that or, of Windows in China, GB 18030."""
+    name = member.filename
+    if not member.flag_bits & 0x800:
+        encoded = name.encode("cp437", "replace")
+        for code in ("utf-8", "gb18030"):
+            try:
+                name = encoded.decode(code)
+                break
+            except UnicodeDecodeError:
+                continue
+    return name.replace("\\", "/").removeprefix("./")
 
 
 class _Array:

@@ -55,11 +55,17 @@ NOT_RUN = {
         "python jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed",
         "python jobs/train_imagenet.py --data_url obs://bucket/flowers-out/annotation/V001/V001.manifest --arch resnet18 --image_size 64",
         "python -m launch pack /data/imagenet obs://bucket/imagenet-packed",
+        "python jobs/train_imagenet.py --data_url obs://bucket/flowers.zip --arch resnet18 --image_size 64",
+        "python jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-wds",
+        "python -m launch pack --index obs://bucket/imagenet-wds",
         "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048",
         "torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed",
     ],
     "sets a variable for a job on other machines; tests/test_strangers.py has a secret of its own": [
         "export ANYRANK_SECRET=$(openssl rand -hex 32)",
+    ],
+    "needs files of parquet; tests/test_index.py makes some": [
+        "python -m launch pack imagenet-1k /data/imagenet-packed",
     ],
     "needs memcached servers; tests/test_kspeed.py starts its own": [
         "memcached -m 200000 -I 16m -U 0 -l 10.0.0.5 -Y /etc/memcached.users",
@@ -144,6 +150,7 @@ NOT_RUN = {
         "pip install .[elastic]",
         "pip install .[ray]",
         "pip install .[timm]",
+        "pip install .[parquet]",
         "pip list --format=freeze | grep -iE '^(torch|torchvision|numpy)==' > keep.txt && pip install -r requirements.txt -c keep.txt",
     ],
     "runs these tests": [

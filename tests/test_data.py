@@ -163,7 +163,7 @@ def test_an_archive_that_finds_no_room_is_not_said_to_be_damaged(archive, tmp_pa
     monkeypatch.setattr(os, "rename", full)
     names = sorted(path.name for path in (archive.parent / "cifar-10-batches-py").iterdir())
     with pytest.raises(TrainingFailed, match=r"cannot be unpacked: \[Errno 28\] No space left on device; mend that"):
-        untrusted.unpack(str(archive), str(tmp_path / "data"), names, cifar10_files.MAX_UNPACKED)
+        untrusted.unpack(str(archive), str(tmp_path / "data"), cifar10_files.place_of, cifar10_files.MAX_UNPACKED, names)
 
 
 def test_a_folder_with_neither_names_both(tmp_path):
@@ -256,14 +256,16 @@ def test_a_flipped_bit_anywhere_in_an_archive_is_noticed(tmp_path):
     """Stored without compression, a flipped bit of a pixel leaves everything as it was but the checksum at the very end."""
     whole = gzip.compress(archive_of(*good_members(), mode="w"), compresslevel=0)
     names = [os.path.basename(info.name) for info, _ in good_members()]
-    untrusted.unpack(write(tmp_path / "whole", whole), str(tmp_path / "good"), names, cifar10_files.MAX_UNPACKED)
+    untrusted.unpack(
+        write(tmp_path / "whole", whole), str(tmp_path / "good"), cifar10_files.place_of, cifar10_files.MAX_UNPACKED, names
+    )
     header = 10  # of gzip: a time and a system, which say nothing of the files
     for place in np.random.default_rng(0).integers(8 * header, 8 * len(whole), 300):
         content = bytearray(whole)
         content[place // 8] ^= 1 << place % 8
         path = write(tmp_path / "flipped", bytes(content))
         with pytest.raises(UserError, match="cannot be unpacked"):
-            untrusted.unpack(path, str(tmp_path / "data"), names, cifar10_files.MAX_UNPACKED)
+            untrusted.unpack(path, str(tmp_path / "data"), cifar10_files.place_of, cifar10_files.MAX_UNPACKED, names)
     assert sorted(os.listdir(tmp_path)) == ["flipped", "good", "whole"]
 
 

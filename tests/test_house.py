@@ -66,7 +66,7 @@ MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path 
 OPTIONAL = {
     "nvidia", "ray", "pymemcache", "boto3", "torchvision", "sklearn", "matplotlib", "tensorboard", "huaweicloudsdkcore",
     "huaweicloudsdkmodelarts", "alibabacloud_credentials", "alibabacloud_pai_dlc20201203", "alibabacloud_tea_openapi", "kubernetes",
-    "onnx", "jinja2", "tqdm", "mlflow", "wandb", "swanlab", "timm",
+    "onnx", "jinja2", "tqdm", "mlflow", "wandb", "swanlab", "timm", "pyarrow",
 }  # fmt: skip
 OF_ONE_PACKAGE = {"datasets/kspeed/fleet.py": "pymemcache"}  # its classes extend that package's, so it is imported like one
 

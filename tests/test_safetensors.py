@@ -103,7 +103,7 @@ def test_a_vision_transformer_of_timm_goes_into_torchvisions(here, monkeypatch):
     with open("without_head.safetensors", "wb") as file:
         file.write(safe_of(theirs.state_dict()))
     assert load_weights(ours, "without_head.safetensors") == ["heads.head.weight", "heads.head.bias"]
-    with pytest.raises(UserError, match="heads.head.bias, heads.head.weight and so on do not fit"):
+    with pytest.raises(UserError, match=r"heads.head.bias, heads.head.weight and so on do not fit"):
         load_weights(ours, "without_head.safetensors", new_head=False)
     larger = torchvision.models.VisionTransformer(**{**how, "image_size": 96}, num_classes=3)
     with pytest.raises(UserError, match=r"encoder.pos_embedding and so on do not fit; give .* --image_size"):

@@ -261,10 +261,10 @@ class Fetcher:
         shards, parts = [], []
         for _, content in self._indexes.values():
             with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-                parts.append({name: stored[name] for name in ("shard", "offset", "length", "checksum")})
-                parts[-1]["shard"] = parts[-1]["shard"] + len(shards)
                 about = json.loads(bytes(stored["about"]))
-                shards += about["shards"]
+                shards += [shard for shard in about["shards"] if shard not in shards]  # a shard may have samples of both splits
+                parts.append({name: stored[name] for name in ("shard", "offset", "length", "checksum")})
+                parts[-1]["shard"] = np.array([shards.index(shard) for shard in about["shards"]])[parts[-1]["shard"]]
                 self._compared = about["form"] != "raw"  # at every read, too
         for shard in shards:
             if shard["name"] not in items or items[shard["name"]].size != shard["size"]:

@@ -27,7 +27,7 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.files import sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
-from common.world.folders import INPUT_DIR, is_bucket, local_folder
+from common.world.folders import INPUT_DIR, is_bucket, is_fetchable_name, local_folder
 from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
 
@@ -258,7 +258,7 @@ def read_index(path: str, folder: str, split: str) -> Packed:
             if (about["format"], about["split"]) != (FORMATS.get(about["form"]), split):
                 raise ValueError(f"it is not an index of {split} in a known format")
             arrays = {name: stored[name] for name in _kinds(about["form"])}
-        _check(about, names, arrays, split)
+        _check(about, names, arrays)
         words = {name: about[name] for name in ("classes", "left_out", "shards", "identity", "form")}
         arrays = {"stored_widths": arrays["widths"], "stored_heights": arrays["heights"], **arrays}
     except Exception as error:  # a damaged file can fail in any way
@@ -269,11 +269,10 @@ def read_index(path: str, folder: str, split: str) -> Packed:
     return Packed(folder, names=names, **words, **arrays, number=np.arange(len(names)), arrival=None)
 
 
-def _check(about, names, arrays, split):
+def _check(about, names, arrays):
     """Raise a ValueError if the index contradicts itself, or leads out of the folder or out of a shard."""
-    shard_name = re.compile(rf"{re.escape(split)}-\d{{6}}\.tar", re.ASCII)
     for shard in about["shards"]:
-        if not shard_name.fullmatch(shard["name"]):
+        if not re.fullmatch(r"[^./][^/]*\.tar", shard["name"]) or not is_fetchable_name(shard["name"]):
             raise ValueError(f"{shard['name'][:80]!r} is not the name of a shard")
         sized = type(shard["size"]) is int and 0 < shard["size"] < 1 << 62
         if not sized or not re.fullmatch(r"[0-9a-f]{64}", shard["sha256"]):

@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Callable, ClassVar, Union
+from typing import IO, TYPE_CHECKING, Callable, ClassVar, Union
 
 import numpy as np
 
@@ -216,24 +216,29 @@ def _bytes(text):
 def judge(path: str) -> Verdict:
     """Return the reason to leave a file out, or (GOOD or SPECIAL, width, height); UserError or TrainingFailed if unreadable."""
     try:
-        with files.opened(path) as file, remarks.about(lambda: path, lambda text: say(f"warning: {text}")):
-            head = file.read(HEAD)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            tail = file.read()
-            if not head:
-                return "empty"
-            if head.startswith(b"\xff\xd8"):
-                verdict = _judge_jpeg(file, bytearray(head), tail)
-            elif head.startswith(b"\x89PNG\r\n\x1a\n"):
-                verdict = _judge_png(head, tail)
-            else:
-                verdict = _judge_other(file)
+        with files.opened(path) as file:
+            return judge_open(file, path)
     except OSError as error:
         error.filename = path
         raise files.unreadable(error) from None
     except ValueError as error:  # not a regular file, or too large
         return str(error)
+
+
+def judge_open(file: IO[bytes], name: str) -> Verdict:
+    """judge() of a file that is open. `name`: for warnings."""
+    with remarks.about(lambda: name, lambda text: say(f"warning: {text}")):
+        head = file.read(HEAD)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        tail = file.read()
+        if not head:
+            return "empty"
+        if head.startswith(b"\xff\xd8"):
+            verdict = _judge_jpeg(file, bytearray(head), tail)
+        elif head.startswith(b"\x89PNG\r\n\x1a\n"):
+            verdict = _judge_png(head, tail)
+        else:
+            verdict = _judge_other(file)
     if isinstance(verdict, str):
         return verdict
     _, width, height = verdict

@@ -4,6 +4,9 @@
                                                       of ROOT/CLASS/*.JPEG a fifth as val, the one that a job holds out
     python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
     python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
+    python -m launch pack FOLDER OUT                  of .parquet with columns image and label, as Hugging Face keeps pictures
+    python -m launch pack --index FOLDER              tar shards of WebDataset as they are: writes the indexes beside them, and
+                                                      nothing else; also s3://bucket/shards
     python -m launch pack --verify OUT                compare every shard with its digest, every sample with its checksum
     python -m launch pack ROOT --verify OUT           and every picture with its original, where --form keeps all of it
 
@@ -17,11 +20,9 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Callable, Optional
+from typing import Optional, Union
 
 import numpy as np
 
@@ -35,32 +36,14 @@ from common.storage.listing import SPARE
 from common.world import folders
 from datasets.photos import files, manifest, packed, splits, tiles, tree
 from launch.options import new_parser, run_for_exit_code
+from launch.pack import index, parquet
 from launch.pack.forms import FORMS
 from launch.pack.shards import ShardPlan, make
+from launch.pack.threads import Done, in_threads
 
 WORKERS = 8  # threads: the slow parts, disk and decoder, release the GIL
 UPLOADS = 4
-Done = Callable[[int], None]  # adds one thing of so many bytes to the progress
 OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.json)", re.ASCII)
-
-
-def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequence[Any], progress: Progress) -> None:
-    """Call `work(item, done)` for all items in threads. `work` calls done(size), which raises once another item has failed."""
-    failed = threading.Event()
-
-    def done(size: int) -> None:
-        if failed.is_set():
-            raise InterruptedError
-        progress.add(1, size)
-
-    with progress, ThreadPoolExecutor(workers) as pool:
-        try:
-            for task in as_completed([pool.submit(work, item, done) for item in items]):
-                task.result()
-        except BaseException:
-            failed.set()
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 # --- Packing -------------------------------------------------------------------------------------------------------
@@ -71,10 +54,9 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     if not files.manifest_of(root):
         _require_photographs(root, folder)
     os.makedirs(folder, exist_ok=True)
-    busy = f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
-    with once.locked(os.path.join(folder, ".pack"), busy):
-        index = os.path.join(folder, ".tree")
-        trees = _photographs(root, index, options)
+    with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
+        notes = os.path.join(folder, ".tree")
+        trees = _photographs(root, notes, options)
         plans = [ShardPlan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
         _clear(folder, plans, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
@@ -88,9 +70,29 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         in_threads(options.workers, lambda pair, done: make(pair[0], pair[1], done), missing, progress)
         for plan in plans:
             plan.write_index()
-        shutil.rmtree(index)
+        shutil.rmtree(notes)
     print(_describe(plans, len(missing), progress), flush=True)
     return [shard.name for plan in plans for shard in plan.shards]
+
+
+def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> list[str]:
+    """The same, of files of parquet."""
+    if options.form != "original":
+        raise UserError(f"--form {options.form} is for pictures in folders: leave it out")
+    os.makedirs(folder, exist_ok=True)
+    with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
+        plans, classes = parquet.plan(paths, options)
+        _clear(folder, plans, options.overwrite)
+        _need_space(folder, sum(shard.size for plan in plans for shard in plan.shards))
+        for plan in plans:
+            write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
+        parquet.make(plans, folder, options.workers)
+        index.index(folder, argparse.Namespace(**{**vars(options), "overwrite": True}), classes)
+    return [shard.name for plan in plans for shard in plan.shards]
+
+
+def _busy(folder):
+    return f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
 
 
 def _require_photographs(root: str, folder: str) -> None:
@@ -136,7 +138,7 @@ def _marker(folder: str, split: str) -> str:
     return os.path.join(folder, f".{split}-pack.json")
 
 
-def _clear(folder: str, plans: list[ShardPlan], overwrite: bool) -> None:
+def _clear(folder: str, plans: Union[list[ShardPlan], list[parquet.RowsPlan]], overwrite: bool) -> None:
     """Delete unfinished files. Delete a pack of other photographs or settings if `overwrite`, else raise UserError for it."""
     for name in os.listdir(folder):  # an unfinished file is of no use, whichever pack it is of
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
@@ -259,6 +261,8 @@ def _is_original(files: packed.Packed, number: int, root: str) -> bool:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.index:
+        return index.index(options.index, options)
     if options.verify:
         labels = files.manifest_of(options.root or "")
         return verify(options.verify, manifest.load(labels)[0][0].folder if labels else options.root, options.workers)
@@ -268,7 +272,8 @@ def run(options: argparse.Namespace) -> None:
     if url:
         bucket.Bucket(url)  # a wrong address is an error before hours of work
     folder = folders.local_folder(url, "output_dir") if url else options.out
-    shards = pack(options.root, folder, options)
+    paths = parquet.files_of(options.root)
+    shards = pack_parquet(paths, folder, options) if paths else pack(options.root, folder, options)
     if url:
         publish(folder, shards, url, options.overwrite)
 
@@ -277,7 +282,7 @@ def main(argv: list[str]) -> int:
     parser = new_parser("pack", __doc__)
     forms = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
     mb, threads = number(float, above=0), number(int, at_least=1, below=257)
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs, or a .manifest")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs or of .parquet, or a .manifest")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
     parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
     parser.add_argument("--shard_mb", type=mb, default=256.0, help="MiB of a shard at most (default: 256), or one image")
@@ -287,8 +292,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=seed, default=0, help="of the training, which decides what of CLASS/*.JPEG is held out")
     what = "true: replace another pack in OUT (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=what)
+    parser.add_argument("--index", metavar="FOLDER", help="make a pack of the tar shards of WebDataset in a folder or bucket")
+    names = "names of the classes, one a line, where labels are numbers (default: classnames.txt beside the shards)"
+    parser.add_argument("--classes", metavar="FILE", help=names)
     parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")
     options = parser.parse_args(argv)
-    if bool(options.verify) == bool(options.out) or (options.out and not options.root):
-        parser.error("give ROOT and OUT, or --verify OUT")
-    return run_for_exit_code(lambda: run(options), options.out or options.verify)
+    one = sum(map(bool, (options.out, options.index, options.verify))) == 1
+    if not one or (options.out and not options.root) or (options.root and options.index):
+        parser.error("give ROOT and OUT, --index FOLDER, or --verify OUT")
+    return run_for_exit_code(lambda: run(options), options.out or options.verify or options.index)

@@ -123,13 +123,6 @@ def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
             file.write(content)
             digest.update(content)
 
-        def member(name: str, content: bytes) -> None:
-            header = tarfile.TarInfo(name)  # no time, no user: the same bytes whoever packs
-            header.size = len(content)
-            write(header.tobuf(tarfile.USTAR_FORMAT))
-            write(content)
-            write(bytes(-len(content) % BLOCK))
-
         for sample in shard.numbers:
             content = plan.files.read(sample)
             if len(content) != plan.lengths[sample]:
@@ -144,18 +137,32 @@ def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
                 say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
             for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
                 made[name].append(value)
-            key = f"{sample:08d}"  # unique, and without a dot, at which WebDataset ends a key
-            member(f"{key}.{_kind(stored)}", stored)
-            member(f"{key}.cls", b"%d" % plan.files.labels[sample])
+            write(pair(sample, stored, int(plan.files.labels[sample])))
             done(len(content))
-        write(bytes(2 * BLOCK))  # the archive's end
-        write(bytes(-file.tell() % tarfile.RECORDSIZE))
+        write(end(file.tell()))
         whole = file.tell()
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + TEMPORARY, path)
     shard.made = {"sources": plan.sources(shard), "sha256": digest.hexdigest(), "size": whole, **made}
     write_atomically(plan.note_path(shard), json.dumps(shard.made).encode())
+
+
+def pair(number: int, content: bytes, label: int) -> bytes:
+    """Return a picture and its label as they are in a shard. The picture's own bytes begin after BLOCK."""
+    key = f"{number:08d}"  # unique, and without a dot, at which WebDataset ends a key
+    return _member(f"{key}.{_kind(content)}", content) + _member(f"{key}.cls", b"%d" % label)
+
+
+def _member(name, content):
+    header = tarfile.TarInfo(name)  # no time, no user: the same bytes whoever packs
+    header.size = len(content)
+    return header.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % BLOCK)
+
+
+def end(size: int) -> bytes:
+    """Return the end of an archive that has `size` bytes without it."""
+    return bytes(2 * BLOCK + -(size + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
 def _kind(content: bytes) -> str:

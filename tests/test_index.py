@@ -1,0 +1,299 @@
+"""Shards of WebDataset and tables of parquet as they lie: the samples are those of the folder, or they are refused in a line."""
+
+import io
+import itertools
+import json
+import random
+import shutil
+import sys
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from datasets.photos import arrival, packed, splits, tree
+from launch.pack import command
+from tests.hostile import mutated
+from tests.jobs import NETWORK, assert_same_bits, final_state, run_job
+from tests.packages import python_package
+from tests.test_packed import elsewhere, encoded, passing, reached, run  # noqa: F401 (two fixtures)
+
+CLASSES = ["daisy", "rose", "tulip"]
+LABELS = {  # {how the class is said: (part of a sample, key)}
+    "number": lambda n, name: ({"cls": str(n)}, f"{n}{name}"),
+    "name": lambda n, name: ({"cls": CLASSES[n]}, f"{n}{name}"),
+    "json": lambda n, name: ({"json": {"label": n, "caption": "of a flower"}}, f"{n}{name}"),
+    "folder": lambda n, name: ({}, f"{CLASSES[n]}/{name}"),
+}
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("flowers")
+    for split, count in (("train", 8), ("val", 3)):
+        for (n, name), number in itertools.product(enumerate(CLASSES), range(count)):
+            (root / split / name).mkdir(parents=True, exist_ok=True)
+            form = {2: "PNG", 5: "WEBP"}.get(number, "JPEG")
+            (root / split / name / f"{number:03d}.{form.lower()}").write_bytes(encoded(10 * n + number + len(split), form))
+    return root
+
+
+@pytest.fixture
+def webdataset(monkeypatch):
+    for requirement in ("webdataset==0.2.111", "braceexpand==0.1.7"):
+        monkeypatch.syspath_prepend(python_package(requirement))
+    return pytest.importorskip("webdataset")
+
+
+def write_shards(webdataset, flowers, folder, said, names=("flowers-train-%02d.tar", "flowers-validation-%02d.tar")):
+    folder.mkdir()
+    draw = random.Random(0)
+    for split, name in zip(splits.SPLITS, names):
+        files = [(n, path) for n, label in enumerate(CLASSES) for path in sorted((flowers / split / label).iterdir())]
+        draw.shuffle(files)
+        with webdataset.ShardWriter(str(folder / name), maxcount=5, verbose=0) as writer:
+            for n, path in files:
+                more, key = LABELS[said](n, path.stem)
+                writer.write({"__key__": key, path.suffix[1:]: path.read_bytes(), **more, "txt": "more"})
+    if said in ("number", "json"):
+        (folder / "classnames.txt").write_text("\n".join(CLASSES) + "\n")
+    return folder
+
+
+def assert_same_samples(part, files):
+    assert (part.classes, part.left_out, len(part)) == (files.classes, files.left_out, len(files))
+    for name in ("labels", "widths", "heights", "special"):
+        assert np.array_equal(getattr(part, name), getattr(files, name)), name
+    assert [part.read(number) for number in range(len(part))] == [files.read(number) for number in range(len(files))]
+
+
+@pytest.mark.parametrize("said", LABELS)
+def test_shards_of_webdataset_have_the_samples_of_the_folder(webdataset, flowers, tmp_path, said):
+    shards = write_shards(webdataset, flowers, tmp_path / "shards", said)
+    before = {path.name: path.read_bytes() for path in shards.iterdir()}
+    assert "24 for train, 9 for val, 3 classes, in 7 shards" in run("--index", shards).stdout
+    for split in splits.SPLITS:
+        assert_same_samples(packed.load(str(shards), split), tree.load(str(flowers / split), str(tmp_path)))
+    assert {path.name for path in shards.iterdir()} - before.keys() == {"train-index.npz", "val-index.npz"}
+    assert all((shards / name).read_bytes() == content for name, content in before.items())
+    assert "33 images in 7 shards are as they were packed" in run("--verify", shards).stdout
+    assert "has an index: give --overwrite true" in run("--index", shards, check=2).stderr
+    run("--index", shards, "--overwrite", "true")
+
+
+def test_where_no_name_says_val_a_fifth_is_held_out_and_comes_from_the_same_shards(
+    webdataset, flowers, store, reached, tmp_path, monkeypatch
+):
+    flat = shutil.copytree(flowers / "train", tmp_path / "flat")
+    shards = write_shards(webdataset, flowers, tmp_path / "shards", "folder", names=("flowers-%02d.tar", "late-%02d.tar"))
+    for path in shards.glob("late*"):
+        path.unlink()
+    for path in shards.iterdir():
+        store.client().upload_file(str(path), "data", f"flowers/{path.name}")
+    run("--index", "s3://data/flowers")
+    there = {item["Key"] for item in store.client().list_objects(Bucket="data", Prefix="flowers/")["Contents"]}
+    assert there == {
+        f"flowers/{name}" for name in ("train-index.npz", "val-index.npz", *(path.name for path in shards.iterdir()))
+    }
+    expected = splits.hold_out(tree.load(str(flat), str(tmp_path)), 0)
+    parts = arrival.begin("s3://data/flowers", splits.SPLITS, "input_dir", starts=True)
+    for part, files in zip(parts, expected):
+        assert part.names == files.names and {shard["name"] for shard in part.shards} <= {
+            path.name for path in shards.iterdir()
+        }
+        assert_same_samples(part, files)
+    assert passing("s3://data/flowers", "val").read(1) == expected[1].read(1)
+
+
+def tar_of(*members):
+    with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as archive:
+        for name, content_of, *more in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.type = len(content_of), *(more or [tarfile.REGTYPE])
+            archive.addfile(info, io.BytesIO(content_of))
+    return content.getvalue()
+
+
+PICTURE = encoded(1)
+GOOD = [(f"{label}/{n}.jpg", encoded(n)) for label in CLASSES for n in range(4)]
+REFUSED = {
+    "absolute": (tar_of(*GOOD, ("/rose/9.jpg", PICTURE)), "'/rose/9.jpg' in it is no name of a file below a folder"),
+    "parent": (tar_of(*GOOD, ("../rose/9.jpg", PICTURE)), "is no name of a file below"),
+    "parent, unwanted": (tar_of(*GOOD, ("rose/../../9.txt", b"")), "is no name of a file below"),
+    "link": (tar_of(*GOOD, ("rose/9.jpg", b"", tarfile.SYMTYPE)), "'rose/9.jpg' in it is not a plain file"),
+    "hard link": (tar_of(*GOOD, ("rose/9.jpg", b"", tarfile.LNKTYPE)), "is not a plain file"),
+    "device": (tar_of(*GOOD, ("rose/9.jpg", b"", tarfile.CHRTYPE)), "is not a plain file"),
+    "twice": (tar_of(*GOOD, GOOD[0]), "daisy/0 has two of picture"),
+    "two pictures": (tar_of(*GOOD, ("daisy/0.png", PICTURE)), "daisy/0 has two of picture"),
+    "ten thousand of one key": (tar_of(*[("rose/1.jpg", b"")] * 10_000), "rose/1 has two of picture"),
+    "two labels": (tar_of(*GOOD, ("daisy/0.cls", b"1"), ("daisy/0.cls", b"1")), "daisy/0 has two of cls"),
+    "a long label": (tar_of(*GOOD, ("daisy/0.cls", bytes(2 << 20))), "daisy/0.cls is too long for a label"),
+    "no number": (tar_of(*GOOD, ("daisy/0.json", b'{"label": [1]}')), "label of daisy/0 is neither a number nor a name"),
+    "two kinds": (tar_of(*GOOD, ("daisy/0.cls", b"7")), "class 7, which is not named as the others"),
+    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999, and 0 names of classes"),
+    "no class": (tar_of(("0.jpg", PICTURE)), "has no picture with a class"),
+    "no picture": (tar_of(("0.txt", b"x")), "has no picture with a class"),
+    "cut off": (tar_of(*GOOD)[:5000], "cannot be read: it is cut off"),
+    "cut off between two": (tar_of(*GOOD)[: tar_of(*GOOD).index(b"rose/2.jpg")], "cannot be read: it is cut off"),
+    "a damaged header": (tar_of(*GOOD).replace(b"rose/2.jpg", b"rose/3.jpg"), "cannot be read: bad checksum"),
+    "more after it": (tar_of(*GOOD) + b"more", "it goes on after its end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_no_shard_of_pictures_is_refused_in_a_line(tmp_path, why):
+    content, said = REFUSED[why]
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a.tar").write_bytes(content)
+    (line,) = run("--index", tmp_path / "shards", check=2).stderr.splitlines()
+    assert said in line and line.startswith("error: ") and line.isprintable() and len(line) < 400
+    assert [path.name for path in (tmp_path / "shards").iterdir()] == ["a.tar"]
+
+
+def test_of_500_damaged_shards_each_is_refused_in_a_line_or_its_samples_are_where_the_index_says(tmp_path):
+    good, draw, refused = tar_of(*GOOD[::3]), random.Random(3), 0
+    path = tmp_path / "shards" / "a.tar"
+    path.parent.mkdir()
+    for _ in range(500):
+        path.write_bytes(mutated(good, draw))
+        if draw.random() < 0.5:  # in a header, of which a shard has few bytes
+            content = bytearray(good)
+            content[512 * draw.randrange(len(good) // 512) + draw.randrange(160)] = draw.randrange(256)
+            path.write_bytes(bytes(content))
+        try:
+            command.index.index(str(path.parent), options())
+        except UserError as error:
+            refused += 1
+            assert str(error).isprintable() and len(str(error)) < 400
+            continue
+        content = path.read_bytes()
+        for part in (packed.load(str(path.parent), split) for split in splits.SPLITS):
+            for number in range(len(part)):
+                begin, length = int(part.offset[number]), int(part.length[number])
+                assert (
+                    part.read(number) == content[begin : begin + length]
+                    and zlib.crc32(part.read(number)) == part.checksum[number]
+                )
+    assert 100 < refused < 450
+
+
+def options():
+    return command.argparse.Namespace(overwrite=True, classes=None, workers=1, seed=0)
+
+
+def test_what_lies_in_a_folder_of_shards_is_named(tmp_path):
+    def said(**files):
+        shutil.rmtree(tmp_path / "shards", ignore_errors=True)
+        (tmp_path / "shards").mkdir()
+        for name, content in files.items():
+            (tmp_path / "shards" / f"{name.replace('_', '-')}.tar").write_bytes(content)
+        return run("--index", tmp_path / "shards", check=2).stderr
+
+    good = tar_of(*GOOD)
+    assert "shards has no .tar, and" not in said() and "shards has no .tar" in said()
+    assert "has c.tar, and none for training: give files that all have train or val" in said(a_train=good, b_val=good, c=good)
+    assert "has b-val.tar, and none for training" in said(b_val=good)
+    assert "has daisy/0.jpg twice, in a-train.tar and b-train.tar" in said(a_train=good, b_train=good)
+    assert "none does not exist" in run("--index", tmp_path / "none", check=2).stderr
+
+
+# --- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parquet(monkeypatch):
+    monkeypatch.syspath_prepend(python_package("pyarrow==21.0.0"))
+    return pytest.importorskip("pyarrow.parquet")
+
+
+def write_tables(parquet, flowers, folder, names=True):
+    """As datasets writes them: files of some groups of rows, and the names of the classes with the columns."""
+    import pyarrow
+
+    folder.mkdir(parents=True)
+    for split, name in (("train", "train"), ("val", "validation")):
+        rows = [
+            {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": n}
+            for n, label in enumerate(CLASSES)
+            for path in sorted((flowers / split / label).iterdir())
+        ]
+        rows.insert(3, {"image": {"bytes": encoded(99), "path": None}, "label": -1})
+        table = pyarrow.Table.from_pylist(rows)
+        features = {"image": {"_type": "Image"}, "label": {"names": CLASSES, "_type": "ClassLabel"}}
+        words = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
+        table = table.replace_schema_metadata(words)
+        for number, part in enumerate((table.slice(0, 11), table.slice(11))):
+            if len(part):
+                parquet.write_table(part, folder / f"{name}-{number:05d}-of-00002.parquet", row_group_size=4)
+    return folder
+
+
+def test_tables_of_parquet_have_the_samples_of_the_folder(parquet, flowers, tmp_path):
+    write_tables(parquet, flowers, tmp_path / "hub" / "data")
+    words = (tmp_path / "hub", tmp_path / "pack", "--shard_mb", 0.05)
+    said = run(*words).stdout
+    assert "left out, without a label: 1" in said and "24 for train, 9 for val, 3 classes" in said
+    for split in splits.SPLITS:
+        part = packed.load(str(tmp_path / "pack"), split)
+        assert part.left_out.pop("without a label") == ["00000003.jpg"]
+        assert_same_samples(part, tree.load(str(flowers / split), str(tmp_path)))
+    shards = sorted((tmp_path / "pack").glob("*.tar"))
+    assert len(shards) > 3
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in shards}
+    shards[1].unlink()  # as after a kill
+    (tmp_path / "pack" / "train-000002.tar.unfinished").write_bytes(b"half")
+    (tmp_path / "pack" / "train-index.npz").unlink()
+    run(*words)
+    after = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted((tmp_path / "pack").glob("*.tar*"))}
+    assert {name: content for name, (_, content) in after.items()} == {name: content for name, (_, content) in before.items()}
+    assert [name for name in after if after[name][0] != before[name][0]] == [shards[1].name]
+    assert "has a pack of other photographs or settings" in run(*words[:2], check=2).stderr
+
+
+def test_other_tables_are_refused_in_a_line(parquet, flowers, tmp_path, monkeypatch):
+    import pyarrow
+
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table({"img": [b"x"], "label": ["rose"]}), path)
+    said = run(path, tmp_path / "pack", check=2).stderr
+    assert "needs columns image, of bytes, and label, a number: it has img (binary), label (string)" in said
+    tables = write_tables(parquet, flowers, tmp_path / "tables", names=False)
+    assert "--form 256 is for pictures in folders" in run(tables, tmp_path / "pack", "--form", 256, check=2).stderr
+    (tmp_path / "names").write_text("daisy\nrose\n")
+    assert (
+        "has class 2, and 2 names of classes" in run(tables, tmp_path / "pack", "--classes", tmp_path / "names", check=2).stderr
+    )
+    whole = (tables / "train-00000-of-00002.parquet").read_bytes()
+    (tables / "train-00000-of-00002.parquet").write_bytes(whole[: len(whole) // 2])
+    (line,) = run(tables, tmp_path / "other", check=2).stderr.splitlines()
+    assert "train-00000-of-00002.parquet cannot be read: " in line
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert "needs pyarrow: pip install .[parquet]" in run(tables, tmp_path / "other", check=2).stderr
+
+
+# --- Training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_shards_in_a_bucket_goes_on_to_the_bits_of_the_folder(webdataset, flowers, store, tmp_path, ranks):
+    shards = write_shards(webdataset, flowers, tmp_path / "shards", "number")
+    store.client().create_bucket(Bucket=f"shards-{ranks}")
+    for path in shards.iterdir():
+        store.client().upload_file(str(path), f"shards-{ranks}", f"wds/{path.name}")
+    words = [*NETWORK, "--image_size", 32, "--epochs", 2, "--total_batch", 8, "--workers", 1]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bucket").mkdir()
+    ways = ["--nproc_per_node", ranks]
+    run_job("train_imagenet", tmp_path / "folder", *words, *ways, "--data_url", flowers)
+    url = f"s3://shards-{ranks}/wds"
+    indexed = ["--data_url", url, "--data_backend", "packed"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        run("--index", url)
+    run_job("train_imagenet", tmp_path / "bucket", *words, *ways, *indexed, "--max_steps", 4, env=store.environment)
+    run_job("train_imagenet", tmp_path / "bucket", *words, *ways, *indexed, env=store.environment)
+    assert_same_bits(final_state(tmp_path / "folder"), final_state(tmp_path / "bucket"))
