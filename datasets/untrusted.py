@@ -5,15 +5,16 @@ an archive may hold only plain files whose names lead below its folder, and fold
 opcodes of a dictionary of lists, byte strings and one array of uint8.
 """
 
+import contextlib
 import gzip
 import io
 import json
 import os
 import pickle
 import shutil
+import socket
 import stat
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
@@ -32,7 +33,7 @@ LONGEST_HEADER = 1 << 16  # bytes that say more of the next file of a tar
 MOST_BYTES = 256 << 20  # of a file in an archive
 
 Member = tuple[str, int, bytes]  # a file's name, where it begins in a tar, and what is in it
-Wanted = Callable[[str], object]  # whether the content of a file is needed; it may raise a ValueError
+Wanted = Callable[[str], object]  # whether the content of a file is wanted; it may raise a ValueError
 
 
 class _Bounded:
@@ -58,7 +59,7 @@ def is_unpacked(archive: str, folder: str) -> bool:
 
 
 def _identity(archive, status):
-    return json.dumps([os.path.realpath(archive), status.st_size, status.st_mtime_ns])
+    return json.dumps([os.path.basename(archive), status.st_size, status.st_mtime_ns])
 
 
 def unpack(
@@ -70,14 +71,15 @@ def unpack(
     `place_of(name)`: where a file belongs below `folder`, or None to leave it out; a ValueError refuses the archive. `most`:
     bytes of all files. `needed`: places that have to be there. `count()` is called for each file.
     """
-    parent = os.path.dirname(os.path.abspath(folder))
-    os.makedirs(parent, exist_ok=True)
-    unfinished = tempfile.mkdtemp(prefix=".unpacking-", dir=parent)
+    parent, name = os.path.split(os.path.abspath(folder))
+    unfinished = os.path.join(parent, f".unpacking-{name}-{socket.gethostname()}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a kill has left
+    os.makedirs(unfinished)
     try:
         with open_regular(archive) as file:
             Path(unfinished, NOTE).write_text(_identity(archive, os.fstat(file.fileno())))
             written = set()
-            for name, _, content in _members(file, most, lambda name: place_of(name) is not None):
+            for name, _, content in _members(file, most, place_of):
                 place = str(place_of(name))
                 if place in written:
                     raise ValueError(f"{one_line(name)[:80]!r} is in it twice")
@@ -86,8 +88,10 @@ def unpack(
                 Path(unfinished, place).write_bytes(content)
                 count()
         missing = sorted(set(needed) - written)
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
+        if missing or not written:
+            raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it has no file that is wanted")
+        if is_unpacked(archive, folder):  # by another node, which reads it already
+            return
         if os.path.isdir(folder):
             os.rename(folder, os.path.join(unfinished, ".replaced"))
         os.rename(unfinished, folder)
@@ -95,7 +99,7 @@ def unpack(
     except (*DAMAGES, OSError) as error:
         if is_of_the_system(error):
             raise TrainingFailed(f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again") from None
-        raise UserError(f"{archive} cannot be unpacked: {one_line(error)[:200]}; delete it and fetch it again") from None
+        raise UserError(f"{archive} cannot be unpacked: {one_line(error)[:200]}; make or fetch it again") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -139,7 +143,7 @@ def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
             elif member.type == tarfile.GNUTYPE_LONGNAME:
                 more = {"path": said.rstrip(b"\0").decode("utf-8", "surrogateescape")}
             continue
-        name, size = more.get("path", member.name).removeprefix("./"), int(more.get("size", member.size))
+        name, size = _plain(more.get("path", member.name)), int(more.get("size", member.size))
         sparse, more = "GNU.sparse.major" in more or "GNU.sparse.size" in more, {}
         if member.isdir():
             continue
@@ -172,20 +176,25 @@ def _records(said):
     return found
 
 
+def _plain(name):
+    return name.removeprefix("./").replace("//", "/")
+
+
 def _kept(name, size, wanted):
     if not is_fetchable_name(name):
         raise ValueError(f"{one_line(name)[:80]!r} in it is no name of a file below a folder")
-    if wanted(name) and size > MOST_BYTES:
+    if not wanted(name):
+        return False
+    if size > MOST_BYTES:
         raise ValueError(f"{one_line(name)[:80]!r} in it has more than {MOST_BYTES // MIB} MiB")
-    return wanted(name)
+    return True
 
 
 def _zipped(file, most, wanted):
     with zipfile.ZipFile(file) as archive:
         if sum(member.file_size for member in archive.infolist()) > most:
             raise ValueError("it unpacks to more than the data set can hold, or the disk")
-        for member in archive.infolist():
-            name = _name_in_zip(member)
+        for name, member in zip(_names_in_zip(archive), archive.infolist()):
             if name.endswith("/"):
                 continue
             plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
@@ -201,18 +210,16 @@ def _zipped(file, most, wanted):
                 yield name, 0, read
 
 
-def _name_in_zip(member):
-    """Return the name of a file. If the archive does not say that it is UTF-8, it is that or, of Windows in China, GB 18030."""
-    name = member.filename
-    if not member.flag_bits & 0x800:
-        encoded = name.encode("cp437", "replace")
-        for code in ("utf-8", "gb18030"):
-            try:
-                name = encoded.decode(code)
-                break
-            except UnicodeDecodeError:
-                continue
-    return name.replace("\\", "/").removeprefix("./")
+def _names_in_zip(archive):
+    """Return the names of the files. Those that are not said to be UTF-8 are all that or, of Windows in China, all GB 18030."""
+    names = [member.filename for member in archive.infolist()]
+    old = [number for number, member in enumerate(archive.infolist()) if not member.flag_bits & 0x800]
+    for code in ("utf-8", "gb18030"):
+        with contextlib.suppress(UnicodeError):
+            for number, name in zip(old, [names[number].encode("cp437").decode(code) for number in old]):
+                names[number] = name
+            break
+    return [_plain(name.replace("\\", "/")) for name in names]
 
 
 class _Array:

@@ -4,6 +4,7 @@ import io
 import os
 import random
 import shutil
+import socket
 import stat
 import tarfile
 import zipfile
@@ -73,6 +74,19 @@ def test_it_is_unpacked_once_and_again_when_it_has_changed(tmp_path, monkeypatch
             path.write_bytes(zip_of(content))
         assert files_in(archive.root(str(path), "inputs")) == files
     assert len(times) == 2
+
+
+def test_what_a_kill_has_left_goes_and_the_same_archive_in_another_place_is_the_same(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.zip").write_bytes(ARCHIVES["a.zip"])
+    left = tmp_path / "data" / f".unpacking-a.zip.unpacked-{socket.gethostname()}"
+    (left / "rose").mkdir(parents=True)
+    (left / "rose" / "more.jpg").write_bytes(b"half")
+    found = archive.root(str(tmp_path / "data"), "inputs")
+    assert files_in(found) == FILES and not left.exists()
+    before = os.stat(found).st_ino
+    (tmp_path / "data").rename(tmp_path / "mounted elsewhere")
+    assert os.stat(archive.root(str(tmp_path / "mounted elsewhere"), "inputs")).st_ino == before
 
 
 def test_where_nothing_can_be_written_it_is_unpacked_among_the_inputs(tmp_path, monkeypatch):
@@ -161,6 +175,7 @@ HOSTILE = {
     "cut off.tgz": (tar_of(FILES, "w:gz")[:-9], "cannot be unpacked"),
     "page.zip": (b"<html>404 Not Found</html>", "cannot be unpacked"),
     "empty.tar": (b"", "cannot be unpacked"),
+    "archives.tar": (tar_of({"n01440764.tar": tar_of(FILES)}), "it has no file that is wanted"),
 }  # fmt: skip
 
 

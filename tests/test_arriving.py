@@ -178,7 +178,7 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
         wait_for(lambda: bytes_in(Path(fetcher.passing(path))) <= room // 40, None, "room")
         fetched = int(state.came[: fetcher.ON_DISK].sum())
         if epoch:
-            assert 0.9 * passing < fetched - before <= passing, "but for what was still there"
+            assert 0.8 * passing < fetched - before <= passing, "but for what was still there, and what is no sample"
         before = fetched
     state.heard = 0.0
     wait_for(lambda: state.heard, None, "a sign of life though nobody wants anything")

@@ -8,15 +8,17 @@ import shutil
 import sys
 import tarfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from common.errors import UserError
+from common.storage.listing import SPARE
 from datasets.photos import arrival, packed, splits, tree
 from launch.pack import command
 from tests.hostile import mutated
-from tests.jobs import NETWORK, assert_same_bits, final_state, run_job
+from tests.jobs import NETWORK, assert_same_bits, final_state, run_job, wait_for
 from tests.packages import python_package
 from tests.test_packed import elsewhere, encoded, passing, reached, run  # noqa: F401 (two fixtures)
 
@@ -130,9 +132,8 @@ REFUSED = {
     "ten thousand of one key": (tar_of(*[("rose/1.jpg", b"")] * 10_000), "rose/1 has two of picture"),
     "two labels": (tar_of(*GOOD, ("daisy/0.cls", b"1"), ("daisy/0.cls", b"1")), "daisy/0 has two of cls"),
     "a long label": (tar_of(*GOOD, ("daisy/0.cls", bytes(2 << 20))), "daisy/0.cls is too long for a label"),
-    "no number": (tar_of(*GOOD, ("daisy/0.json", b'{"label": [1]}')), "label of daisy/0 is neither a number nor a name"),
-    "two kinds": (tar_of(*GOOD, ("daisy/0.cls", b"7")), "class 7, which is not named as the others"),
-    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999, and 0 names of classes"),
+    "no number": (tar_of(*GOOD, ("daisy/0.json", b'{"label": [1]}')), "label in daisy/0.json is neither a number nor a name"),
+    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999, and 100000 names of classes"),
     "no class": (tar_of(("0.jpg", PICTURE)), "has no picture with a class"),
     "no picture": (tar_of(("0.txt", b"x")), "has no picture with a class"),
     "cut off": (tar_of(*GOOD)[:5000], "cannot be read: it is cut off"),
@@ -184,19 +185,106 @@ def options():
 
 
 def test_what_lies_in_a_folder_of_shards_is_named(tmp_path):
-    def said(**files):
-        shutil.rmtree(tmp_path / "shards", ignore_errors=True)
-        (tmp_path / "shards").mkdir()
-        for name, content in files.items():
-            (tmp_path / "shards" / f"{name.replace('_', '-')}.tar").write_bytes(content)
-        return run("--index", tmp_path / "shards", check=2).stderr
-
     good = tar_of(*GOOD)
-    assert "shards has no .tar, and" not in said() and "shards has no .tar" in said()
-    assert "has c.tar, and none for training: give files that all have train or val" in said(a_train=good, b_val=good, c=good)
-    assert "has b-val.tar, and none for training" in said(b_val=good)
-    assert "has daisy/0.jpg twice, in a-train.tar and b-train.tar" in said(a_train=good, b_train=good)
+    for files, said in (
+        ({}, "shards has no .tar"),
+        (
+            {"a_train": good, "b_val": good, "c": good},
+            "has c.tar, and none for training: give files that all have train or val",
+        ),
+        ({"b_val": good}, "has b-val.tar, and none for training"),
+    ):
+        assert said in run("--index", write_tars(tmp_path / "shards", **files), check=2).stderr
     assert "none does not exist" in run("--index", tmp_path / "none", check=2).stderr
+
+
+def write_tars(folder, **files):
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / f"{name.replace('_', '-')}.tar").write_bytes(content)
+    return folder
+
+
+def test_what_is_left_out_is_counted(tmp_path):
+    shard = tar_of(
+        *GOOD, ("rose/7.tif", encoded(7, "TIFF")), ("rose/8.cls", b"rose"), ("rose/9.mask.png", PICTURE), ("tulip/9.jpg", b"none"),
+        ("tulip/10.json", b'{"label": -1}'), ("tulip/a.b.jpg", PICTURE), ("10.jpg", PICTURE), ("10.cls", b"-1"),
+    )  # fmt: skip
+    said = run("--index", write_tars(tmp_path / "shards", a=shard)).stdout
+    assert "left out, without a picture KEY.jpg, or of another kind: 4, the first rose/8" in said
+    assert (
+        "left out, not an image: 1, the first tulip/9.jpg" in said and "left out, without a label: 1, the first 10.jpg" in said
+    )
+    train, val = (packed.load(str(tmp_path / "shards"), split) for split in splits.SPLITS)
+    assert "rose/7.tif" in [*train.names, *val.names] and len(train) + len(val) == 13
+
+
+def test_keys_that_begin_anew_in_each_shard_are_different_samples(tmp_path):
+    one, other = (tar_of(*((f"{n}.jpg", encoded(n + seed)) for n in range(4)), *((f"{n}.cls", b"%d" % (n % 2)) for n in range(4)))
+                  for seed in (0, 20))  # fmt: skip
+    folder = write_tars(tmp_path / "shards", a_train=one, b_train=other, c_val=one)
+    assert "8 for train, 4 for val" in run("--index", folder).stdout
+    part = packed.load(str(folder), "train")
+    assert part.names == [
+        "0.jpg",
+        "2.jpg",
+        "b-train/0.jpg",
+        "b-train/2.jpg",
+        "1.jpg",
+        "3.jpg",
+        "b-train/1.jpg",
+        "b-train/3.jpg",
+    ]
+    assert [part.read(number) for number in range(8)] == [encoded(n) for n in (0, 2, 20, 22, 1, 3, 21, 23)]
+
+
+def test_names_of_classes_are_those_of_the_file_or_the_file_is_refused(tmp_path):
+    folder, names = write_tars(tmp_path / "shards", a=tar_of(*GOOD)), tmp_path / "names"
+    for content, said in (
+        ("daisy\nrose\n", "has class tulip, and 2 names of classes: give --classes FILE"),
+        ("daisy\n\nrose\ntulip", "has an empty line"),
+        ("rose\nrose\ntulip", "or a name twice"),
+        ("雏菊".encode("gb18030"), "has no names of classes"),
+    ):
+        names.write_bytes(content if isinstance(content, bytes) else content.encode())
+        (line,) = run("--index", folder, "--classes", names, check=2).stderr.splitlines()
+        assert said in line
+    names.write_text("tulip\nrose\ndaisy\n")
+    run("--index", folder, "--classes", names)
+    part = packed.load(str(folder), "train")
+    assert part.classes == ["tulip", "rose", "daisy"] and [part.classes[label] for label in part.labels] == [
+        name.split("/")[0] for name in part.names
+    ]
+
+
+def test_a_link_to_a_shard_that_is_gone_is_an_error(tmp_path):
+    folder = write_tars(tmp_path / "shards", a=tar_of(*GOOD))
+    (folder / "b.tar").symlink_to("/gone")
+    assert "b.tar cannot be read (No such file or directory)" in run("--index", folder, check=2).stderr
+
+
+def test_verify_compares_with_a_folder_that_has_these_names_and_no_other(webdataset, flowers, tmp_path):
+    shards = write_shards(webdataset, flowers, tmp_path / "shards", "folder")
+    run("--index", shards)
+    assert f"and are the pictures of {flowers}" in run(flowers, "--verify", shards).stdout
+    numbered = write_shards(webdataset, flowers, tmp_path / "numbered", "number")
+    run("--index", numbered)
+    assert f"was not packed from {flowers}, which has other names" in run(flowers, "--verify", numbered, check=2).stderr
+
+
+def test_what_lies_between_two_samples_comes_in_parts(store, reached, tmp_path):
+    folder = write_tars(
+        tmp_path / "shards", a=tar_of(*GOOD[:6], ("film.mp4", bytes(10 << 20)), *GOOD[6:], ("b.mp4", bytes(9 << 20)))
+    )
+    run("--index", folder)
+    for path in folder.iterdir():
+        store.client().upload_file(str(path), "data", f"films/{path.name}")
+    part, _ = arrival.begin("s3://data/films", splits.SPLITS, "input_dir", starts=True)
+    assert [part.read(number) for number in range(len(part))] == [dict(GOOD)[name] for name in part.names]
+    shard = Path("input_dir/s3/data/films/a.tar")
+    wait_for(shard.exists, None, "the whole shard")
+    assert shard.read_bytes() == (folder / "a.tar").read_bytes()
 
 
 # --- Parquet -----------------------------------------------------------------------------------------------------------
@@ -252,12 +340,58 @@ def test_tables_of_parquet_have_the_samples_of_the_folder(parquet, flowers, tmp_
     assert "has a pack of other photographs or settings" in run(*words[:2], check=2).stderr
 
 
+def test_a_second_start_needs_room_for_what_is_missing_alone_and_no_pack_keeps_samples_of_another(
+    parquet, flowers, tmp_path, monkeypatch
+):
+    tables, folder = write_tables(parquet, flowers, tmp_path / "tables"), tmp_path / "pack"
+    run(tables, folder)
+    for path in tables.iterdir():
+        path.touch()  # as where a platform copies it anew
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, SPARE + 1))
+    run(tables, folder)
+    monkeypatch.undo()
+    for path in tables.glob("validation*"):
+        path.unlink()
+    assert "has a pack of other photographs or settings" in run(tables, folder, check=2).stderr
+    (folder / "other-train.tar").write_bytes(tar_of(*GOOD))
+    run(tables, folder, "--overwrite", "true")
+    parts = [packed.load(str(folder), split) for split in splits.SPLITS]
+    assert sum(map(len, parts)) == 24 and {shard["name"] for part in parts for shard in part.shards} == {"train-000000.tar"}
+    assert "24 images in 2 shards are as they were packed" in run("--verify", folder).stdout
+
+
+def test_a_table_beside_photographs_is_not_taken_for_them(parquet, flowers, tmp_path):
+    import pyarrow
+
+    root = shutil.copytree(flowers / "train", tmp_path / "root")
+    parquet.write_table(pyarrow.table({"name": ["x"]}), root / "metadata.parquet")
+    assert "has 24 images" in run(root, tmp_path / "pack").stdout
+
+
+def test_rows_without_bytes_are_counted_and_other_names_of_classes_refused(parquet, flowers, tmp_path):
+    import pyarrow
+
+    tables = write_tables(parquet, flowers, tmp_path / "tables")
+    (first, *_) = sorted(tables.glob("train*"))
+    table = parquet.read_table(first)
+    rows = table.to_pylist()
+    rows[0]["image"]["bytes"] = None
+    parquet.write_table(pyarrow.Table.from_pylist(rows, table.schema), first)
+    assert "left out, empty: 1, the first 00000000.img" in run(tables, tmp_path / "pack").stdout
+    metadata = {"huggingface": table.schema.metadata[b"huggingface"].decode().replace("tulip", "violet")}
+    parquet.write_table(table.replace_schema_metadata(metadata), first)
+    assert "names other classes than" in run(tables, tmp_path / "other", check=2).stderr
+
+
 def test_other_tables_are_refused_in_a_line(parquet, flowers, tmp_path, monkeypatch):
     import pyarrow
 
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.table({"img": [b"x"], "label": ["rose"]}), path)
     said = run(path, tmp_path / "pack", check=2).stderr
+    parquet.write_table(pyarrow.table({"image": ["a.jpg"], "label": [1]}), tmp_path / "train-strings.parquet")
+    text = run(tmp_path / "train-strings.parquet", tmp_path / "pack", check=2).stderr
+    assert "needs columns image, of bytes, and label, a number: it has image (string), label (int64)" in text
     assert "needs columns image, of bytes, and label, a number: it has img (binary), label (string)" in said
     tables = write_tables(parquet, flowers, tmp_path / "tables", names=False)
     assert "--form 256 is for pictures in folders" in run(tables, tmp_path / "pack", "--form", 256, check=2).stderr

@@ -1,5 +1,6 @@
 """Pictures in one archive, .zip, .tar or .tar.gz: unpacked once per node, beside it if that can be written to."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -12,7 +13,7 @@ from common.storage import once
 from common.storage.listing import SPARE
 from common.world.folders import is_address, local_folder
 from datasets import untrusted
-from datasets.photos import splits
+from datasets.photos import files, splits
 
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 UNPACKED = ".unpacked"  # ends the name of the folder beside an archive
@@ -31,10 +32,10 @@ def archive_of(place: str) -> Optional[str]:
     """Return the archive that `place` is, or the one in this folder if there is nothing else; None if there is none."""
     if place.lower().endswith(ENDINGS) and not os.path.isdir(place):
         return place
-    names = [name for name in os.listdir(place) if not name.startswith(".")] if os.path.isdir(place) else []
-    archives = [name for name in names if name.lower().endswith(ENDINGS)]
-    own = {f"{name}{ending}" for name in archives for ending in (UNPACKED, f"{UNPACKED}.lock")}
-    return os.path.join(place, archives[0]) if len(archives) == 1 and set(names) <= {*archives, *own} else None
+    names = []
+    with contextlib.suppress(OSError):  # who reads the folder says why
+        names = [name for name in os.listdir(place) if not name.startswith(".") and UNPACKED not in name]
+    return os.path.join(place, names[0]) if len(names) == 1 and names[0].lower().endswith(ENDINGS) else None
 
 
 def unpacked(address: str, inputs: str) -> str:
@@ -60,15 +61,14 @@ def unpacked(address: str, inputs: str) -> str:
 
 
 def _place_of(name):
-    """Leave out what is hidden, and the folder in which macOS keeps what other systems lack."""
-    words = name.split("/")
-    return None if "__MACOSX" in words or any(word.startswith(".") for word in words) else name
+    """Leave out what is hidden, the folder in which macOS keeps what other systems lack, and what is no picture."""
+    hidden = any(word.startswith(".") or word == "__MACOSX" for word in name.split("/"))
+    return name if not hidden and name.lower().endswith((*files.EXTENSIONS, files.MANIFEST)) else None
 
 
-def _within(folder):
-    with os.scandir(folder) as entries:
-        there = [entry for entry in entries if not entry.name.startswith(".")]
-    if len(there) != 1 or not there[0].is_dir() or there[0].name.lower() in splits.OTHER_NAMES:
-        return folder
-    with os.scandir(there[0].path) as entries:
-        return _within(there[0].path) if any(entry.is_dir() for entry in entries) else folder
+def _within(folder: str) -> str:
+    while len(there := [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]) == 1:
+        if there[0].name.lower() in splits.OTHER_NAMES or not any(entry.is_dir() for entry in os.scandir(there[0].path)):
+            break
+        folder = there[0].path
+    return folder

@@ -258,13 +258,15 @@ class Fetcher:
 
     def _read(self, items):
         """Read the indexes, which a reader has checked."""
-        shards, parts = [], []
+        numbers, shards, parts = {}, [], []
         for _, content in self._indexes.values():
             with np.load(io.BytesIO(content), allow_pickle=False) as stored:
                 about = json.loads(bytes(stored["about"]))
-                shards += [shard for shard in about["shards"] if shard not in shards]  # a shard may have samples of both splits
+                for shard in about["shards"]:  # one may have samples of both splits
+                    numbers.setdefault(shard["name"], len(numbers))
+                    shards += [shard] if len(numbers) > len(shards) else []
                 parts.append({name: stored[name] for name in ("shard", "offset", "length", "checksum")})
-                parts[-1]["shard"] = np.array([shards.index(shard) for shard in about["shards"]])[parts[-1]["shard"]]
+                parts[-1]["shard"] = np.array([numbers[shard["name"]] for shard in about["shards"]])[parts[-1]["shard"]]
                 self._compared = about["form"] != "raw"  # at every read, too
         for shard in shards:
             if shard["name"] not in items or items[shard["name"]].size != shard["size"]:
@@ -522,8 +524,12 @@ class Fetcher:
         Return (their shard, the unit, bytes, whether those were on the disk).
         """
         shard = self.shards[self._samples.shard[unit.start]]
-        begin, end = int(self._samples.begin[unit.start]), int(self._samples.end[unit.stop - 1])
-        old = shard.suspect and self._is_right(unit, os.pread(shard.file, end - begin, begin))
+        first, last = unit.start, unit.stop - 1
+        whole = slice(int(self._samples.begin[first]), int(self._samples.end[last]))
+        gap = 0 if shard.passes else RUN
+        begin = max(whole.start, int(self._samples.offset[first]) - gap)
+        end = min(whole.stop, int(self._samples.offset[last] + self._samples.length[last]) + gap)
+        old = shard.suspect and self._is_right(unit, os.pread(shard.file, end - begin, begin), begin)
         content = b"" if old else self._from_bucket(shard, unit, begin, end - begin)
         if shard.passes:
             for number, place, length in zip(
@@ -533,23 +539,34 @@ class Fetcher:
         else:
             _write(shard.file, content, begin)
             self._state.there[self._samples.number[unit]] = IN_ITS_SHARD
+            for lower, upper in () if old else ((whole.start, begin), (end, whole.stop)):
+                self._fill(shard, lower, upper)
         self._state.heard = time.monotonic()
-        return shard, unit, end - begin, old
+        return shard, unit, end - begin if shard.passes else whole.stop - whole.start, old
 
     def _from_bucket(self, shard, unit, begin, length):
-        place = f"{one_line(self._url)}/{shard.name}"
         for _ in range(DAMAGED):
-            try:
-                content = self._ranges.read(shard.item, begin, length)
-            except ObjectChanged:
-                raise UserError(f"{place} has changed since this run began: start again") from None
-            if self._is_right(unit, content):
+            content = self._part(shard, begin, length)
+            if self._is_right(unit, content, begin):
                 return content
-        raise Damaged(f"{place}, {length} bytes from {begin} on, arrived {DAMAGED} times with others than its index says")
+        place = f"{one_line(self._url)}/{shard.name}, {length} bytes from {begin} on"
+        raise Damaged(f"{place}, arrived {DAMAGED} times with others than its index says")
 
-    def _is_right(self, unit, content):
+    def _fill(self, shard, begin, end):
+        """Bring what lies between two samples and is none: in a shard of others it may be much."""
+        for at in range(begin, end, RUN):
+            _write(shard.file, self._part(shard, at, min(RUN, end - at)), at)
+            self._state.heard = time.monotonic()
+
+    def _part(self, shard, begin, length):
+        try:
+            return self._ranges.read(shard.item, begin, length)
+        except ObjectChanged:
+            raise UserError(f"{one_line(self._url)}/{shard.name} has changed since this run began: start again") from None
+
+    def _is_right(self, unit, content, at):
         samples, view = self._samples, memoryview(content)
-        begins = (samples.offset[unit] - samples.begin[unit.start]).tolist()
+        begins = (samples.offset[unit] - at).tolist()
         parts = zip(begins, samples.length[unit].tolist(), samples.checksum[unit].tolist())
         return all(crc32(view[begin : begin + length]) == checksum for begin, length, checksum in parts)
 

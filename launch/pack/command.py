@@ -22,7 +22,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Optional
 
 import numpy as np
 
@@ -58,11 +58,11 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         notes = os.path.join(folder, ".tree")
         trees = _photographs(root, notes, options)
         plans = [ShardPlan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
-        _clear(folder, plans, options.overwrite)
+        identities = {plan.split: plan.identity for plan in plans}
+        _clear(folder, identities, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
         _need_space(folder, sum(shard.size for _, shard in missing))
-        for plan in plans:
-            write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
+        _mark(folder, identities)
         for plan, _ in missing:
             remove(packed.index_path(folder, plan.split))  # it describes shards that are about to be replaced
         lengths = [plan.lengths[shard.numbers] for plan, shard in missing]
@@ -81,14 +81,16 @@ def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> 
         raise UserError(f"--form {options.form} is for pictures in folders: leave it out")
     os.makedirs(folder, exist_ok=True)
     with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
-        plans, classes = parquet.plan(paths, options)
-        _clear(folder, plans, options.overwrite)
-        _need_space(folder, sum(shard.size for plan in plans for shard in plan.shards))
-        for plan in plans:
-            write_atomically(_marker(folder, plan.split), json.dumps({"identity": plan.identity}).encode())
-        parquet.make(plans, folder, options.workers)
-        index.index(folder, argparse.Namespace(**{**vars(options), "overwrite": True}), classes)
-    return [shard.name for plan in plans for shard in plan.shards]
+        made, classes, identity = parquet.plan(paths, options.shard_mb)
+        _clear(folder, dict.fromkeys(splits.SPLITS, identity), options.overwrite)
+        missing = [rows for rows in made if not os.path.exists(os.path.join(folder, rows.name))]
+        _need_space(folder, sum(rows.size for rows in missing))
+        _mark(folder, dict.fromkeys(splits.SPLITS, identity))
+        progress = Progress("packing", len(missing), "shards", sum(rows.size for rows in missing))
+        in_threads(options.workers, lambda rows, done: parquet.write(rows, folder, done), missing, progress)
+        names = {split: [rows.name for rows in made if rows.split == split] for split in {rows.split: 0 for rows in made}}
+        index.index(folder, argparse.Namespace(**{**vars(options), "overwrite": True}), names, classes)
+    return [rows.name for rows in made]
 
 
 def _busy(folder):
@@ -138,18 +140,23 @@ def _marker(folder: str, split: str) -> str:
     return os.path.join(folder, f".{split}-pack.json")
 
 
-def _clear(folder: str, plans: Union[list[ShardPlan], list[parquet.RowsPlan]], overwrite: bool) -> None:
+def _mark(folder: str, identities: dict[str, str]) -> None:
+    for split, identity in identities.items():
+        write_atomically(_marker(folder, split), json.dumps({"identity": identity}).encode())
+
+
+def _clear(folder: str, identities: dict[str, str], overwrite: bool) -> None:
     """Delete unfinished files. Delete a pack of other photographs or settings if `overwrite`, else raise UserError for it."""
     for name in os.listdir(folder):  # an unfinished file is of no use, whichever pack it is of
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
             os.unlink(os.path.join(folder, name))
     names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
-    for plan in plans:
-        there = [name for name in names if name.lstrip(".").startswith(f"{plan.split}-")]
-        if there and _identity(folder, plan.split) != plan.identity:
+    for split, identity in identities.items():
+        there = [name for name in names if name.lstrip(".").startswith(f"{split}-")]
+        if there and _identity(folder, split) != identity:
             if not overwrite:
                 raise UserError(
-                    f"{one_line(folder)} has a pack of other photographs or settings ({len(there)} files of {plan.split}): "
+                    f"{one_line(folder)} has a pack of other photographs or settings ({len(there)} files of {split}): "
                     "give another folder, or --overwrite true"
                 )
             for name in sorted(there, reverse=True):  # the index before its shards
@@ -207,14 +214,16 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
         raise UserError(f"{one_line(folder)} has pictures in the form {form}, not the originals of {one_line(root)}")
     if form == "tiled" and root:
         tiles.need_jpegtran()
-    pairs = [(files, number) for files in parts for number in range(len(files.shards))]
-    size = sum(files.shards[number]["size"] for files, number in pairs)
+    if root and not any(os.path.exists(_original(part, 0, split, root)) for part, split in zip(parts, splits.SPLITS)):
+        raise UserError(f"{one_line(folder)} was not packed from {one_line(root)}, which has other names: leave it out")
+    pairs = [(files, split, number) for files, split in zip(parts, splits.SPLITS) for number in range(len(files.shards))]
+    size = sum(files.shards[number]["size"] for files, _, number in pairs)
     progress = Progress("verifying", len(pairs), "shards", size)
     damaged: list[str] = []
     changed: list[str] = []
 
-    def look(pair: tuple[packed.Packed, int], done: Done) -> None:
-        files, number = pair
+    def look(one: tuple[packed.Packed, str, int], done: Done) -> None:
+        files, split, number = one
         found = files.find_damage(number)
         done(files.shards[number]["size"])
         if found:
@@ -224,7 +233,7 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
             others = [
                 one_line(files.path(n))
                 for n in np.flatnonzero(files.shard == number).tolist()
-                if not _is_original(files, n, root)
+                if not _is_original(files, n, _original(files, n, split, root))
             ]
             changed.extend(others)
             for name in others:
@@ -247,13 +256,16 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
     print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{same} ({progress.describe()})")
 
 
-def _is_original(files: packed.Packed, number: int, root: str) -> bool:
-    """Whether a sample has the bytes of its original in `root` or, if it is in tiles, the original's coefficients."""
-    split = os.path.basename(files.shards[0]["name"]).partition("-")[0]
+def _original(files: packed.Packed, number: int, split: str, root: str) -> str:
+    below = os.path.join(root, split)
+    return os.path.join(below if os.path.isdir(below) else root, files.names[number])
+
+
+def _is_original(files: packed.Packed, number: int, path: str) -> bool:
+    """Whether a sample has the bytes of its original or, if it is in tiles, the original's coefficients."""
     stored = files.read(number)
     try:
-        below = os.path.join(root, split)
-        with open(os.path.join(below if os.path.isdir(below) else root, files.names[number]), "rb") as file:
+        with open(path, "rb") as file:
             content = file.read()
         return stored == content or (tiles.is_tiled(stored) and tiles.same_coefficients(stored, content))
     except (OSError, tiles.NotTiled):

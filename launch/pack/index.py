@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, Union
+from typing import Any, Callable, Optional, Union
 
 import numpy as np
 
@@ -28,10 +28,10 @@ from common.storage import bucket, ranges
 from common.world.folders import is_bucket
 from datasets import untrusted
 from datasets.crc import crc32
-from datasets.photos import packed, splits, tree
+from datasets.photos import files, packed, splits, tree
 from launch.pack.threads import in_threads
 
-PICTURES = ("jpg", "jpeg", "png", "webp")
+PICTURES = (*(ending[1:] for ending in files.EXTENSIONS), "gif", "img")  # as a pack has them, too
 LABELS = ("cls", "json")
 WINDOW = 4 << 20  # bytes that are read at a time
 LONGEST_LABEL = 1 << 20  # bytes
@@ -52,15 +52,18 @@ class Indexed:
     rows: list[Row]
 
 
-def index(place: str, options: argparse.Namespace, classes: Sequence[str] = ()) -> None:
+def index(
+    place: str, options: argparse.Namespace, names: Optional[dict[str, list[str]]] = None, classes: Sequence[str] = ()
+) -> None:
     """Write the indexes beside the shards of a folder or bucket, of all of which a fifth is held out if no name says val.
 
-    `classes`: their names, if the caller knows them.
+    `names`: the shards of each split, and `classes`: their names, if the caller knows them.
     """
     sizes, part_of = (_of_bucket if is_bucket(place) else _of_folder)(place)
     if not options.overwrite and sizes.keys() & {packed.index_path("", split) for split in splits.SPLITS}:
         raise UserError(f"{one_line(place)} has an index: give --overwrite true to replace it")
-    names = by_split(sorted(name for name in sizes if name.endswith(".tar")), place)
+    names = names or by_split(sorted(name for name in sizes if name.endswith(".tar")), place)
+    classes = _class_names(options.classes, part_of(NAMES)(0, sizes[NAMES]) if NAMES in sizes else b"") or classes
     shards = [name for of_split in names.values() for name in of_split]
     found: dict[str, Indexed] = {}
 
@@ -70,8 +73,7 @@ def index(place: str, options: argparse.Namespace, classes: Sequence[str] = ()) 
 
     progress = Progress("indexing", len(shards), "shards", sum(sizes[name] for name in shards))
     in_threads(options.workers, work, shards, progress)
-    classes = _class_names(options.classes, NAMES in sizes and part_of(NAMES)(0, sizes[NAMES])) or classes
-    classes, numbers = _numbered({row[0] for shard in found.values() for row in shard.rows}, classes, place)
+    classes, numbers = _numbered({row[0] for shard in found.values() for row in shard.rows} - {None}, classes, place)
     parts = {split: _part(place, [found[name] for name in of_split], classes, numbers) for split, of_split in names.items()}
     if "val" not in parts:
         parts = dict(zip(splits.SPLITS, splits.hold_out(parts["train"], options.seed)))
@@ -109,7 +111,13 @@ def _of_folder(place):
     """Return ({name: size}, a function that returns the Part of a name)."""
     require_folder("the folder", place, "give the one that has the shards")
     with os.scandir(place) as entries:
-        sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file() and not entry.name.startswith(".")}
+        there = [entry for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
+    try:
+        sizes = {entry.name: entry.stat().st_size for entry in there}
+    except OSError as error:  # a link to a shard that is gone
+        raise files.unreadable(error) from None
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{one_line(place)} cannot be written to, and the index belongs there: give a folder that can")
     return sizes, functools.partial(_part_of_file, place)
 
 
@@ -164,11 +172,12 @@ def _read(path, name, size, part) -> Indexed:
             if kind == "picture":
                 verdict = tree.judge_open(io.BytesIO(content), f"{path}:{member}")
                 its[kind] = member, place, len(content), crc32(content), verdict
-            elif len(content) > LONGEST_LABEL:
-                raise ValueError(f"{one_line(member)[:80]} is too long for a label")
+            elif kind in LABELS:
+                its[kind] = _said(member, kind, content)
             else:
-                its[kind] = content
-        rows = [(_label(key, its), *its["picture"]) for key, its in samples.items() if "picture" in its]
+                its[kind] = None  # such as KEY.mask.png
+        none = 0, 0, 0, "without a picture KEY.jpg, or of another kind"
+        rows = [(_label(key, its), *its.get("picture", (key, *none))) for key, its in samples.items()]
     except (*untrusted.DAMAGES, bucket.ObjectChanged) as error:
         reason = one_line(error) or "it changes while it is read"
         raise UserError(f"{one_line(path)} cannot be read: {reason[:200]}; make or fetch it again") from None
@@ -183,21 +192,31 @@ def _key_and_kind(member):
 
 
 def _is_wanted(member):
-    return not os.path.basename(member).startswith(".") and _key_and_kind(member)[1] in (*PICTURES, *LABELS)
+    kind = _key_and_kind(member)[1].rpartition(".")[2]
+    return not os.path.basename(member).startswith(".") and kind in (*PICTURES, *LABELS)
+
+
+def _said(member, kind, content) -> Label:
+    """Return the label in KEY.cls or KEY.json; None if there is none, or -1."""
+    if len(content) > LONGEST_LABEL:
+        raise ValueError(f"{one_line(member)[:80]} is too long for a label")
+    said: Any = content.decode().strip()
+    if kind == "json":
+        row = json.loads(said)
+        said = row.get("label") if isinstance(row, dict) else None
+    if isinstance(said, float) and said.is_integer():
+        said = int(said)
+    if isinstance(said, bool) or not isinstance(said, (int, str, type(None))):
+        raise ValueError(f"the label in {one_line(member)[:80]} is neither a number nor a name")
+    if re.fullmatch("-?[0-9]{1,9}", str(said)):
+        said = int(str(said))
+    return None if said in ("", -1) else said
 
 
 def _label(key, its) -> Label:
-    said: Any = its["cls"].decode().strip() if "cls" in its else None
-    if said is None and "json" in its:
-        row = json.loads(its["json"])
-        said = row.get("label") if isinstance(row, dict) else None
-    if said is None:
+    if its.get("cls", its.get("json")) is None and "cls" not in its:
         return os.path.basename(os.path.dirname(key)) or None
-    if isinstance(said, bool) or not isinstance(said, (int, str)):
-        raise ValueError(f"the label of {one_line(key)[:80]} is neither a number nor a name")
-    if re.fullmatch("-?[0-9]{1,9}", str(said)):
-        return int(said) if int(said) >= 0 else None  # -1: it is not known
-    return said or None
+    return its.get("cls", its.get("json"))
 
 
 # --- All shards together -----------------------------------------------------------------------------------------------
@@ -205,38 +224,45 @@ def _label(key, its) -> Label:
 
 def _class_names(path, beside):
     """Return the names of --classes, or of the file beside the shards."""
-    content = Path(path).read_bytes() if path else beside or b""
-    return [line for line in map(str.strip, content.decode("utf-8-sig").splitlines()) if line]
+    try:
+        content = Path(path).read_bytes() if path else beside
+        names = [line.strip() for line in content.decode("utf-8-sig").rstrip().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{one_line(path or NAMES)} has no names of classes ({one_line(error)}): one a line, in UTF-8"
+        ) from None
+    if "" in names or len({*names}) < len(names):
+        raise UserError(f"{one_line(path or NAMES)} has an empty line, or a name twice: give each class its own line")
+    return names
 
 
 def _numbered(labels, classes, place):
-    """Return (names of the classes, {label: its number})."""
-    labels = labels - {None}
+    """Return (names of the classes, {label: its number}). A label is a name or, if it is none of the names, a number."""
     if not labels:
         raise UserError(f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder in its name")
-    if all(isinstance(label, int) for label in labels):
-        most = max(labels) + 1
-        if most > (len(classes) or MOST_CLASSES):
-            named = f"{len(classes)} names of classes"
-            raise UserError(f"{one_line(place)} has class {most - 1}, and {named}: give --classes FILE")
-        return classes or [str(number) for number in range(most)], {label: label for label in labels}
-    unnamed = labels - {*classes} if classes else {label for label in labels if isinstance(label, int)}
-    if unnamed:
-        name = one_line(min(map(str, unnamed)))
-        raise UserError(f"{one_line(place)} has class {name}, which is not named as the others are: give --classes FILE")
-    classes = classes or sorted(labels)
-    return classes, {label: number for number, label in enumerate(classes)}
+    numbers = [label for label in labels if isinstance(label, int)]
+    if not classes and len(numbers) < len(labels):
+        classes = sorted(map(str, labels))
+    elif not classes:
+        classes = [str(number) for number in range(min(max(numbers) + 1, MOST_CLASSES))]
+    named = {name: number for number, name in enumerate(classes)}
+    found: dict[Label, Any] = {label: named.get(str(label), label) for label in labels}
+    for label, number in found.items():
+        if not isinstance(number, int) or number >= len(classes):
+            raise UserError(
+                f"{one_line(place)} has class {one_line(label)[:80]}, and {len(classes)} names of classes: give --classes FILE"
+            )
+    return classes, found
 
 
 def _part(place, shards, classes, numbers) -> packed.Packed:
-    left_out, rows, where = defaultdict(list), [], {}
+    left_out, rows, taken = defaultdict(list), [], set()
     for number, shard in enumerate(shards):
         for label, name, begin, length, checksum, verdict in shard.rows:
-            if where.setdefault(name, shard.name) != shard.name:
-                both = f"{one_line(where[name])} and {one_line(shard.name)}"
-                raise UserError(f"{one_line(place)} has {one_line(name)[:80]} twice, in {both}: each key is one picture's")
-            if label is None or isinstance(verdict, str):
-                left_out["without a label" if label is None else verdict].append(name)
+            name = f"{shard.name[:-4]}/{name}" if name in taken else name  # keys may begin anew in each shard
+            taken.add(name)
+            if isinstance(verdict, str) or label is None:
+                left_out[verdict if isinstance(verdict, str) else "without a label"].append(name)
             else:
                 rows.append((numbers[label], name, number, begin, length, checksum, *verdict))
     if not rows:

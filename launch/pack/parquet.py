@@ -3,7 +3,6 @@
 They are written as the shards of a pack in the order of the rows, some groups of rows to each; a shard that is there is kept.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import glob
@@ -13,109 +12,108 @@ import json
 import os
 from typing import Any
 
-from common.errors import UserError, one_line
+from common.errors import UserError, of_a_file, one_line
 from common.files import MIB, TEMPORARY, create
-from common.progress import Progress
 from launch.pack import index, shards
-from launch.pack.threads import Done, in_threads
+from launch.pack.threads import Done
 
 ENDING = ".parquet"
+PER_ROW = 2048  # bytes of a shard, at most, that are not of the picture
 COLUMNS = ["image", "label"]
 
 
 @dataclasses.dataclass
-class ShardOfRows:
-    name: str
-    groups: list[tuple[str, int]]  # a file and the number of a group of rows in it
-    first: int  # number of its first row
-    size: int = 0  # in bytes, as expected
-
-
-@dataclasses.dataclass
-class RowsPlan:
-    """The groups of rows that make the shards of a split."""
+class Rows:
+    """What becomes a shard."""
 
     split: str
-    shards: list[ShardOfRows]
-    identity: str  # digest of the files and the settings
+    name: str  # of the shard
+    first: int  # number of the first row
+    count: int = 0
+    size: int = 0  # in bytes, as expected
+    groups: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # a file, and the number of a group of rows in it
 
 
 def files_of(root: str) -> list[str]:
-    """Return the file of parquet that `root` is, or those in this folder or in the folder data below it."""
-    if root.endswith(ENDING):
+    """Return the file of parquet that `root` is, or those in this folder or in its only folder, data."""
+    if root.endswith(ENDING) and os.path.isfile(root):
         return [root]
+    if not os.path.isdir(root) or {entry.name for entry in os.scandir(root) if entry.is_dir()} - {"data", ".cache", ".git"}:
+        return []
     return next(filter(None, (sorted(glob.glob(f"{glob.escape(root)}{below}/*{ENDING}")) for below in ("", "/data"))), [])
 
 
-def plan(paths: list[str], options: argparse.Namespace) -> tuple[list[RowsPlan], list[str]]:
-    """Return (what to make, names of the classes as the files say them)."""
-    plans, classes = [], []
+def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]:
+    """Return (the shards to make, names of the classes as the files say them, a digest of the files and the setting)."""
+    made: list[Rows] = []
+    classes: list[str] = []
     for split, of_split in index.by_split(paths, os.path.dirname(paths[0]) or ".").items():
-        digest = hashlib.sha256(json.dumps([split, options.shard_mb]).encode())
-        made: list[ShardOfRows] = []
-        rows = 0
+        made.append(Rows(split, f"{split}-000000.tar", 0))
+        begun = len(made) - 1
         for path in of_split:
             with _opened(path) as file:
-                classes = classes or _classes(file.schema_arrow)
-                status = os.stat(path)
-                digest.update(json.dumps([os.path.basename(path), status.st_size, status.st_mtime_ns]).encode())
+                names = _classes(file.schema_arrow)
+                if classes and names != classes:
+                    raise UserError(
+                        f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together"
+                    )
+                classes = names
                 for number in range(file.num_row_groups):
-                    group = file.metadata.row_group(number)
-                    if not made or made[-1].size + group.total_byte_size > options.shard_mb * MIB:
-                        made.append(ShardOfRows(f"{split}-{len(made):06d}.tar", [], rows))
-                    made[-1].groups.append((path, number))
-                    made[-1].size += group.total_byte_size
-                    rows += group.num_rows
-        plans.append(RowsPlan(split, made, digest.hexdigest()))
-    return plans, classes
+                    group, last = file.metadata.row_group(number), made[-1]
+                    if last.groups and last.size + group.total_byte_size > shard_mb * MIB:
+                        last = Rows(split, f"{split}-{len(made) - begun:06d}.tar", last.first + last.count)
+                        made.append(last)
+                    last.groups.append((path, number))
+                    last.count += group.num_rows
+                    last.size += group.total_byte_size + PER_ROW * group.num_rows
+    described = [[one.name, one.count, one.size, [os.path.basename(path) for path, _ in one.groups]] for one in made]
+    return made, classes, hashlib.sha256(json.dumps([shard_mb, described]).encode()).hexdigest()
 
 
-def make(plans: list[RowsPlan], folder: str, workers: int) -> None:
-    """Write the shards that are missing."""
-    missing = [one for plan in plans for one in plan.shards if not os.path.exists(os.path.join(folder, one.name))]
-    progress = Progress("packing", len(missing), "shards", sum(one.size for one in missing))
-    in_threads(workers, lambda one, done: _write(one, folder, done), missing, progress)
-
-
-def _write(shard: ShardOfRows, folder: str, done: Done) -> None:
-    path, row = os.path.join(folder, shard.name), shard.first
+def write(rows: Rows, folder: str, done: Done) -> None:
+    """Write a shard."""
+    path, number = os.path.join(folder, rows.name), rows.first
     with create(path + TEMPORARY) as out:
-        for source, number in shard.groups:
+        for source, group in rows.groups:
             with _opened(source) as file:
-                for pictures, labels in (map(_values, batch.columns) for batch in file.iter_batches(64, [number], COLUMNS)):
-                    for picture, label in zip(pictures, labels):
-                        content = picture.get("bytes") if isinstance(picture, dict) else picture
-                        if content is not None:
-                            out.write(shards.pair(row, content, -1 if label is None else label))
-                        row += 1
+                table = _of_arrow(source, lambda: file.read_row_group(group, COLUMNS))  # noqa: B023
+            for picture, label in zip(*(column.to_pylist() for column in table.columns)):
+                content = picture.get("bytes") if isinstance(picture, dict) else picture
+                out.write(shards.pair(number, content or b"", -1 if label is None else label))
+                number += 1
         out.write(shards.end(out.tell()))
         out.flush()
         os.fsync(out.fileno())
     os.replace(path + TEMPORARY, path)
-    done(shard.size)
+    done(rows.size)
 
 
-def _values(column):
-    return column.to_pylist()
-
-
-@contextlib.contextmanager
 def _opened(path: str) -> Any:
     """Open a file of parquet; UserError if it is damaged, or lacks a column."""
     try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError as error:
         raise UserError(f"{one_line(path)} needs pyarrow: pip install .[parquet] ({one_line(error)})") from None
+    types: Any = arrow.types
+    file = _of_arrow(path, lambda: parquet.ParquetFile(path))
+    kinds = {field.name: field.type for field in file.schema_arrow}
+    image, label = (kinds.get(name) for name in COLUMNS)
+    if image and types.is_struct(image):
+        image = {field.name: field.type for field in image}.get("bytes")
+    if not image or not (types.is_binary(image) or types.is_large_binary(image)) or not label or not types.is_integer(label):
+        there = one_line(", ".join(f"{name} ({kind})" for name, kind in kinds.items()))[:200]
+        raise UserError(f"{one_line(path)} needs columns image, of bytes, and label, a number: it has {there}")
+    return file
+
+
+def _of_arrow(path, read):
+    """Return read(); an error of the file is a UserError."""
     arrow: Any = importlib.import_module("pyarrow")
     try:
-        with parquet.ParquetFile(path) as file:
-            kinds = {field.name: field.type for field in file.schema_arrow}
-            if not {*COLUMNS} <= kinds.keys() or not arrow.types.is_integer(kinds["label"]):
-                there = one_line(", ".join(f"{name} ({kind})" for name, kind in kinds.items()))[:200]
-                raise UserError(f"{one_line(path)} needs columns image, of bytes, and label, a number: it has {there}")
-            yield file
+        return read()
     except (arrow.ArrowException, OSError) as error:
-        raise UserError(f"{one_line(path)} cannot be read: {one_line(error)[:200]}; fetch it again") from None
+        text = f"{one_line(path)} cannot be read: {one_line(error)[:200]}; fetch it again"
+        raise of_a_file(error, text) if isinstance(error, OSError) else UserError(text) from None
 
 
 def _classes(schema) -> list[str]:
