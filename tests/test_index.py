@@ -209,14 +209,15 @@ def write_tars(folder, **files):
 def test_what_is_left_out_is_counted(tmp_path):
     shard = tar_of(
         *GOOD, ("rose/7.tif", encoded(7, "TIFF")), ("rose/8.cls", b"rose"), ("rose/9.mask.png", PICTURE), ("tulip/9.jpg", b"none"),
-        ("tulip/10.json", b'{"label": -1}'), ("tulip/a.b.jpg", PICTURE), ("10.jpg", PICTURE), ("10.cls", b"-1"),
+        ("tulip/10.json", b'{"label": -1}'), ("about/all.json", b"{}"), ("tulip/a.b.jpg", PICTURE), ("10.jpg", PICTURE), ("10.cls", b"-1"),
     )  # fmt: skip
     said = run("--index", write_tars(tmp_path / "shards", a=shard)).stdout
-    assert "left out, without a picture KEY.jpg, or of another kind: 4, the first rose/8" in said
+    assert "left out, without a picture KEY.jpg, or of another kind: 5, the first rose/8" in said
     assert (
         "left out, not an image: 1, the first tulip/9.jpg" in said and "left out, without a label: 1, the first 10.jpg" in said
     )
     train, val = (packed.load(str(tmp_path / "shards"), split) for split in splits.SPLITS)
+    assert train.classes == CLASSES
     assert "rose/7.tif" in [*train.names, *val.names] and len(train) + len(val) == 13
 
 

@@ -1,6 +1,6 @@
 """The index of tar shards that WebDataset or another program has made, with which they are a pack.
 
-Each sample is KEY.jpg (or jpeg, png, webp) with its class in KEY.cls, in KEY.json as "label", or as the name of KEY's folder.
+Each sample is KEY.jpg (or .png and others) with its class in KEY.cls, in KEY.json as "label", or as the name of KEY's folder.
 """
 
 import argparse
@@ -73,7 +73,8 @@ def index(
 
     progress = Progress("indexing", len(shards), "shards", sum(sizes[name] for name in shards))
     in_threads(options.workers, work, shards, progress)
-    classes, numbers = _numbered({row[0] for shard in found.values() for row in shard.rows} - {None}, classes, place)
+    labels = {row[0] for shard in found.values() for row in shard.rows if not isinstance(row[-1], str)} - {None}
+    classes, numbers = _numbered(labels, classes, place)
     parts = {split: _part(place, [found[name] for name in of_split], classes, numbers) for split, of_split in names.items()}
     if "val" not in parts:
         parts = dict(zip(splits.SPLITS, splits.hold_out(parts["train"], options.seed)))
