@@ -246,7 +246,7 @@ def test_half_a_line_that_a_kill_has_left_of_a_speedrun_is_dropped(tmp_path):
 def test_a_pack_that_was_killed_before_it_was_marked_is_not_taken_for_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr(pack.packed, "read_index", lambda *given: pytest.fail("there is none"))
     (tmp_path / ".train-pack.json.unfinished").write_text('{"ident')
-    pack._clear(str(tmp_path), [argparse.Namespace(split="train", identity="1")], overwrite=False)
+    pack._clear(str(tmp_path), {"train": "1"}, overwrite=False)
     assert not list(tmp_path.iterdir())
 
 
