@@ -169,13 +169,16 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor([float(number % 7)])
 
 def main():
-    args = arguments.parse(arguments.general_parser("steps", data="is not used", workers=0))
+    parser = arguments.general_parser("steps", data="is not used", workers=0)
+    parser.set_defaults(lr=1e-9)
+    group.add_options(parser)
+    args = arguments.parse(parser)
     group.start_workers(args)
     device = devices.choose(args)
     group.join(args, device)
     sampler, model = EpochSampler({steps}, 1, seed=0), torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    run = Run(args, sampler, model, optimizer=optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    run = Run(args, sampler, model, best_by="loss", best_is="lowest", optimizer=optimizer)
     run.resume()
     for _ in run.epochs():
         for number, batch in enumerate(run.steps(SampleLoader(Numbers(), sampler, device)), 1):
@@ -189,7 +192,8 @@ def main():
                 print("seen", number, held, flush=True)
         run.end_epoch(loss=1.0)
 
-run_job(__name__, main)
+if __name__ == "__main__":
+    run_job(main)
 """
 
 
@@ -207,7 +211,7 @@ def of_epochs(folder):
     print(f"| epochs | MiB | s an epoch | {' | '.join(FILES)} | checkpoint | files |\n|{'---|' * 9}")
     for count in (10, 100, 1000):
         out = folder / f"out{count}"
-        words = command("train", *TINY, "--epochs", count, "--best_by", "loss", "--output_dir", out)
+        words = command("train", *TINY, "--epochs", count, "--output_dir", out)
         subprocess.run(words, cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (out / "speed.jsonl").read_text().splitlines()]
         seconds = (rows[-1]["time"] - rows[0]["time"]) / count
@@ -251,7 +255,7 @@ def of_starts(folder):
                 seconds = time.perf_counter() - begun
                 assert done.returncode == 0, done.stdout + done.stderr
             asked = Counter("LIST" if one.method == "GET" and not one.is_object else one.method for one in proxy.log)
-            if number in (2, 20, 60, 200):
+            if number in (2, 20, 60, 100, 200):
                 there = store.client().list_objects(Bucket="runs")["Contents"]
                 counts = [asked[method] for method in ("LIST", "GET", "PUT", "DELETE")]
                 cells = (*counts, len(there), sum(one["Size"] for one in there))
