@@ -275,8 +275,9 @@ def test_verify_compares_with_a_folder_that_has_these_names_and_no_other(webdata
 
 
 def test_what_lies_between_two_samples_comes_in_parts(store, reached, tmp_path):
+    film = random.Random(0).randbytes(10 << 20)
     folder = write_tars(
-        tmp_path / "shards", a=tar_of(*GOOD[:6], ("film.mp4", bytes(10 << 20)), *GOOD[6:], ("b.mp4", bytes(9 << 20)))
+        tmp_path / "shards", a=tar_of(*GOOD[:6], ("film.mp4", film), *GOOD[6:], ("b.mp4", film))
     )
     run("--index", folder)
     for path in folder.iterdir():
@@ -359,6 +360,24 @@ def test_a_second_start_needs_room_for_what_is_missing_alone_and_no_pack_keeps_s
     parts = [packed.load(str(folder), split) for split in splits.SPLITS]
     assert sum(map(len, parts)) == 24 and {shard["name"] for part in parts for shard in part.shards} == {"train-000000.tar"}
     assert "24 images in 2 shards are as they were packed" in run("--verify", folder).stdout
+
+
+def test_a_table_whose_labels_alone_have_changed_is_another_one(parquet, flowers, tmp_path):
+    import pyarrow
+
+    tables, folder = write_tables(parquet, flowers, tmp_path / "tables"), tmp_path / "pack"
+    run(tables, folder)
+    (first, *_) = sorted(tables.glob("train*"))
+    table = parquet.read_table(first)
+    rows = [{**row, "label": {0: 1, 1: 0}.get(row["label"], row["label"])} for row in table.to_pylist()]
+    size = first.stat().st_size
+    parquet.write_table(pyarrow.Table.from_pylist(rows, table.schema), first, row_group_size=4)
+    assert first.stat().st_size == size
+    assert "has a pack of other photographs or settings" in run(tables, folder, check=2).stderr
+    run(tables, folder, "--overwrite", "true")
+    run(tables, tmp_path / "anew")
+    for split in splits.SPLITS:
+        assert_same_samples(packed.load(str(folder), split), packed.load(str(tmp_path / "anew"), split))
 
 
 def test_a_table_beside_photographs_is_not_taken_for_them(parquet, flowers, tmp_path):

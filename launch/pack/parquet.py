@@ -44,9 +44,13 @@ def files_of(root: str) -> list[str]:
 
 
 def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]:
-    """Return (the shards to make, names of the classes as the files say them, a digest of the files and the setting)."""
+    """Return (the shards to make, names of the classes as the files say them, a digest of the setting and the files).
+
+    The digest has the names, sizes and labels of the files, not the pictures, which are long.
+    """
     made: list[Rows] = []
     classes: list[str] = []
+    digest = hashlib.sha256(str(shard_mb).encode())
     for split, of_split in index.by_split(paths, os.path.dirname(paths[0]) or ".").items():
         made.append(Rows(split, f"{split}-000000.tar", 0))
         begun = len(made) - 1
@@ -58,6 +62,8 @@ def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]
                         f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together"
                     )
                 classes = names
+                labels = _of_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()  # noqa: B023
+                digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), labels]).encode())
                 for number in range(file.num_row_groups):
                     group, last = file.metadata.row_group(number), made[-1]
                     if last.groups and last.size + group.total_byte_size > shard_mb * MIB:
@@ -66,8 +72,7 @@ def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]
                     last.groups.append((path, number))
                     last.count += group.num_rows
                     last.size += group.total_byte_size + PER_ROW * group.num_rows
-    described = [[one.name, one.count, one.size, [os.path.basename(path) for path, _ in one.groups]] for one in made]
-    return made, classes, hashlib.sha256(json.dumps([shard_mb, described]).encode()).hexdigest()
+    return made, classes, digest.hexdigest()
 
 
 def write(rows: Rows, folder: str, done: Done) -> None:
