@@ -89,6 +89,35 @@ def test_what_a_kill_has_left_goes_and_the_same_archive_in_another_place_is_the_
     assert os.stat(archive.root(str(tmp_path / "mounted elsewhere"), "inputs")).st_ino == before
 
 
+def test_where_another_node_was_quicker_its_folder_stays(tmp_path, monkeypatch):
+    path, folder = tmp_path / "a.zip", tmp_path / "unpacked"
+    path.write_bytes(ARCHIVES["a.zip"])
+
+    def other_node():
+        if not folder.exists():
+            with monkeypatch.context() as patch:
+                patch.setattr(socket, "gethostname", lambda: "node-1")
+                untrusted.unpack(str(path), str(folder), archive._place_of, 1 << 20)
+            found.append(folder.stat().st_ino)
+
+    found = []
+    untrusted.unpack(str(path), str(folder), archive._place_of, 1 << 20, count=other_node)
+    assert [folder.stat().st_ino] == found and files_in(folder) == FILES and len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
+def test_a_file_of_more_than_one_fits_in_memory_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(untrusted, "MOST_BYTES", 1 << 20)
+    for size, said in (((1 << 20) + 1, "'rose/9.jpg' in it has more than 1 MiB"), (1 << 20, None)):
+        files = {**FILES, "rose/9.jpg": bytes(size)}
+        (tmp_path / name).write_bytes(zip_of(files) if "zip" in name else tar_of(files, "w:gz" if "gz" in name else "w"))
+        if said:
+            with pytest.raises(UserError, match=said):
+                archive.root(str(tmp_path / name), "inputs")
+        else:
+            assert files_in(archive.root(str(tmp_path / name), "inputs")) == files
+
+
 def test_where_nothing_can_be_written_it_is_unpacked_among_the_inputs(tmp_path, monkeypatch):
     (tmp_path / "mount").mkdir()
     (tmp_path / "mount" / "a.tar").write_bytes(ARCHIVES["a.tar"])
