@@ -276,9 +276,7 @@ def test_verify_compares_with_a_folder_that_has_these_names_and_no_other(webdata
 
 def test_what_lies_between_two_samples_comes_in_parts(store, reached, tmp_path):
     film = random.Random(0).randbytes(10 << 20)
-    folder = write_tars(
-        tmp_path / "shards", a=tar_of(*GOOD[:6], ("film.mp4", film), *GOOD[6:], ("b.mp4", film))
-    )
+    folder = write_tars(tmp_path / "shards", a=tar_of(*GOOD[:6], ("film.mp4", film), *GOOD[6:], ("b.mp4", film)))
     run("--index", folder)
     for path in folder.iterdir():
         store.client().upload_file(str(path), "data", f"films/{path.name}")
