@@ -1,7 +1,7 @@
 """A barrier for work of unknown length, such as fetching data: no rank continues before all ranks have finished.
 
-It uses no collective: a waiting rank reads the keys of the job's store, so it can name the rank that it waits for. A rank that
-has died or hangs is not its matter: parent processes and watchers see that (common/alive).
+It uses no collective: rank 0 looks in the job's store who is ready, so it can name the rank that all wait for, and the others
+look whether it has seen all. A rank that has died or hangs is not its matter: parent processes and watchers see that.
 """
 
 import io
@@ -84,8 +84,8 @@ class Board:
         """Wait until all ranks are ready; raise an error if one fails. Rank 0 prints which rank it waits for."""
         self._store.add(self._key("ready", self._rank), 1)
         told, looks, pulse = time.monotonic(), 0, heartbeat.of_this_process()
-        for rank in range(world_size):
-            while not self._count("ready", rank):
+        for key in [("ready", rank) for rank in range(1, world_size)] if self._rank == 0 else [("all",)]:
+            while not self._count(*key):
                 if self._count("failed"):
                     failure = json.loads(self._store.get(self._key("failure")))
                     kind = UserError if failure["code"] == 2 else TrainingFailed
@@ -94,6 +94,7 @@ class Board:
                 pulse.set("fetch", looks)  # a rank that waits is not stuck
                 if time.monotonic() - told > LINE_SECONDS and self._rank == 0:
                     told = time.monotonic()
-                    print(f"waiting for rank {rank} to have its {self._what}", flush=True)
-                time.sleep(POLL_SECONDS)
+                    print(f"waiting for rank {key[-1]} to have its {self._what}", flush=True)
+                time.sleep(max(POLL_SECONDS, world_size / 2560))  # all ranks ask one store
+        self._store.add(self._key("all"), 1)
         pulse.set("start", 0)

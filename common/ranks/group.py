@@ -122,10 +122,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
             raise UserError(f"{naming.describe_ranks(missing)} did not come within {args.join_seconds:.0f} s (--join_seconds)")
         _let_watchers_meet(here, keys)
         keys.set_timeout(timeout)
-        prefixed = distributed.PrefixStore(
-            f"start {here.restart_count}", keys
-        )  # torchrun's agent keeps the keys of earlier starts
-        distributed.init_process_group(backend, store=prefixed, rank=here.rank, world_size=here.world_size, timeout=timeout)
+        distributed.init_process_group(backend, store=keys, rank=here.rank, world_size=here.world_size, timeout=timeout)
     atexit.register(_leave)
     require_equal(_alike(args))
     require_one_device_each(devices.identity(device))

@@ -1,0 +1,84 @@
+"""All ranks wait until each has its data, and what they ask of the job's store meanwhile."""
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch import distributed
+
+from common.errors import TrainingFailed, UserError
+from common.ranks import barrier
+from common.ranks.barrier import POLL_SECONDS, Board
+
+RANKS = 40
+
+
+class Counted:
+    """The store of all ranks, as one of them sees it."""
+
+    def __init__(self, store):
+        self._store, self.asked = store, Counter()
+
+    def __getattr__(self, name):
+        self.asked[name] += 1
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def stores():
+    store = distributed.HashStore()
+    return [Counted(store) for _ in range(RANKS)]
+
+
+def in_all(stores, work):
+    """What work(board, rank) returned or raised on each rank, which all call it at once."""
+    begin = threading.Barrier(RANKS)
+
+    def run(rank):
+        begin.wait()
+        try:
+            return work(Board(stores[rank], "data", rank), rank)
+        except (UserError, TrainingFailed) as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(run, range(RANKS)))
+
+
+def test_what_a_rank_asks_of_the_store_does_not_grow_with_their_number(stores):
+    begun = time.monotonic()
+    assert in_all(stores, lambda board, rank: board.wait(RANKS)) == [None] * RANKS
+    looks = 1 + (time.monotonic() - begun) / POLL_SECONDS
+    assert all(store.asked.keys() == {"add"} and store.asked["add"] <= 2 * (1 + looks) for store in stores[1:])
+    assert RANKS < stores[0].asked["add"] <= 2 * (RANKS + looks)
+
+
+def test_nobody_waits_for_one_that_has_failed(stores):
+    def work(board, rank):
+        if rank == 7:
+            board.post_failure(UserError("no such folder"))
+        else:
+            board.wait(RANKS)
+
+    found = in_all(stores, work)
+    assert found.pop(7) is None and {str(error) for error in found} == {"no data: rank 7: no such folder"}
+    assert all(isinstance(error, UserError) for error in found)
+
+
+@pytest.mark.parametrize("late", [0, 7])
+def test_one_that_takes_long_is_waited_for_and_named(stores, monkeypatch, capsys, late):
+    waited = threading.Event()
+    monkeypatch.setattr(barrier, "LINE_SECONDS", -1.0)
+    own = barrier.heartbeat.of_this_process()
+    monkeypatch.setattr(own, "set", lambda phase, looks: looks > 2 and waited.set())  # what says that one is not stuck
+
+    def work(board, rank):
+        if rank == late:
+            assert waited.wait(60)
+        board.wait(RANKS)
+        return waited.is_set()
+
+    assert in_all(stores, work) == [True] * RANKS
+    assert ("waiting for rank 7 to have its data" in capsys.readouterr().out) == (late == 7)
