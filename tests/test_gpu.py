@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from datasets import cifar10
+from tests import jobs
 from tests.gpu import __main__ as runner
 from tests.gpu import judge, measured, report, rows, runs, table
 from tests.gpu.table import ROWS, SLICES
@@ -83,8 +84,8 @@ def test_numbers_are_judged_on_a_gpu_and_not_on_a_stand_in(found, on_a_gpu, rehe
 
 
 def run(folder, *words):
-    words = [sys.executable, "-m", "tests.gpu", "--out", folder, "--work", folder / "work", *words]
-    return subprocess.run(words, cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, "REHEARSAL_GPUS": "0"})  # fmt: skip
+    words = ["-m", "tests.gpu", "--out", folder, "--work", folder / "work", *words]
+    return jobs.run([sys.executable, *words], cwd=runner.ROOT, env={**os.environ, "REHEARSAL_GPUS": "0"})
 
 
 def test_a_row_that_has_passed_is_not_done_again_and_a_failed_one_is_the_exit_code(tmp_path):
@@ -209,17 +210,13 @@ def test_the_page_is_that_of_the_rows_that_are_kept(tmp_path):
 
 def test_an_epoch_that_ends_in_a_measured_window_is_an_error_and_not_a_figure(tmp_path):
     words = [sys.executable, "-m", "tests.gpu.measured", 3, 9, "jobs/train.py", *TINY, "--max_samples", 160, "--batch_size", 32]
-    done = subprocess.run(
-        [*map(str, words), "--output_dir", tmp_path / "out"], cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = jobs.run([*words, "--output_dir", tmp_path / "out"], cwd=runner.ROOT)
     assert done.returncode == 1 and "an epoch ended after step 5, which lies in the measured window from 3 to 9" in done.stderr
 
 
 def test_a_job_is_measured_in_three_windows(tmp_path):
     words = [sys.executable, "-m", "tests.gpu.measured", 3, 9, "jobs/train.py", *TINY, "--max_samples", 160, "--batch_size", 16]
-    done = subprocess.run(
-        [*map(str, words), "--output_dir", tmp_path / "out"], cwd=runner.ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = jobs.run([*words, "--output_dir", tmp_path / "out"], cwd=runner.ROOT)
     found = rows.last_json(done.stdout)
     assert done.returncode == 0 and len(found["images/s"]) == 3 and min(found["images/s"]) > 0, done.stderr
 

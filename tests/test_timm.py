@@ -41,7 +41,7 @@ def timm(place, monkeypatch):
 
 
 def train(folder, place, *options, check=0):
-    return run_job("train_imagenet", folder, *options, env={"PYTHONPATH": str(place)}, launcher=[sys.executable], check=check)
+    return run_job("train_imagenet", folder, *options, env={"PYTHONPATH": str(place)}, check=check)
 
 
 @pytest.fixture(scope="module")

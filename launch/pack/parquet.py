@@ -62,7 +62,7 @@ def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]
                         f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together"
                     )
                 classes = names
-                labels = _of_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()  # noqa: B023
+                labels = _of_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()
                 digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), labels]).encode())
                 for number in range(file.num_row_groups):
                     group, last = file.metadata.row_group(number), made[-1]
