@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.own_pictures [--only shapes] [--seeds 3]
     python -m tests.benchmarks.own_pictures --only weights        what weights bring that a run of ours has trained on digits
-    python -m tests.benchmarks.own_pictures --with trivialaugment ...     beside the same run without (TODAY)
+    python -m tests.benchmarks.own_pictures --with trivialaugment ...     today's options one by one (TODAY); with --kept FILE
+                                                                          the same command goes on where it was ended
 
 The same pictures, network, epochs and core for both, in turn; two runs beside each other, each on one core. The accuracy is that of
 the best epoch, on 300 other pictures of the same kind.
@@ -62,8 +63,18 @@ def with_weights():
                 print(f"| {name} | {form} | {' '.join(f'{accuracy:.3f}' for accuracy in found)} |", flush=True)
 
 
-def with_today(names, seeds):
-    """Today's options one by one, each seed beside the run of the same seed without."""
+def with_today(names, seeds, kept):
+    """Today's options one by one. `kept`: a file with a line for each run, which has the same accuracy however often it is done."""
+    known = dict(json.loads(line) for line in kept.read_text().splitlines()) if kept and kept.exists() else {}
+
+    def accuracy_of(name, option, seed, *run):
+        if (key := f"{name}, {option}, {seed}") not in known:
+            known[key] = ours(*run)
+            if kept:
+                with kept.open("a") as file:
+                    file.write(json.dumps([key, known[key]]) + "\n")
+        return known[key]
+
     for name in ("small_shapes", "colours", "digits", "unbalanced digits"):
         kind = name.rpartition(" ")[2]
         number, epochs = SETS[kind]
@@ -78,7 +89,7 @@ def with_today(names, seeds):
                         path.unlink()
             for option in names if name != kind else [one for one in names if one != "class_weights"]:
                 runs = [(place / "data", epochs, seed, place / f"{option}{seed}", *TODAY[option]) for seed in range(seeds)]
-                found = list(pool.map(lambda run: ours(*run), runs))
+                found = list(pool.map(lambda run: accuracy_of(name, option, run[2], *run), runs))  # noqa: B023
                 shown = " ".join(f"{accuracy:.3f}" for accuracy in found)
                 print(f"| {name}, {epochs} epochs | {option} | {shown} | {statistics.mean(found):.3f} |", flush=True)
 
@@ -88,9 +99,10 @@ def main():
     parser.add_argument("--only", choices=[*SETS, "weights"], nargs="*", default=list(SETS))
     parser.add_argument("--with", dest="options", choices=TODAY, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kept", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.options:
-        return with_today(options.options, options.seeds)
+        return with_today(options.options, options.seeds, options.kept)
     if options.only == ["weights"]:
         return with_weights()
     for name in options.only:
