@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +10,9 @@ import pytest
 from torch import distributed
 
 from common.errors import TrainingFailed, UserError
-from common.ranks import barrier
+from common.ranks import barrier, store
 from common.ranks.barrier import POLL_SECONDS, Board
+from common.ranks.store import meet
 
 RANKS = 40
 
@@ -28,8 +30,8 @@ class Counted:
 
 @pytest.fixture
 def stores():
-    store = distributed.HashStore()
-    return [Counted(store) for _ in range(RANKS)]
+    shared = distributed.HashStore()
+    return [Counted(shared) for _ in range(RANKS)]
 
 
 def in_all(stores, work):
@@ -51,8 +53,30 @@ def test_what_a_rank_asks_of_the_store_does_not_grow_with_their_number(stores):
     begun = time.monotonic()
     assert in_all(stores, lambda board, rank: board.wait(RANKS)) == [None] * RANKS
     looks = 1 + (time.monotonic() - begun) / POLL_SECONDS
-    assert all(store.asked.keys() == {"add"} and store.asked["add"] <= 2 * (1 + looks) for store in stores[1:])
+    assert all(one.asked.keys() == {"add"} and one.asked["add"] <= 2 * (1 + looks) for one in stores[1:])
     assert RANKS < stores[0].asked["add"] <= 2 * (RANKS + looks)
+
+
+def test_to_meet_asks_as_little(stores, monkeypatch):
+    looked = threading.Semaphore(0)
+    sleep = time.sleep
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: (looked.release(), sleep(seconds)))
+    begun = time.monotonic()
+
+    def work(_, rank):
+        if rank == 1:
+            for _ in range(5):
+                looked.acquire(timeout=60)
+            came.set()
+        if rank:
+            came.wait(60)  # nobody is there yet when rank 0 looks
+        return meet(types.SimpleNamespace(rank=rank, world_size=RANKS), stores[rank], 60)
+
+    came = threading.Event()
+    assert in_all(stores, work) == [[]] * RANKS
+    looks = 1 + (time.monotonic() - begun) / store.POLL_SECONDS
+    assert all(one.asked == {"add": 1, "wait": 1, "get": 1} for one in stores[1:])
+    assert RANKS + 5 < stores[0].asked["add"] <= 2 * RANKS + looks
 
 
 def test_nobody_waits_for_one_that_has_failed(stores):

@@ -42,16 +42,18 @@ def meet(here: World, store: Any, seconds: float) -> list[int]:
         except RuntimeError:
             raise UserError(f"rank 0 did not answer within {2 * seconds:.0f} s; see its log") from None
         return json.loads(store.get(ALL))
+
+    def those_missing():
+        return [rank for rank in range(1, here.world_size) if not store.add(f"{CAME}/{rank}", 0)]
+
     begun = told = time.monotonic()
-    missing = list(range(1, here.world_size))
-    while missing := [rank for rank in missing if not store.add(f"{CAME}/{rank}", 0)]:
-        now = time.monotonic()
-        if now - begun > seconds:
-            break
-        if now - told > channel.WAITING_LINE_SECONDS:
-            told = now
-            print(f"waiting for {naming.describe_ranks(missing)}, {now - begun:.0f} s", flush=True)
-        time.sleep(POLL_SECONDS)
+    for rank in range(1, here.world_size):
+        while not store.add(f"{CAME}/{rank}", 0) and (now := time.monotonic()) - begun <= seconds:
+            if now - told > channel.WAITING_LINE_SECONDS:
+                told = now
+                print(f"waiting for {naming.describe_ranks(those_missing() or [rank])}, {now - begun:.0f} s", flush=True)
+            time.sleep(POLL_SECONDS)
+    missing = those_missing()
     store.set(ALL, json.dumps(missing))
     return missing
 
