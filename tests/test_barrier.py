@@ -1,4 +1,4 @@
-"""All ranks wait until each has its data, and what they ask of the job's store meanwhile."""
+"""What the ranks ask of the store through which they meet and wait for each other, and what they agree on there."""
 
 import threading
 import time
@@ -13,6 +13,7 @@ from common.errors import TrainingFailed, UserError
 from common.ranks import barrier, store
 from common.ranks.barrier import POLL_SECONDS, Board
 from common.ranks.store import meet
+from tests.jobs import ROOT, forked
 
 RANKS = 40
 
@@ -106,3 +107,29 @@ def test_one_that_takes_long_is_waited_for_and_named(stores, monkeypatch, capsys
 
     assert in_all(stores, work) == [True] * RANKS
     assert ("waiting for rank 7 to have its data" in capsys.readouterr().out) == (late == 7)
+
+
+GPUS = """
+import os, sys
+sys.path.insert(0, {root!r})
+from torch import distributed
+from common.errors import UserError
+from common.ranks import collectives
+
+rank = int(os.environ["RANK"])
+collectives.GROUP.store = distributed.FileStore("store", 3)
+distributed.init_process_group("gloo", store=distributed.PrefixStore("group", collectives.GROUP.store), rank=rank, world_size=3)
+collectives.require_one_device_each("")
+collectives.require_one_device_each("gpu " + "abc"[rank])
+try:
+    collectives.require_one_device_each("gpu " + "ded"[rank])
+except UserError as error:
+    print(error)
+distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
+    found = forked(["-c", GPUS.format(root=str(ROOT))], tmp_path, *({"RANK": str(rank)} for rank in range(3)))
+    for done in found:
+        assert done.stdout.startswith("ranks 0 and 2 compute on the same GPU of host ") and done.returncode == 0, done.stderr

@@ -42,11 +42,10 @@ def from_rank_0(choose: Callable[[], Any], what: str = "checkpoint") -> Any:
         return choose()
 
     def encoded():
-        answer: dict[str, Any] = {"found": None, "refused": None}
+        answer: dict[str, Any] = {"refused": None}
         content = io.BytesIO()
         try:
-            if rank_and_size()[0] == 0:
-                answer["found"] = choose()
+            answer["found"] = choose() if rank_and_size()[0] == 0 else None
         except UserError as error:
             answer["refused"] = str(error)
         torch.save(answer, content)
@@ -66,8 +65,7 @@ class Board:
 
     def __init__(self, store: Any, what: str, rank: int):
         self._store = store
-        self._what = what
-        self._rank = rank
+        self._what, self._rank = what, rank
 
     def _key(self, *words):
         return "/".join(["anyrank", self._what, *map(str, words)])

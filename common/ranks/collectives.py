@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class Group:
     """Objects of this rank that go with the process group: the store, the watcher, the elastic members, a Gloo group."""
 
     def __init__(self):
-        self.store: Optional[distributed.Store] = None  # keys and values that all ranks see
+        self.store: Any = None  # a distributed.Store: keys and values that all ranks see
         self.watcher: Any = None  # watcher.Beside, in one of several ranks without a parent process
         self.members: Any = None  # elastic's Members, in an elastic job: then the process group has this rank alone
         self._control = None
@@ -161,32 +161,34 @@ def require_equal(facts: dict) -> None:
     distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=GROUP.control())
     if extremes[0] == -extremes[1]:
         return
-    first = json.loads(broadcast(json.dumps({**mine, "host": socket.gethostname()}).encode()))
+    own = json.dumps({**mine, "host": socket.gethostname()}).encode()
+    first = json.loads(broadcast(own))
     name = next((name for name in facts if mine[name] != first[name]), None)
     rank, size = rank_and_size()
-    lowest = torch.tensor([size if name is None else rank])
-    distributed.all_reduce(lowest, op=distributed.ReduceOp.MIN, group=GROUP.control())
-    other = json.loads(broadcast(json.dumps({**mine, "host": socket.gethostname()}).encode(), int(lowest)))
+    (lowest,) = map(int, reduce([size if name is None else rank], "MIN"))
+    other = json.loads(broadcast(own, lowest))
     name = next(name for name in facts if other[name] != first[name])
     from common.naming import first_difference
 
     ours, theirs = first_difference(first[name], other[name])
     raise UserError(
-        f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {int(lowest)} (host {other['host']})"
+        f"{name} differs: {ours} on rank 0 (host {first['host']}), {theirs} on rank {lowest} (host {other['host']})"
     )
 
 
 def require_one_device_each(identity: str) -> None:
     """Raise UserError on every rank if two compute on one GPU. `identity`: names the GPU on its host; "" for a CPU."""
-    mine = torch.tensor([_digest(json.dumps([socket.gethostname(), identity])) if identity else 0])
-    everyone = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(everyone, mine, group=GROUP.control())
-    first: dict[int, int] = {}
-    for rank, place in enumerate(map(int, everyone)):
-        other = first.setdefault(place, rank)
-        if other != rank and place:
-            host = broadcast(socket.gethostname().encode(), rank).decode()
-            raise UserError(
-                f"ranks {other} and {rank} compute on the same GPU of host {host}: give each process its own "
-                "(srun --gpus-per-task=1, or as many processes as GPUs)"
-            )
+    rank, size = rank_and_size()
+    key = f"anyrank/device/{_digest(json.dumps([socket.gethostname(), identity]))}"
+    is_second = identity and GROUP.store.add(key, 1) > 1
+    if not is_second:
+        GROUP.store.set(f"{key}/rank", str(rank))
+    (second,) = map(int, reduce([rank if is_second else size], "MIN"))
+    if second == size:
+        return
+    said = json.dumps([int(GROUP.store.get(f"{key}/rank")), socket.gethostname()])
+    first, host = json.loads(broadcast(said.encode(), second))
+    raise UserError(
+        f"ranks {min(first, second)} and {max(first, second)} compute on the same GPU of host {host}: "
+        "give each process its own (srun --gpus-per-task=1, or as many processes as GPUs)"
+    )
