@@ -4,16 +4,14 @@ import threading
 import time
 import types
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch import distributed
 
-from common.errors import TrainingFailed, UserError
+from common.errors import UserError
 from common.ranks import barrier, store
-from common.ranks.barrier import POLL_SECONDS, Board
-from common.ranks.store import meet
-from tests.jobs import ROOT, forked
+from common.ranks.barrier import Board
+from tests.jobs import ROOT, forked, wait_for
 
 RANKS = 40
 
@@ -35,49 +33,54 @@ def stores():
     return [Counted(shared) for _ in range(RANKS)]
 
 
+@pytest.fixture
+def naps(monkeypatch):
+    """{name of a thread: how often it has waited a moment}"""
+    naps, sleep = Counter(), time.sleep
+
+    def nap(seconds):
+        naps[threading.current_thread().name] += 1
+        sleep(seconds)
+
+    monkeypatch.setattr(barrier.time, "sleep", nap)
+    return naps
+
+
 def in_all(stores, work):
-    """What work(board, rank) returned or raised on each rank, which all call it at once."""
-    begin = threading.Barrier(RANKS)
+    """What work(board, rank) returned or raised on each rank, which all call it at once, each in a thread of this name."""
+    begin, found = threading.Barrier(RANKS), {}
 
     def run(rank):
         begin.wait()
         try:
-            return work(Board(stores[rank], "data", rank), rank)
-        except (UserError, TrainingFailed) as error:
-            return error
+            found[rank] = work(Board(stores[rank], "data", rank), rank)
+        except Exception as error:
+            found[rank] = error
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(run, range(RANKS)))
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank), daemon=True) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[rank] for rank in range(RANKS)]
 
 
-def test_what_a_rank_asks_of_the_store_does_not_grow_with_their_number(stores):
-    begun = time.monotonic()
+def test_what_a_rank_asks_of_the_store_does_not_grow_with_their_number(stores, naps):
     assert in_all(stores, lambda board, rank: board.wait(RANKS)) == [None] * RANKS
-    looks = 1 + (time.monotonic() - begun) / POLL_SECONDS
-    assert all(one.asked.keys() == {"add"} and one.asked["add"] <= 2 * (1 + looks) for one in stores[1:])
-    assert RANKS < stores[0].asked["add"] <= 2 * (RANKS + looks)
+    for rank, one in enumerate(stores):  # it is ready, each look, that it has seen all
+        looks = 2 * naps[str(rank)] + (1 if rank else RANKS - 1)
+        assert one.asked == {"add": 2 + looks}, rank
 
 
-def test_to_meet_asks_as_little(stores, monkeypatch):
-    looked = threading.Semaphore(0)
-    sleep = time.sleep
-    monkeypatch.setattr(store.time, "sleep", lambda seconds: (looked.release(), sleep(seconds)))
-    begun = time.monotonic()
-
+def test_to_meet_asks_as_little(stores, naps):
     def work(_, rank):
-        if rank == 1:
-            for _ in range(5):
-                looked.acquire(timeout=60)
-            came.set()
-        if rank:
-            came.wait(60)  # nobody is there yet when rank 0 looks
-        return meet(types.SimpleNamespace(rank=rank, world_size=RANKS), stores[rank], 60)
+        if rank:  # nobody is there yet when rank 0 looks
+            wait_for(lambda: naps["0"] > 5, None, "looks of rank 0")
+        return store.meet(types.SimpleNamespace(rank=rank, world_size=RANKS), stores[rank], 60)
 
-    came = threading.Event()
     assert in_all(stores, work) == [[]] * RANKS
-    looks = 1 + (time.monotonic() - begun) / store.POLL_SECONDS
     assert all(one.asked == {"add": 1, "wait": 1, "get": 1} for one in stores[1:])
-    assert RANKS + 5 < stores[0].asked["add"] <= 2 * RANKS + looks
+    assert stores[0].asked == {"add": 1 + 2 * (RANKS - 1) + naps["0"], "set": 1}
 
 
 def test_nobody_waits_for_one_that_has_failed(stores):
@@ -93,20 +96,24 @@ def test_nobody_waits_for_one_that_has_failed(stores):
 
 
 @pytest.mark.parametrize("late", [0, 7])
-def test_one_that_takes_long_is_waited_for_and_named(stores, monkeypatch, capsys, late):
-    waited = threading.Event()
+def test_one_that_takes_long_is_waited_for_and_rank_0_names_it(stores, naps, monkeypatch, late):
+    said, alive = [], []
     monkeypatch.setattr(barrier, "LINE_SECONDS", -1.0)
-    own = barrier.heartbeat.of_this_process()
-    monkeypatch.setattr(own, "set", lambda phase, looks: looks > 2 and waited.set())  # what says that one is not stuck
+    monkeypatch.setattr(barrier, "print", lambda text, **_: said.append(text), raising=False)
+    monkeypatch.setattr(barrier.heartbeat.of_this_process(), "set", lambda phase, looks: alive.append(phase))
 
     def work(board, rank):
         if rank == late:
-            assert waited.wait(60)
+            named = "waiting for rank 7 to have its data"
+            wait_for(
+                (lambda: named in said) if rank else (lambda: all(naps[str(one)] for one in range(1, RANKS))), None, "a wait"
+            )
+            found.append(len(said))
         board.wait(RANKS)
-        return waited.is_set()
 
-    assert in_all(stores, work) == [True] * RANKS
-    assert ("waiting for rank 7 to have its data" in capsys.readouterr().out) == (late == 7)
+    found = []
+    assert in_all(stores, work) == [None] * RANKS
+    assert "fetch" in alive and (found == [0] if late == 0 else found[0] > 0)
 
 
 GPUS = """

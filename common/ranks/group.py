@@ -116,7 +116,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
         from common.ranks import store
 
         os.environ.update({"MASTER_ADDR": here.master_addr, "MASTER_PORT": str(here.master_port)})
-        os.environ.update(network.interfaces("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
+        os.environ.update(network.of_a_group("127.0.0.1" if here.num_nodes == 1 else network.route_to(here.master_addr)))
         keys = store.of_all_ranks(here, args.join_seconds)
         if missing := store.meet(here, keys, args.join_seconds):
             raise UserError(f"{naming.describe_ranks(missing)} did not come within {args.join_seconds:.0f} s (--join_seconds)")

@@ -234,6 +234,8 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 16, 64, 256])
     parser.add_argument("--mib", type=int, default=1)
     options = parser.parse_args()
+    if wrong := [ranks for ranks in options.ranks if ranks % min(ON_A_NODE, max(1, ranks // 2)) or ranks < 2]:
+        parser.error(f"--ranks: {wrong} do not fill nodes of {ON_A_NODE}")
     print(f"{machine()}\n")
     columns = "MB | segments | connections | MiB of a rank"
     print(f"| ranks | | phase | s | node 0 sends: {columns} | another node sends: {columns} |\n|{'---|' * 12}")
