@@ -84,7 +84,7 @@ def synthetic_tree(folder, indexes, count):
     for number in range(CLASSES):
         (folder / f"n{number:08d}").mkdir(parents=True)
     stored = {
-        "signature": text(tree._signature(str(folder), files.classes(str(folder)))), "names": text("\0".join(names_of(count))),
+        "signature": text(tree._signature(str(folder), list(files.classes(str(folder)).items()))), "names": text("\0".join(names_of(count))),
         "left_out": text("{}"), "changed": np.zeros(0, np.int64), "labels": np.arange(count) * CLASSES // count,
         "special": np.zeros(count, bool), "widths": np.full(count, 500, np.int32), "heights": np.full(count, 375, np.int32),
     }  # fmt: skip
