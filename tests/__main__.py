@@ -60,12 +60,12 @@ class File:
         if not self._starter:
             os.close(asked[1])
             os.close(answers[0])
-            starter.serve(asked[0], answers[1])
+            starter.leave(lambda: starter.serve(asked[0], answers[1]))  # whatever fails there ends this process alone
         os.close(asked[0])
         os.close(answers[1])
         self.process = os.fork()
         if not self.process:
-            self._test([*names, *options], f"{asked[1]} {answers[0]}")
+            starter.leave(lambda: self._test([*names, *options], f"{asked[1]} {answers[0]}"))
         os.close(asked[1])
         os.close(answers[0])
 
@@ -75,7 +75,7 @@ class File:
             os.dup2(descriptor, number)
         os.environ.update(STARTER=pipes, SHARED=str(self._folder.parent))
         own = ["--basetemp", str(self._folder / "t"), "-p", "no:cacheprovider"]
-        starter.leave(lambda: sys.exit(pytest.main([*own, *words], [Results(self._folder / "results")])))
+        sys.exit(pytest.main([*own, *words], [Results(self._folder / "results")]))
 
     def ended(self, status, used):
         self.clock = time.monotonic() - self._began

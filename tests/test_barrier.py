@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 from torch import distributed
 
+from common.alive.wire import network
+from common.devices import TORCH
 from common.errors import UserError
 from common.ranks import barrier, store
 from common.ranks.barrier import Board
@@ -140,3 +142,27 @@ def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
     found = forked(["-c", GPUS.format(root=str(ROOT))], tmp_path, *({"RANK": str(rank)} for rank in range(3)))
     for done in found:
         assert done.stdout.startswith("ranks 0 and 2 compute on the same GPU of host ") and done.returncode == 0, done.stderr
+
+
+ADDRESSES = """
+import os
+from torch import distributed
+
+distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=int(os.environ["RANK"]), world_size=12)
+distributed.barrier()
+print(os.path.getsize("store"))
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(TORCH < (2, 8), reason="its Gloo has no such settings")
+def test_each_rank_tells_the_others_one_address(tmp_path):
+    def told(**settings):
+        folder = tmp_path / str(len(settings))
+        folder.mkdir()
+        found = forked(["-c", ADDRESSES], folder, *({"RANK": str(rank), **settings} for rank in range(12)))
+        assert {done.returncode for done in found} == {0}, found
+        return int(found[0].stdout)
+
+    assert told(**network.of_a_group("127.0.0.1")) < 0.8 * told(**network.interfaces("127.0.0.1"))
