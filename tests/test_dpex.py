@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import inspect
+import io
 import multiprocessing
 import os
 import random
@@ -91,6 +92,19 @@ class Dies(Squares):
             os.close(tempfile.mkstemp(dir=self.folder)[0])
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(number)
+
+
+class Marks(Squares):
+    """Writes down which process has made a sample, and gives each in the same memory."""
+
+    def __init__(self, folder, size=1):
+        super().__init__()
+        self.folder, self.memory = folder, torch.zeros(size)
+
+    def __getitem__(self, number):
+        self.memory.fill_(number)
+        (self.folder / str(number)).write_text(str(os.getpid()))
+        return self.memory
 
 
 class Stream(IterableDataset):
@@ -359,6 +373,66 @@ def test_a_batch_is_the_readers_own_to_write_into(warm):
     first["array"].mul_(2)
     again = next(iter(made))
     assert torch.equal(first["image"], again["image"] + 1) and torch.equal(first["array"], 2 * again["array"])
+
+
+def test_a_data_set_may_write_into_what_it_has_given(warm, tmp_path):
+    batches = iter(loader(warm, Marks(tmp_path), batch_size=None))
+    first = next(batches)
+    wait_for(lambda: (tmp_path / "4").exists(), None, "the third sample of the first worker")
+    assert torch.cat([first, *batches]).tolist() == list(range(23))
+
+
+def test_batches_of_a_worker_that_is_killed_before_they_are_read_are_made_again(warm, tmp_path):
+    batches = iter(loader(warm, Marks(tmp_path), batch_size=None))
+    first = next(batches)
+    wait_for(lambda: (tmp_path / "3").exists(), None, "the second sample of the second worker")
+    os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="made again"):
+        assert torch.cat([first, *batches]).tolist() == list(range(23))
+
+
+def test_after_the_loss_of_a_worker_a_slow_reader_has_its_batches(tmp_path):
+    """They are not made in the order in which they are read."""
+    made = DpexDataLoader(Marks(tmp_path, 100_000), None, distribute_mode=True, head_address="local", num_workers=1)
+    found, batches = [], iter(made)
+    with pytest.warns(UserWarning, match="made again"):
+        for batch in batches:
+            found += batch.unique().tolist()
+            ahead = tmp_path / str(batches._pass.sent - 1)
+            wait_for(ahead.exists, None, "the batches that are fetched ahead")
+            if len(found) == 1:
+                os.kill(int(ahead.read_text()), signal.SIGKILL)
+    assert found == list(range(23))
+
+
+def require_shown_memory():
+    if not client.bridge("local").shows_memory():
+        pytest.skip("this system shows no process the memory of another")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_batches_are_copied_out_of_the_workers_memory_or_come_through_a_socket(warm, monkeypatch, shown):
+    if shown:
+        require_shown_memory()
+    copies = []
+    monkeypatch.setattr(client, "copy", lambda left: copies.append(left) or wire.copy(left))
+    if not shown:
+        monkeypatch.setattr(client, "memory_of", lambda process: io.FileIO(f"/no/such/folder/{process}"))
+    assert_same_batches(list(loader(warm, Everything(), batch_size=4)), list(DataLoader(Everything(), batch_size=4)))
+    assert len(copies) == (6 if shown else 0)
+
+
+def test_a_pass_that_was_interrupted_while_it_read_a_batch_leaves_the_next_one_whole(warm, monkeypatch):
+    def interrupted(left):
+        raise KeyboardInterrupt
+
+    require_shown_memory()
+    made = loader(warm, Squares(), batch_size=4)
+    monkeypatch.setattr(client, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(made))
+    monkeypatch.setattr(client, "copy", wire.copy)
+    assert [numbers.tolist()[0] for _, numbers in made] == list(range(0, 23, 4))
 
 
 def test_a_worker_that_replaces_a_lost_one_goes_on_where_that_was_and_can_go_back(monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any, Optional
 from common.child import START_SECONDS, repository, start_python
 from common.errors import UserError, one_line
 from datasets.dpex import bridge as bridge_process
-from datasets.dpex.wire import pack, receive, send, source_packages, unpack
+from datasets.dpex.wire import copy, memory_of, pack, receive, send, source_packages, unpack
 
 STOP_SECONDS = 20
 
@@ -78,6 +78,14 @@ class Bridge:
         path, self.address = rest.rsplit(" ", 1)
         return path
 
+    def shows_memory(self) -> bool:
+        """Return whether this process may read the memory of the bridge, and so that of the workers of a cluster of our own."""
+        try:
+            memory_of(self.process.pid).close()
+            return os.readlink("/proc/self") == str(os.getpid())  # else /proc has the process ids of another container
+        except OSError:
+            return False
+
     def note_loss(self) -> ClusterLost:
         """Record that a connection broke, and return the exception to raise."""
         self.lost = self.lost or f"{self.address} does not answer"
@@ -131,7 +139,8 @@ class Workers:
             self._digest = digest.digest()
             self._send("task", self._epoch, parts=packed.parts)
         ours = (os.path.join(repository(), name) for name in ("common", "datasets"))  # other machines may not have them
-        self._send("begin", self._epoch, count, base_seed, {*ours, *source_packages(packed.modules)})
+        packages = {*ours, *source_packages(packed.modules)}
+        self._send("begin", self._epoch, count, base_seed, packages, self._bridge.shows_memory())
 
     def resume(self) -> None:
         """Begin another epoch with the copies of the data set that the workers have."""
@@ -169,10 +178,21 @@ class Workers:
                 return None
             with self._whole():
                 (verb, epoch, *words), parts = receive(self._connection)
+                if verb == "left":
+                    worker, left = words.pop(), words.pop()
+                    verb, parts = "batch", self._copied(epoch, left)
+                    send(self._connection, ("received", worker, parts is not None))
+                    if parts is None:
+                        continue
             if verb == "failed":
                 self._digest = None  # the data set may not have arrived
             if epoch == self._epoch:
                 return (verb, *words, *([unpack(parts)] if parts else []))
+
+    def _copied(self, epoch, left):
+        """Return the parts of a batch. None: its worker has ended, and the bridge has it made again; or it comes too late."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, EOFError):
+            return copy(left) if epoch == self._epoch else None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from common import malloc
 from common.child import START_SECONDS, repository
 from common.errors import UserError
 
@@ -49,10 +50,11 @@ def connect(head_address: str) -> "Cluster":
 
 
 def _prepare_our_own():
-    """Replace the RAY_ variables (loopback interface only, a new token), and give workers our import path by PYTHONPATH."""
+    """Replace the RAY_ variables (loopback interface only, a new token); give workers our import path and settings of glibc."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:  # settings of another cluster
         del os.environ[name]
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **LOOPBACK, **PATIENT, **EQUAL})
+    os.environ.update(malloc.tuned(os.environ))
     os.environ["PYTHONPATH"] = os.pathsep.join([repository(), *filter(None, sys.path)])
 
 
@@ -163,8 +165,9 @@ class Actor:
 
         self._worker = LoaderWorker(again)
 
-    def fetch(self, index: list, task: list, *where: Any) -> list:
-        """Return LoaderWorker.fetch()'s packed batch. `task`: a reference in a list, because Ray would resolve a bare one."""
+    def fetch(self, what: tuple) -> Any:
+        """Return LoaderWorker.fetch(*what). One argument costs less than several, and Ray leaves the reference in it."""
         import ray
 
-        return self._worker.fetch(index, functools.partial(ray.get, task[0]), *where)
+        index, task, *where = what
+        return self._worker.fetch(index, functools.partial(ray.get, task), *where)

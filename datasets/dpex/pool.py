@@ -1,6 +1,7 @@
 """The workers of one iterator in the bridge process: Ray actors, and the batches that were requested from each."""
 
 import contextlib
+import dataclasses
 import queue
 import socket
 import threading
@@ -9,9 +10,19 @@ from typing import Any, Optional
 
 from common.errors import one_line
 from datasets.dpex.cluster import Cluster
-from datasets.dpex.wire import receive, send
+from datasets.dpex.wire import Left, leave, receive, send
 
 LOSSES = 5  # failures of one worker in a row that are tolerated
+
+
+@dataclasses.dataclass
+class RemoteWorker:
+    number: int
+    actor: Any = None
+    node: Optional[str] = None  # where the actor runs
+    asked: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # (epoch, number, actor, reference, arguments)
+    received: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # whether the batch that was left could be copied
+    needed: tuple[int, int] = (0, 0)  # (epoch, number) of the batch that is sent now: earlier ones have been received
 
 
 class Pool:
@@ -22,14 +33,15 @@ class Pool:
         self._cluster = cluster
         self._sending = threading.Lock()
         self._lock = threading.RLock()  # guards the attributes below
-        self._actors: list[Any] = []
-        self._nodes: list[Optional[str]] = []  # where each actor runs
-        self._asked: list[queue.SimpleQueue] = []  # for each worker: (epoch, number, actor, reference, arguments)
+        self._workers: list[RemoteWorker] = []
         self._epoch, self._task = 0, None
 
     def serve(self) -> None:
         """Handle the requests of the training process until it closes the connection; then end the workers."""
-        handlers = {"task": self._put_task, "begin": self._begin, "resume": self._resume, "fetch": self._fetch}
+        handlers = {
+            "task": self._put_task, "begin": self._begin, "resume": self._resume, "fetch": self._fetch,
+            "received": self._note_receipt,
+        }  # fmt: skip
         try:
             while True:
                 (verb, *words), packed = receive(self._connection)
@@ -53,9 +65,10 @@ class Pool:
     def _close(self):
         with self._lock:
             self._epoch = None
-            for worker in range(len(self._actors)):
+            for worker in self._workers:
                 self._end(worker)
-                self._asked[worker].put(None)
+                worker.asked.put(None)
+                worker.received.put(False)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # a thread may be sending
         self._connection.close()
@@ -64,8 +77,8 @@ class Pool:
         import ray
 
         with contextlib.suppress(Exception):
-            ray.kill(self._actors[worker])
-        self._actors[worker] = self._nodes[worker] = None
+            ray.kill(worker.actor)
+        worker.actor = worker.node = None
 
     def _put_task(self, epoch: int, packed: list):
         """Put the task (data set, collate_fn and so on) into Ray's object store, from which Ray copies it to each node once."""
@@ -75,28 +88,30 @@ class Pool:
         self._epoch, self._task = epoch, None
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
-    def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str]):
-        """Begin an epoch: `count` workers copy the data set anew. Actors whose nodes are chosen again stay; others end."""
+    def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str], leave: bool):
+        """Begin an epoch: `count` workers copy the data set anew. Actors whose nodes are chosen again stay; others end.
+
+        `leave`: the training process copies batches out of this process, or out of the workers of a cluster of our own.
+        """
         self._epoch = self._begun = epoch
         self._base_seed = base_seed
         self._packages = packages
+        self._leave = leave
         self._counts, self._places = [()] * count, [0] * count
-        for worker in range(len(self._asked), count):
-            self._actors.append(None)
-            self._nodes.append(None)
-            self._asked.append(queue.SimpleQueue())
-            threading.Thread(target=self._deliver, args=(worker,), daemon=True).start()
+        while len(self._workers) < count:
+            self._workers.append(RemoteWorker(len(self._workers)))
+            threading.Thread(target=self._deliver, args=(self._workers[-1],), daemon=True).start()
         nodes = self._cluster.choose_nodes(count)
-        for worker, node in enumerate(self._nodes):
-            if node in nodes:
-                nodes.remove(node)
+        for worker in self._workers:
+            if worker.node in nodes:
+                nodes.remove(worker.node)
             else:
                 self._end(worker)
-        for worker in (worker for worker in range(count) if not self._actors[worker]):
+        for worker in (worker for worker in self._workers[:count] if not worker.actor):
             self._start(worker, nodes.pop())
 
     def _start(self, worker, node, again=False):
-        self._nodes[worker], self._actors[worker] = node, self._cluster.start_worker(node, self._packages, again)
+        worker.node, worker.actor = node, self._cluster.start_worker(node, self._packages, again)
 
     def _resume(self, epoch: int):
         self._counts = [(*before, place) for before, place in zip(self._counts, self._places)]
@@ -105,35 +120,48 @@ class Pool:
     def _fetch(self, number: int, worker: int, packed: list):
         where = worker, self._base_seed + worker, self._begun, self._counts[worker], self._places[worker]
         self._places[worker] += 1
-        what, actor = (list(map(bytes, packed)), [self._task], *where), self._actors[worker]
-        self._asked[worker].put((self._epoch, number, actor, actor.fetch.remote(*what), what))
+        its = self._workers[worker]
+        left = ((self._epoch, number), its.needed) if self._leave and self._cluster.own else None
+        what = list(map(bytes, packed)), self._task, *where, left
+        its.asked.put((self._epoch, number, its.actor, its.actor.fetch.remote(what), what))
+
+    def _note_receipt(self, worker: int, received: bool):
+        self._workers[worker].received.put(received)
 
     def _deliver(self, worker):
         """Send a worker's batches in the order in which they were requested. Runs in a thread for each worker."""
         import ray
+        from ray.exceptions import ActorDiedError
 
         losses = 0
-        for epoch, number, actor, reference, what in iter(self._asked[worker].get, None):
+        for epoch, number, actor, reference, what in iter(worker.asked.get, None):
+            worker.needed = epoch, number
             while epoch == self._epoch:
                 try:
                     packed = ray.get(reference)
+                    if self._leave:
+                        left = packed if isinstance(packed, Left) else leave(packed)
+                        self._send(("left", epoch, number, left, worker.number))
+                        if not worker.received.get():
+                            raise ActorDiedError
+                    else:
+                        self._send(("batch", epoch, number), packed)
                     losses = 0
-                    self._send(("batch", epoch, number), packed)
                     break
                 except Exception as error:
-                    losses += 1
                     try:
                         with self._lock:
                             if epoch != self._epoch:
                                 break
+                            losses += 1
                             actor, is_new = self._actor_for_another_try(worker, actor, error, losses)
-                            reference = actor.fetch.remote(*what)
+                            reference = actor.fetch.remote(what)
                     except Exception as hopeless:
                         losses = 0
                         self._fail(epoch, hopeless)
                         break
                     if is_new:
-                        self._send(("lost", epoch, worker, _words(error)))
+                        self._send(("lost", epoch, worker.number, _words(error)))
             packed = reference = what = None  # else the object store would keep them until the next batch
 
     def _actor_for_another_try(self, worker, actor, error, losses) -> tuple[Any, bool]:
@@ -144,15 +172,16 @@ class Pool:
         of_the_batch = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
         cause = error.cause if isinstance(error, known.RayTaskError) else error
         if losses > LOSSES or not isinstance(cause, known.RayError) or isinstance(cause, known.RuntimeEnvSetupError):
-            if self._actors[worker] is actor:
+            if worker.actor is actor:
                 self._end(worker)  # the next epoch starts another one
             raise error
-        is_lost = not isinstance(cause, of_the_batch) and self._actors[worker] is actor
+        is_lost = not isinstance(cause, of_the_batch) and worker.actor is actor
         if is_lost:
-            node = self._nodes[worker]
+            node = worker.node
             self._end(worker)
-            self._start(worker, self._cluster.choose_nodes(len(self._nodes), avoid=node)[worker], again=True)
-        return self._actors[worker], is_lost
+            nodes = self._cluster.choose_nodes(len(self._workers), avoid=node)
+            self._start(worker, nodes[worker.number], again=True)
+        return worker.actor, is_lost
 
 
 def _words(error):

@@ -1,4 +1,7 @@
-"""Serialization in datasets.dpex: a short pickle, then the bytes of every tensor and array, received into ordinary memory."""
+"""Serialization in datasets.dpex: a short pickle, then the bytes of every tensor and array, received into ordinary memory.
+
+Batches of a process of this machine are, where the system allows it, copied by the receiver out of that process's memory.
+"""
 
 import io
 import os
@@ -88,11 +91,41 @@ def receive(connection: socket.socket) -> tuple[Any, list[memoryview]]:
 
 
 def _read(connection, length):
+    return _filled(length, lambda missing: connection.recv_into(missing, 0, socket.MSG_WAITALL))
+
+
+def _filled(length, read_into):
     content = np.empty(length, np.uint8).data
     missing = content
     while len(missing):
-        arrived = connection.recv_into(missing, 0, socket.MSG_WAITALL)
+        arrived = read_into(missing)
         if not arrived:
             raise EOFError
         missing = missing[arrived:]
     return content
+
+
+class Left(NamedTuple):
+    """The parts of a packed value that stay in the memory of a process until their receiver says that it has copied them."""
+
+    process: int
+    places: list[tuple[int, int]]  # (address, length)
+
+
+def leave(parts: Sequence[np.ndarray]) -> Left:
+    return Left(os.getpid(), [(part.ctypes.data, part.nbytes) for part in parts])
+
+
+def copy(left: Left) -> list[memoryview]:
+    """Return copies of the parts; OSError or EOFError if the process has ended or does not show its memory."""
+    parts = []
+    with memory_of(left.process) as memory:
+        for address, length in left.places:
+            memory.seek(address)
+            parts.append(_filled(length, memory.readinto))
+    return parts
+
+
+def memory_of(process: int) -> io.FileIO:
+    """Open the memory of a process; OSError if it has ended or the system does not allow it."""
+    return io.FileIO(f"/proc/{process}/mem")

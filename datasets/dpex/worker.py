@@ -4,16 +4,16 @@ import contextlib
 import os
 import random
 import socket
-from typing import Callable
+from typing import Callable, Optional, Union
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import _DatasetKind
+from torch.utils.data import _DatasetKind, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from common import malloc
-from datasets.dpex.wire import pack, unpack
+from datasets.dpex.wire import Left, leave, pack, unpack
 from datasets.processes import collate_in_own_memory
 
 OTHER = 1_000_003  # far from other workers' seeds in the lower 32 bits, which are all that torch's CPU generator uses
@@ -28,18 +28,22 @@ class LoaderWorker:
 
     def __init__(self, again: bool):
         self._again = again
-        self._epoch, self._is_stream = None, False
+        self._epoch = None
+        self._is_stream = self._is_collated = False
+        self._left: dict[tuple[int, int], list] = {}  # {(epoch, number): a batch that the training process copies from here}
         torch.set_num_threads(1)
         malloc.keep()
         collate_in_own_memory()
 
     def fetch(
-        self, index: list, task: Callable, worker: int, seed: int, epoch: int, counts: tuple[int, ...], place: int
-    ) -> list:
+        self, index: list, task: Callable, worker: int, seed: int, epoch: int, counts: tuple[int, ...], place: int,
+        left: Optional[tuple[tuple[int, int], tuple[int, int]]] = None,
+    ) -> Union[list, Left]:  # fmt: skip
         """Return a batch, an ExceptionWrapper with the error, or End; packed.
 
         A new `epoch` begins with a new copy of the data set, which `task()` returns. `counts`: how many batches each earlier
         pass over this copy has requested; `place`: how many the present pass has. Only an IterableDataset needs them.
+        `left`: keep the batch in this process and return where it lies: (its key, the least key that is still needed).
         """
         if is_new := epoch != self._epoch:
             self._epoch = epoch
@@ -53,13 +57,22 @@ class LoaderWorker:
             parts = pack(batch).parts
         except Exception:
             parts = pack(self._wrapped()).parts
-        return [np.frombuffer(part, np.uint8) for part in parts]
+        parts = [np.frombuffer(part, np.uint8) for part in parts]
+        if left is None:
+            return parts
+        if not self._is_collated:
+            parts = [part.copy() for part in parts]  # the data set may write into its own
+        key, needed = left
+        self._left = {one: its for one, its in self._left.items() if one >= needed}
+        self._left[key] = parts
+        return leave(parts)
 
     def _begin(self, task, worker, seed):
         self._worker = worker
         # The worker has its own copy, because a data set may write to itself; the object store's is shared by all workers.
         self._task = unpack(list(map(bytearray, task())))
         self._is_stream = self._task["kind"] == _DatasetKind.Iterable
+        self._is_collated = self._task["auto_collation"] and self._task["collate_fn"] is default_collate  # in new memory
         with contextlib.suppress(OSError):
             os.chdir(self._task["folder"])  # paths in the data set may be relative
         # A replacement repeats a stream with the same seed. For other data sets it must not repeat the lost worker's draws.

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.ray [--workers 1] [--rounds 3]
 
 Light: 64 images as float tensors that are only copied (38 MB a batch). Heavy: the same, computed for some milliseconds a sample.
-Photographs: 64 samples of 110 KB. Waits: samples that wait instead, on one host of a cluster and on two, each with as many workers.
+Photographs: 64 samples of 110 KB. Waits: samples that wait instead, on one, two and four hosts of a cluster, each with as many workers.
 The forms take turns, an epoch each; workers that stay were started before. The original design is two hops
 through ray.util.queue's actor, indices in and torch batches out, as its code had it.
 """
@@ -111,11 +111,11 @@ def rate(batches):
     return sum(1 for _ in batches()) / (time.perf_counter() - begun)
 
 
-def two_hosts(workers, stack):
-    """The same loader on a cluster of one host, and on one of two hosts with as many workers each; no worker on the head."""
+def several_hosts(workers, stack):
+    """The same loader on clusters of one, two and four hosts with as many workers each; no worker on the head."""
     os.environ.pop("RAY_AUTH_TOKEN", None)  # of the peers' cluster
     data, forms = Samples("waits", 32), {}
-    for count in (1, 2):
+    for count in (1, 2, 4):
         hosts = RayHosts(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))), count, head_cpus=0)
         stack.callback(hosts.close)
         os.environ.update(hosts.variables)
@@ -177,7 +177,7 @@ def main(argv=None):
     if "waits" not in options.kinds:
         return
     with contextlib.ExitStack() as stack:
-        forms = two_hosts(options.workers, stack)
+        forms = several_hosts(options.workers, stack)
         compare("waits", {name: loader.__iter__ for name, loader in forms.items()}, options.rounds)
 
 
