@@ -67,9 +67,9 @@ def with_today(names, seeds, kept):
     """Today's options one by one. `kept`: a file with a line for each run, which has the same accuracy however often it is done."""
     known = dict(json.loads(line) for line in kept.read_text().splitlines()) if kept and kept.exists() else {}
 
-    def accuracy_of(name, option, seed, *run):
+    def accuracy_of(name, option, data, epochs, seed, folder):
         if (key := f"{name}, {option}, {seed}") not in known:
-            known[key] = ours(*run)
+            known[key] = ours(data, epochs, seed, folder, *TODAY[option])
             if kept:
                 with kept.open("a") as file:
                     file.write(json.dumps([key, known[key]]) + "\n")
@@ -87,9 +87,15 @@ def with_today(names, seeds, kept):
                     there = sorted(folder.iterdir())
                     for path in there[int(len(there) * RARE) :]:
                         path.unlink()
-            for option in names if name != kind else [one for one in names if one != "class_weights"]:
-                runs = [(place / "data", epochs, seed, place / f"{option}{seed}", *TODAY[option]) for seed in range(seeds)]
-                found = list(pool.map(lambda run: accuracy_of(name, option, run[2], *run), runs))  # noqa: B023
+            runs = {
+                option: [
+                    pool.submit(accuracy_of, name, option, place / "data", epochs, seed, place / f"{option}{seed}")
+                    for seed in range(seeds)
+                ]
+                for option in (names if name != kind else [one for one in names if one != "class_weights"])
+            }
+            for option, running in runs.items():
+                found = [run.result() for run in running]
                 shown = " ".join(f"{accuracy:.3f}" for accuracy in found)
                 print(f"| {name}, {epochs} epochs | {option} | {shown} | {statistics.mean(found):.3f} |", flush=True)
 
