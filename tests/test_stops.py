@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
+from common import moments
 from common.alive.stops import STOPS, Interrupted
 from common.errors import STOP_SIGNALS
+from common.ranks import collectives
 from datasets import loader, processes
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, environment, final_state, run_forked, run_job, wait_for
 from tests.ranks import TWO, check_ledger, run_ranks
@@ -196,6 +198,25 @@ def test_a_second_signal_does_not_disturb_the_saving(stops):
     assert saved == [signal.SIGTERM] and stops.noted == signal.SIGTERM
 
 
+def test_a_wait_for_the_other_ranks_ends_although_the_signal_was_swallowed(stops, monkeypatch):
+    class Never:
+        def is_completed(self):
+            return turns.append(1) or len(turns) > 3
+
+    turns = []
+
+    def waits():
+        with contextlib.suppress(Interrupted):
+            told()
+        collectives._wait_for(Never())
+        return "what the others never sent"
+
+    monkeypatch.setattr(moments, "_listeners", [])
+    with pytest.raises(SystemExit):
+        stops.wait_for(waits)
+    assert len(turns) == 1
+
+
 def test_a_second_signal_ends_a_wait_that_has_swallowed_the_first(stops):
     def reads():
         with contextlib.suppress(Interrupted):
@@ -242,7 +263,10 @@ def test_loader_processes_that_hang_are_waited_for_until_a_stop_is_noted(stops):
 def test_the_handler_calls_nothing_that_saves():
     """And there is no other for these signals in a run."""
     tree = ast.parse((ROOT / "common" / "alive" / "stops.py").read_text())
-    (note,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "note"]
-    assert [ast.unparse(node.func) for node in ast.walk(note) if isinstance(node, ast.Call)] == ["self._counts"]
-    assert [ast.unparse(node.exc) for node in ast.walk(note) if isinstance(node, ast.Raise)] == [Interrupted.__name__]
+    names = ("note", "interrupt", "_due")
+    handler = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    nodes = [node for function in handler for node in ast.walk(function)]
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    assert len(handler) == 3 and called == {"self._counts", "self.interrupt", "self._due"}
+    assert [ast.unparse(node.exc) for node in nodes if isinstance(node, ast.Raise)] == [Interrupted.__name__]
     assert not [path for path in (ROOT / "common" / "run").rglob("*.py") if "signal.signal(" in path.read_text()]

@@ -31,7 +31,11 @@ class Stops:
         if self._counts and not self._counts():
             return
         self.noted = self.noted or number
-        if self._waits and self.may_end:
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Raise Interrupted in a wait that a signal ends. Code that polls calls it too, as others may have caught the first."""
+        if self._waits and self._due():
             raise Interrupted
 
     def wait_for(self, work: Callable[[], Any]) -> Any:

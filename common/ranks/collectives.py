@@ -99,6 +99,7 @@ def _wait_for(work):
     """Wait for a collective. If a stop signal may end this process alone, poll, so that the signal can end the wait."""
     try:
         while STOPS.may_end and not work.is_completed():
+            STOPS.interrupt()
             time.sleep(POLL_SECONDS)
     except Interrupted:
         moments.listen(AtOnce())
@@ -146,17 +147,12 @@ def _tensor(content):
     return torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8))
 
 
-def _digest(content):
-    """Return a digest as a whole number of 63 bits, which is never 0."""
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 1 or 1
-
-
 def require_equal(facts: dict) -> None:
     """Raise UserError on every rank, naming two that differ, unless all have the same facts. Equal ones take one all_reduce."""
     if distributed.get_world_size() == 1:
         return
     mine = {name: str(value) for name, value in facts.items()}
-    digest = _digest(json.dumps(mine))
+    digest = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:8], "big") >> 1  # as an int64
     extremes = torch.tensor([digest, -digest])
     distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=GROUP.control())
     if extremes[0] == -extremes[1]:
@@ -179,7 +175,7 @@ def require_equal(facts: dict) -> None:
 def require_one_device_each(identity: str) -> None:
     """Raise UserError on every rank if two compute on one GPU. `identity`: names the GPU on its host; "" for a CPU."""
     rank, size = rank_and_size()
-    key = f"anyrank/device/{_digest(json.dumps([socket.gethostname(), identity]))}"
+    key = f"anyrank/device/{socket.gethostname()}/{identity}"
     is_second = identity and GROUP.store.add(key, 1) > 1
     if not is_second:
         GROUP.store.set(f"{key}/rank", str(rank))
