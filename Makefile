@@ -12,7 +12,7 @@ $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	$(INSTALL) -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 
-.PHONY: run quick test rehearsal lint format chaos bench gpu engine
+.PHONY: run quick test rehearsal lint format chaos bench gpu engine mutants
 run: $(VENV)/ready
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run
 
@@ -51,6 +51,10 @@ chaos: $(VENV)/ready
 	$(if $(call chosen,patience),$(BIN)/python -m tests.chaos.patience)
 	$(if $(call chosen,arriving),$(BIN)/python -m tests.chaos.arriving --trials $(or $(TRIALS),50))
 	$(if $(filter-out kill store ray disk strangers elastic frozen patience arriving,$(or $(FAULT),all)),$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)"))
+
+# Faults in the code of a room, one at a time: make mutants ROOM=common/storage N=40 SEED=1
+mutants: $(VENV)/ready
+	$(BIN)/python -m tests.mutants $(ROOM) --number $(or $(N),40) --seed $(or $(SEED),1)
 
 # DATA=FOLDER with imagenet/{train,val}/CLASS/*.JPEG and cifar-10-batches-py adds what needs real images; ONLY="base ddp" measures those.
 bench: $(VENV)/ready
