@@ -15,17 +15,23 @@ import collections
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
-from tests.jobs import ROOT
+from tests import __main__ as side_by_side
+from tests import starter
 
-HERE = ROOT / "output_dir" / "mutants"
-COPY, KNOWN = HERE / "copy", HERE / "tests.json"
+ROOT = Path(__file__).resolve().parents[1]  # in the copy, the copy
+HERE = Path(os.environ.get("MUTANTS", ROOT / "output_dir" / "mutants"))
+KNOWN = HERE / "tests.json"
 REACHED, SECONDS = HERE / "reached.part", HERE / "seconds.part"
 PRODUCT = ("common", "datasets", "launch", "jobs")
+TEMPORARY = tempfile.gettempdir()
 LONGEST = 300  # seconds of tests for a fault, as long as they take without it
 SLOWER = 4  # how many times as long they may take with it
 OPPOSITE = {ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in",
@@ -52,17 +58,17 @@ def pytest_runtest_logreport(report):
 # --- Which tests come to which function ------------------------------------------------------------------------------------
 
 
-def make_copy():
-    if not COPY.exists():
+def made_copy(room):
+    """A copy of the last commit; each room has its own, so that two can be tried side by side."""
+    copy = HERE / room.replace("/", "-")
+    if not copy.exists():
         HERE.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", COPY], cwd=ROOT, check=True)
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", copy], cwd=ROOT, check=True)
         for name in (".venv", ".tools"):
-            (COPY / name).symlink_to(ROOT / name)
-    subprocess.run(["git", "checkout", "--quiet", "--detach", "--force", commit()], cwd=COPY, check=True)
-
-
-def commit():
-    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+            (copy / name).symlink_to(ROOT / name)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    subprocess.run(["git", "checkout", "--quiet", "--detach", "--force", commit], cwd=copy, check=True)
+    return copy
 
 
 def functions(tree, before=""):
@@ -96,15 +102,15 @@ def is_text(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def write_map():
+def write_map(copy):
     for path in (REACHED, SECONDS):
         path.unlink(missing_ok=True)
     for path in sorted(path.relative_to(ROOT) for room in PRODUCT for path in (ROOT / room).rglob("*.py")):
-        (COPY / path).write_text(spied(path))
-    jobs = COPY / "tests/jobs.py"
+        (copy / path).write_text(spied(path))
+    jobs = copy / "tests/jobs.py"
     jobs.write_text(jobs.read_text().replace('("PATH", "HOME",', '("PYTEST_CURRENT_TEST", "PATH", "HOME",'))
-    subprocess.run([sys.executable, "-m", "tests", "-p", "tests.mutants"], cwd=COPY)  # tests of texts and lines fail
-    subprocess.run(["git", "checkout", "--quiet", "--force", "."], cwd=COPY, check=True)
+    subprocess.run([sys.executable, "-m", "tests", "-p", "tests.mutants"], cwd=copy)  # tests of texts and lines fail
+    subprocess.run(["git", "checkout", "--quiet", "--force", "."], cwd=copy, check=True)
     KNOWN.write_text(json.dumps(reached()))
 
 
@@ -226,34 +232,26 @@ def tests_of(place, by_place):
 def tried(path, start, end, instead, tests, seconds):
     """The name of the test that has failed, or None."""
     source = (ROOT / path).read_bytes()
-    (COPY / path).write_bytes(source[:start] + instead.encode() + source[end:])
-    listed = HERE / "tests.txt"
-    listed.write_text("\n".join(tests))
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", f"@{listed}"]
-    process = subprocess.Popen(
-        words, cwd=COPY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    (ROOT / path).write_bytes(source[:start] + instead.encode() + source[end:])
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary = tempfile.mkdtemp(prefix="t-", dir=TEMPORARY)
     try:
-        output = process.communicate(timeout=60 + SLOWER * seconds)[0]
-    except subprocess.TimeoutExpired:
-        output = "FAILED it takes too long"
+        file = side_by_side.File(tests, ["-x", "-m", ""], Path(tempfile.mkdtemp(prefix="")))
+        end_of_patience = time.monotonic() + 60 + SLOWER * seconds
+        while not (ended := os.wait4(file.process, os.WNOHANG))[0]:
+            time.sleep(0.02)
+            if time.monotonic() > end_of_patience:
+                os.kill(file.process, signal.SIGKILL)
+        file.ended(*ended[1:])
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        (COPY / path).write_bytes(source)
-    if process.returncode == 0:
-        return None
-    return next((line[7:200] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))), output[-200:])
+        (ROOT / path).write_bytes(source)
+        shutil.rmtree(temporary, ignore_errors=True)
+    return next(iter(file.failed), None)
 
 
 # --- The table --------------------------------------------------------------------------------------------------------------
 
 
 def go_on(room, number, seed):
-    make_copy()
-    if not KNOWN.exists():
-        write_map()
     by_place = json.loads(KNOWN.read_text())
     kept = HERE / f"{room.replace('/', '-')}-{seed}.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
@@ -293,7 +291,16 @@ def main():
     parser.add_argument("--number", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    go_on(options.room, options.number, options.seed)
+    if "MUTANTS" in os.environ:  # in the copy
+        starter.load()
+        go_on(options.room, options.number, options.seed)
+        return
+    os.environ.update(MUTANTS=str(HERE), PYTHONDONTWRITEBYTECODE="1")
+    copy = made_copy(options.room)
+    if not KNOWN.exists():
+        write_map(copy)
+    os.chdir(copy)
+    os.execv(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]])
 
 
 if __name__ == "__main__":
