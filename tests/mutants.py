@@ -33,7 +33,7 @@ REACHED, SECONDS = HERE / "reached.part", HERE / "seconds.part"
 PRODUCT = ("common", "datasets", "launch", "jobs")
 TEMPORARY = tempfile.gettempdir()
 LONGEST = 300  # seconds of tests for a fault, as long as they take without it
-SLOWER = 4  # how many times as long they may take with it
+SLOWER = 4  # how many times as long a test may take with it
 OPPOSITE = {ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in",
             ast.Is: "is not", ast.IsNot: "is"}  # fmt: skip
 EDGE = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
@@ -49,8 +49,12 @@ def _reached(place, known=set()):
 """
 
 
+def pytest_runtest_logstart(nodeid):
+    """This module is a plugin of pytest."""
+    (Path(TEMPORARY) / "now").write_text(nodeid)
+
+
 def pytest_runtest_logreport(report):
-    """This module is a plugin of the first run."""
     with SECONDS.open("a") as file:
         file.write(f"{report.nodeid}\t{report.duration}\n")
 
@@ -116,7 +120,7 @@ def write_map(copy):
 
 def reached():
     """{path:function: [(seconds, a test that comes to it)]}"""
-    seconds = collections.Counter()
+    seconds = collections.defaultdict(float)
     for line in SECONDS.read_text().splitlines():
         test, _, duration = line.rpartition("\t")
         seconds[test] += float(duration)
@@ -226,26 +230,28 @@ def tests_of(place, by_place):
             break
         taken.append(test)
         total += seconds
-    return taken, total
+    return {test: least[test] for test in taken}
 
 
-def tried(path, start, end, instead, tests, seconds):
+def tried(path, start, end, instead, tests):
     """The name of the test that has failed, or None."""
     source = (ROOT / path).read_bytes()
     (ROOT / path).write_bytes(source[:start] + instead.encode() + source[end:])
     os.environ["TMPDIR"] = tempfile.tempdir = temporary = tempfile.mkdtemp(prefix="t-", dir=TEMPORARY)
+    now = Path(temporary) / "now"
+    now.write_text("")
     try:
-        file = side_by_side.File(tests, ["-x", "-m", ""], Path(tempfile.mkdtemp(prefix="")))
-        end_of_patience = time.monotonic() + 60 + SLOWER * seconds
+        file = side_by_side.File(list(tests), ["-x", "-m", "", "-p", "tests.mutants"], Path(tempfile.mkdtemp(prefix="")))
         while not (ended := os.wait4(file.process, os.WNOHANG))[0]:
             time.sleep(0.02)
-            if time.monotonic() > end_of_patience:
+            if time.time() - now.stat().st_mtime > 60 + SLOWER * tests.get(now.read_text(), 0):
                 os.kill(file.process, signal.SIGKILL)
         file.ended(*ended[1:])
+        by = file.failed if file.outcomes or os.WIFEXITED(ended[1]) else [f"{now.read_text()} takes too long"]
     finally:
         (ROOT / path).write_bytes(source)
         shutil.rmtree(temporary, ignore_errors=True)
-    return next(iter(file.failed), None)
+    return next(iter(by), None)
 
 
 # --- The table --------------------------------------------------------------------------------------------------------------
@@ -256,9 +262,9 @@ def go_on(room, number, seed):
     kept = HERE / f"{room.replace('/', '-')}-{seed}.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     for kind, path, place, line, start, end, instead in chosen(room, number, seed)[len(rows) :]:
-        tests, seconds = tests_of(place, by_place)
+        tests = tests_of(place, by_place)
         began = time.monotonic()
-        by = tried(path, start, end, instead, tests, seconds) if tests else None
+        by = tried(path, start, end, instead, tests) if tests else None
         before = (ROOT / path).read_bytes()[start:end].decode()
         row = {"place": f"{place}:{line}", "kind": kind, "before": before, "after": instead, "tests": len(tests), "by": by}
         rows.append(row)
