@@ -12,6 +12,7 @@ could see, its line gets a reason, "same": "...", by hand.
 import argparse
 import ast
 import collections
+import ctypes
 import json
 import os
 import random
@@ -250,8 +251,17 @@ def tried(path, start, end, instead, tests):
         by = file.failed if file.outcomes or os.WIFEXITED(ended[1]) else [f"{now.read_text()} takes too long"]
     finally:
         (ROOT / path).write_bytes(source)
+        end_children()
         shutil.rmtree(temporary, ignore_errors=True)
     return next(iter(by), None)
+
+
+def end_children():
+    """Also those that tests which were killed have left: they have become children of this process."""
+    while pids := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 # --- The table --------------------------------------------------------------------------------------------------------------
@@ -299,6 +309,7 @@ def main():
     options = parser.parse_args()
     if "MUTANTS" in os.environ:  # in the copy
         starter.load()
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
         go_on(options.room, options.number, options.seed)
         return
     os.environ.update(MUTANTS=str(HERE), PYTHONDONTWRITEBYTECODE="1")
