@@ -6,7 +6,7 @@ A place of the room is changed at random: a comparison, a number, a condition, a
 returned. The tests that come to the function run in a copy of this folder, quick ones first, until one fails. Which tests those
 are, a first run of all of them shows, as long as make test. Each result is a line of output_dir/mutants/ROOM-SEED.jsonl, and the
 same command goes on where it was ended. What no test has seen is shown at the end: where the change alters nothing that anybody
-could see, its line gets a reason, "same": "...", by hand.
+could see, its line gets a reason, "same": "...", by hand. --again TESTS tries once more what was missed, with new tests.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]  # in the copy, the copy
 HERE = Path(os.environ.get("MUTANTS", ROOT / "output_dir" / "mutants"))
 KNOWN = HERE / "tests.json"
 REACHED, SECONDS = HERE / "reached.part", HERE / "seconds.part"
-PRODUCT = ("common", "datasets", "launch", "jobs")
+PRODUCT = ("common", "datasets", "launch")  # not jobs: what is written into them would break the rules of their blocks
 TEMPORARY = tempfile.gettempdir()
 LONGEST = 300  # seconds of tests for a fault, as long as they take without it
 SLOWER = 4  # how many times as long a test may take with it
@@ -267,7 +267,7 @@ def end_children():
 # --- The table --------------------------------------------------------------------------------------------------------------
 
 
-def go_on(room, number, seed):
+def go_on(room, number, seed, again):
     by_place = json.loads(KNOWN.read_text())
     kept = HERE / f"{room.replace('/', '-')}-{seed}.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
@@ -283,22 +283,41 @@ def go_on(room, number, seed):
         print(
             f"{time.monotonic() - began:6.1f} s  {'found' if by else 'MISSED'}  {row['place']}  {kind}  {by or ''}", flush=True
         )
+    for row in rows if again else []:
+        if is_missed(row) and (where := found_again(row)):
+            row["since"] = tried(*where, row["after"], dict.fromkeys(again, 0))
+    kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     show(room, seed, rows)
 
 
+def is_missed(row):
+    return not (row["by"] or row.get("same") or row.get("since"))
+
+
+def found_again(row):
+    """(path, start, end) of the fault in the code of today; None where the line has gone."""
+    place, _, line = row["place"].rpartition(":")
+    path = place.partition(":")[0]
+    source = (ROOT / path).read_bytes()
+    near = [
+        (abs(at - int(line)), start, end)
+        for function, at, start, end, instead in places(path)[row["kind"]]
+        if function == place and instead == row["after"] and source[start:end].decode() == row["before"]
+    ]
+    return (path, *min(near)[1:]) if near else None
+
+
 def show(room, seed, rows):
-    missed = [row for row in rows if not row["by"] and not row.get("same")]
-    same = sum(1 for row in rows if row.get("same"))
-    for row in missed:
+    for row in filter(is_missed, rows):
         came = f"{row['tests']} tests" if row["tests"] else "no test comes here"
         print(f"\n{row['place']}, {row['kind']}, {came}:\n- {row['before']}\n+ {row['after']}")
+    changing = [row for row in rows if not row.get("same")]
+    first, now = (sum(map(test, changing)) for test in (lambda row: bool(row["by"]), lambda row: not is_missed(row)))
+    shares = [f"{100 * found / max(1, len(changing)):.0f}" for found in (first, now)]
     print(
-        "\n| room | seed | faults | found | same behaviour | missed | of 100 that change behaviour |\n|---|---|---|---|---|---|---|"
+        "\n| room | seed | faults | same behaviour | found at first | found now | of 100, at first | now |\n|---|---|---|---|---|---|---|---|"
     )
-    found = len(rows) - same - len(missed)
-    print(
-        f"| {room} | {seed} | {len(rows)} | {found} | {same} | {len(missed)} | {100 * found / max(1, len(rows) - same):.0f} |"
-    )
+    print(f"| {room} | {seed} | {len(rows)} | {len(rows) - len(changing)} | {first} | {now} | {shares[0]} | {shares[1]} |")
 
 
 def main():
@@ -306,11 +325,12 @@ def main():
     parser.add_argument("room", help="a folder or a file")
     parser.add_argument("--number", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", nargs="+", default=[], metavar="TEST", help="FILE, or FILE::TEST")
     options = parser.parse_args()
     if "MUTANTS" in os.environ:  # in the copy
         starter.load()
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-        go_on(options.room, options.number, options.seed)
+        go_on(options.room, options.number, options.seed, options.again)
         return
     os.environ.update(MUTANTS=str(HERE), PYTHONDONTWRITEBYTECODE="1")
     copy = made_copy(options.room)
