@@ -158,6 +158,27 @@ def test_a_job_that_is_a_link_is_bundled_under_the_name_that_was_given(deep, emp
     assert (empty / ("out/jobs/link.py" if form == "folder" else "dist/link.py")).exists()
 
 
+def test_a_folder_that_may_be_replaced_need_not_be_there(deep, empty):
+    assert bundle.main([str(deep), "--folder", str(empty / "code"), "--overwrite", "true"]) == 0
+    assert (empty / "code" / "jobs" / "deep.py").exists()
+
+
+def test_a_bundle_is_replaced_behind_a_link_too(deep, empty):
+    assert bundle.main([str(deep), "--folder", str(empty)]) == 0
+    (empty / "common" / "of_before.py").write_text("")
+    (link := empty.with_name("link")).symlink_to(empty)
+    assert bundle.main([str(deep), "--folder", str(link), "--overwrite", "true"]) == 0
+    assert not (empty / "common" / "of_before.py").exists() and (empty / "jobs" / "deep.py").exists()
+
+
+def test_a_bundle_that_was_cut_off_may_be_replaced(deep, empty, monkeypatch):
+    words = [str(deep), "--folder", str(empty / "code"), "--overwrite", "true"]
+    with monkeypatch.context() as full:
+        full.setattr(bundle.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert bundle.main(words) == 1
+    assert bundle.main(words) == 0
+
+
 def test_the_packages_beside_are_those_of_the_newest_bundle(deep, empty, capsys):
     for package in ("scipy", "json"):
         (deep.parent / f"{package}_job.py").write_text(f"import {package}\n{DEEP_JOB}")

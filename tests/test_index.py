@@ -94,9 +94,10 @@ def test_where_no_name_says_val_a_fifth_is_held_out_and_comes_from_the_same_shar
         path.unlink()
     for path in shards.iterdir():
         store.client().upload_file(str(path), "data", f"flowers/{path.name}")
+    store.client().upload_file(str(path), "data", f"flowers/below/{path.name}")  # of another folder, as on a disk
     run("--index", "s3://data/flowers")
     there = {item["Key"] for item in store.client().list_objects(Bucket="data", Prefix="flowers/")["Contents"]}
-    assert there == {
+    assert there - {f"flowers/below/{path.name}"} == {
         f"flowers/{name}" for name in ("train-index.npz", "val-index.npz", *(path.name for path in shards.iterdir()))
     }
     expected = splits.hold_out(tree.load(str(flat), str(tmp_path)), 0)
@@ -285,6 +286,14 @@ def test_what_lies_between_two_samples_comes_in_parts(store, reached, tmp_path):
     shard = Path("input_dir/s3/data/films/a.tar")
     wait_for(shard.exists, None, "the whole shard")
     assert shard.read_bytes() == (folder / "a.tar").read_bytes()
+
+
+def test_a_picture_whose_json_says_minus_one_is_left_out_in_a_folder_too(tmp_path):
+    members = [(f"photos/{n}.{kind}", content) for n in range(4) for kind, content in
+               (("jpg", encoded(n)), ("json", b'{"label": %d}' % (-1 if n == 3 else n % 2)))]  # fmt: skip
+    said = run("--index", write_tars(tmp_path / "shards", a_train=tar_of(*members), b_val=tar_of(*members))).stdout
+    assert "3 for train, 3 for val, 2 classes" in said
+    assert said.count("left out, without a label: 1, the first photos/3.jpg") == 2
 
 
 # --- Parquet -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from common import cores
 from launch import local
 from tests.jobs import ROOT, TINY, environment, run
 
@@ -34,8 +35,8 @@ def test_it_never_waits_for_torch(tmp_path, nodes):
 
 @pytest.mark.parametrize(
     ("shown", "nodes", "expected"),
-    [("4,5,6,7", 2, ["4,5", "6,7"]), ("1", 1, ["1"]), ("0", 2, ["", ""]), ("", 2, ["", ""])],
-    ids=["shared out", "one node", "too few", "hidden"],
+    [("4,5,6,7", 2, ["4,5", "6,7"]), ("0,-1,1", 1, ["0,-1,1"]), ("0", 2, ["", ""]), ("", 2, ["", ""])],
+    ids=["shared out", "one node, as it is", "too few", "hidden"],
 )
 def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expected):
     (tmp_path / "job.py").write_text("import os\nprint('gpus:', os.environ['CUDA_VISIBLE_DEVICES'])\n")
@@ -62,6 +63,24 @@ def test_the_job_says_how_all_nodes_go_on(tmp_path):
     assert line == shlex.join(["python", "-m", "launch", "local", "--nodes", "2", "--platform", "pai-dlc", *job])
     second = launched([sys.executable, *shlex.split(line)[1:]])
     assert "rank 0 of 2" in second and "going on from out/checkpoints" in second and "exit codes 0 0" in second
+
+
+def test_a_restart_is_announced_only_where_one_comes(tmp_path, capsys):
+    (tmp_path / "job.py").write_text("raise SystemExit(3)\n")
+    assert local.main(["--restarts", "1", str(tmp_path / "job.py")]) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "all nodes have ended, exit codes 3",
+        "restart 1 of 1, as the platform would",
+        "all nodes have ended, exit codes 3",
+    ]
+
+
+def test_the_workers_that_a_job_starts_itself_share_the_cores_too(tmp_path, monkeypatch, capsys):
+    (tmp_path / "job.py").write_text("import os\nprint('threads:', os.environ['OMP_NUM_THREADS'])\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert local.main([str(tmp_path / "job.py")]) == 0
+    assert f"threads: {max(1, cores.count() // 4)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,16 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
     for count, most, what in limits:
         if count > most:
             raise UserError(f"{one_line(job)} with its modules has {count} {what}: a console takes {most} at most")
-    if overwrite:
-        shutil.rmtree(out, ignore_errors=True)
+    out = out.resolve()  # a link stays one
+    if ours:
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).write_text(f"{MADE_BY} --folder of anyrank {VERSION}\n")  # first, so that half a bundle can be replaced
     for place, path in places.items():
         (out / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, out / place)
     for name in requirements.NAMES:
         (out / name).write_text(packages)
-    (out / MARKER).write_text(f"{MADE_BY} --folder of anyrank {VERSION}\n")
     return len(places) + len(requirements.NAMES), size
 
 

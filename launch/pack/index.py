@@ -198,7 +198,7 @@ def _is_wanted(member):
 
 
 def _said(member, kind, content) -> Label:
-    """Return the label in KEY.cls or KEY.json; None if there is none, or -1."""
+    """Return the label in KEY.cls or KEY.json; None if there is none, "" for -1."""
     if len(content) > LONGEST_LABEL:
         raise ValueError(f"{one_line(member)[:80]} is too long for a label")
     said: Any = content.decode().strip()
@@ -211,13 +211,14 @@ def _said(member, kind, content) -> Label:
         raise ValueError(f"the label in {one_line(member)[:80]} is neither a number nor a name")
     if re.fullmatch("-?[0-9]{1,9}", str(said)):
         said = int(str(said))
-    return None if said in ("", -1) else said
+    return {"": None, -1: ""}.get(said, said)
 
 
 def _label(key, its) -> Label:
-    if its.get("cls", its.get("json")) is None and "cls" not in its:
-        return os.path.basename(os.path.dirname(key)) or None
-    return its.get("cls", its.get("json"))
+    label = its.get("cls", its.get("json"))
+    if label is None and "cls" not in its:
+        label = os.path.basename(os.path.dirname(key))
+    return None if label == "" else label
 
 
 # --- All shards together -----------------------------------------------------------------------------------------------
