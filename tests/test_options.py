@@ -1,6 +1,7 @@
 """What all verbs do alike: they split at --, refuse a missing job with the same words, and end with an exit code and one line."""
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from common.errors import TrainingFailed, UserError
 from launch import options
+from launch.__main__ import VERBS
 from tests.jobs import ROOT, environment
 
 
@@ -97,3 +99,12 @@ def test_a_verb_that_is_none_is_one_line_with_the_nearest():
         )
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
         assert done.stderr.startswith(f"error: launch has no verb '{word}': {said}")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_says_of_each_argument_what_it_is(verb, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"launch.{verb}").main(["--help"])
+    told = capsys.readouterr().out
+    alone = re.findall(r"^  \S+(?: \S+)*\n(?! {3,}\S)", told, re.MULTILINE)  # an argument with no words beside or below it
+    assert "  -h, --help " in told and alone == []

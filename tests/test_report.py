@@ -437,3 +437,10 @@ def test_where_there_is_no_run_a_sentence_says_so(tmp_path, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"error: {tmp_path}/nowhere does not exist: give the output folder of a job, or its address in a bucket"
     assert said[1] == f"error: {tmp_path.name} holds no run: give the output folder of a job that has trained"
+
+
+def test_a_page_that_finds_no_room_is_named(tmp_path, monkeypatch, capsys):
+    full = OSError(errno.ENOSPC, "No space left on device")  # of a write, which names no file
+    monkeypatch.setattr("launch.report.write_atomically", lambda *_: (_ for _ in ()).throw(full))
+    assert main([str(made_up(tmp_path / "run", event=[ended()]))]) == 1
+    assert capsys.readouterr().err == "error: report.html: No space left on device\n"

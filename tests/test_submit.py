@@ -238,8 +238,12 @@ def test_each_mistake_is_one_line_of_its_own(platform, changes, words):
 
 def test_the_help_says_what_is_allowed():
     told = " ".join(submit.parser().format_help().split())
-    for words in ("after so many hours, 0.1 to 672", "how many machines, 1 to 1000", "0 to 16", "is started again, 0 to 30"):
+    for words in (
+        *("after so many hours, 0.1 to 672", "how many machines, 1 to 1000", "0 to 16", "is started again, 0 to 30"),
+        *("the role that the job runs as [needed by sagemaker]", "instead of a PyTorchJob [only kubeflow]"),
+    ):
         assert words in told
+    assert "[]" not in told
 
 
 def test_blanks_around_the_value_of_a_variable_arrive():

@@ -254,6 +254,26 @@ def test_a_look_that_fails_does_not_end_the_following(sent, capsys, monkeypatch)
     assert capsys.readouterr().err.count("no such job") == 3
 
 
+class Logs:
+    """CloudWatch, as far as it is asked: the streams of a group in the order of their names, and the lines of one."""
+
+    def __init__(self, *streams):
+        self.streams = sorted(streams)
+
+    def describe_log_streams(self, logGroupName, logStreamNamePrefix=""):
+        return {"logStreams": [{"logStreamName": name} for name in self.streams if name.startswith(logStreamNamePrefix)]}
+
+    def get_log_events(self, logGroupName, logStreamName, **_):
+        return {"events": [{"message": f"a line of {logStreamName}"}]}
+
+
+def test_the_log_that_sagemaker_shows_is_that_of_the_jobs_own_first_host():
+    of_others = ("a-run/algo-1-17", "run-70/algo-1-17")
+    clients = {"logs": Logs(*of_others, "run-7/algo-1-17", "run-7/algo-10-17", "run-7/algo-2-17")}
+    assert sagemaker.log(clients, ask("sagemaker"), "run-7") == ["a line of run-7/algo-1-17"]
+    assert sagemaker.log({"logs": Logs(*of_others)}, ask("sagemaker"), "run-7") == []
+
+
 # --- Against what each SDK knows of its service ------------------------------------------------------------------------
 
 

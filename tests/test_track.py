@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,31 @@ def test_a_run_is_followed_until_a_look_after_its_end(tmp_path, recorded, monkey
     monkeypatch.setattr(track.time, "sleep", more)
     assert track.main([str(run), "--follow", "true"]) == 0 and len(looks) == 3
     assert samples_of(recorded.made[0].has, "epoch") == [500, 1000, 1500, 2000]
+
+
+class Library:
+    """wandb or swanlab, as far as they are called: it keeps how it was begun."""
+
+    Image = Settings = define_metric = log = finish = staticmethod(lambda *_, **__: None)
+
+    def init(self, **how):
+        self.begun, self.summary = how, {}
+        return self
+
+
+@pytest.mark.parametrize("tool, option, below", [("wandb", "dir", ""), ("swanlab", "log_dir", "swanlog")])
+def test_what_a_tracker_writes_itself_stays(tool, option, below, tmp_path, monkeypatch):
+    """In the folder of the run; of one in a bucket, whose files are here only for a while, in the folder of the command."""
+    monkeypatch.setitem(sys.modules, tool, library := Library())
+    for name in ("WANDB_DIR", "SWANLAB_LOG_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is taken away again at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(track, "fetch_files", lambda run, folder, wanted: made_up(Path(folder), epochs=1))
+    monkeypatch.setattr(track.storage, "publish", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    for run, place in ((made_up(tmp_path / "run", epochs=1), tmp_path / "run"), ("s3://bucket/run", tmp_path)):
+        assert track.main([str(run), "--to", tool]) == 0
+        assert library.begun[option] == str(place / below)
 
 
 def test_a_job_that_was_killed_has_failed_and_the_reason_of_its_parent_is_waited_for(tmp_path, recorded, monkeypatch):
