@@ -7,6 +7,7 @@ import zlib
 import pytest
 
 from common.storage import etag
+from tests.stores import MIB
 
 
 def base64_of(name, content):
@@ -74,3 +75,29 @@ def test_the_fastest_checksum_is_taken_and_that_of_one_part_is_not_taken_for_the
         hasher = etag.Hasher(digest, 8, 5, make)
         hasher.update(content)
         assert hasher.matches() is right
+
+
+class OfLengths:
+    """As quick as hashlib is not: of how long the pieces are, and of what short ones hold."""
+
+    def __init__(self):
+        self._hash = hashlib.md5()
+        self.digest = self._hash.digest
+
+    def update(self, content):
+        self._hash.update(content if len(content) < 100 else b"%d" % len(content))
+
+
+@pytest.mark.parametrize(
+    "program, part", [("rclone", 5), ("the AWS CLI", 8), ("s3cmd", 15), ("s5cmd", 50), ("none of them", 49)]
+)
+def test_what_known_programs_upload_is_compared_although_the_store_does_not_say_how_large_its_parts_are(program, part):
+    """And what another one has uploaded is not taken for damaged."""
+    content = memoryview(bytes(part * MIB))
+    digest = hashlib.md5(hashlib.md5(b"%d" % len(content)).digest() * 1000).hexdigest()
+    size = 1000 * len(content)
+    for given, right in ((digest, True if part != 49 else None), ("0" * 32, None)):
+        hasher = etag.Hasher(f"{given}-1000", size, size, OfLengths)
+        for _ in range(1000):
+            hasher.update(content)
+        assert hasher.matches() is right, program
