@@ -57,6 +57,8 @@ def refusal(*argv):
         (["--custom_data", "--epochs", "3"], "epochs", 3),
         (["--custom_data", " No "], "custom_data", False),
         (["--enable-gpu=0"], "enable_gpu", False),
+        (["--deterministic", "true"], "deterministic", True),
+        ([], "ledger", False),
     ],
 )
 def test_every_form_that_platforms_use(argv, name, value):
@@ -99,6 +101,8 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["--quota", "3", "--ignore", "another"], ["unknown option --quota"]),
         (["--data_url", "ftp://host/x"], ["ftp://host/x", "give a folder, or an address"]),
         (["--data_url", "a\0b"], ["zero byte"]),
+        (["--workers", "257"], ["--workers", "'257' is not a whole number at least 0 and below 257"]),
+        (["--epochs", str(2**53)], ["--epochs", "is not a whole number"]),
     ],
 )
 def test_a_mistake_is_refused_in_one_line(argv, words):

@@ -21,7 +21,7 @@ import torchvision
 
 from common.checkpoints import checkpoint
 from common.checkpoints.manifest import Position
-from common.checkpoints.pretrained import fit, load_weights, read_weights
+from common.checkpoints.pretrained import about_weights, fit, load_weights, read_weights
 from common.checkpoints.saver import Saving
 from common.checkpoints.weights import evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError
@@ -373,3 +373,33 @@ def test_a_failed_save_is_raised_at_the_next_call():
     with pytest.raises(TrainingFailed, match=r"a checkpoint could not be written: .*/dev/full.*; no checkpoint yet"):
         saving.wait()
     saving.wait()
+
+
+@pytest.mark.parametrize(
+    "resume, overwrite, at, left",
+    [
+        (".", False, 300, [100, 200, 300]),  # the output folder: its newest
+        ("checkpoints/000000000300.pt", False, 300, [100, 200, 300]),
+        ("checkpoints/000000000200.pt", False, None, [100, 200, 300]),
+        ("checkpoints/000000000200.pt", True, 200, [100, 200]),
+    ],
+)
+def test_a_start_goes_back_to_an_older_checkpoint_of_its_own_where_later_ones_may_go(tmp_path, resume, overwrite, at, left):
+    (folder := tmp_path / "checkpoints").mkdir()
+    for number in (100, 200, 300):
+        checkpoint.write(str(folder), state(), {**about(number), "run": "1", "identity": {}})
+    args = argparse.Namespace(
+        output_dir=str(tmp_path), checkpoint_dir=str(folder), tensorboard_dir=str(tmp_path), output_url=None,
+        resume=str(tmp_path / resume), overwrite=overwrite, world=argparse.Namespace(restart_count=0),
+    )  # fmt: skip
+    refused = pytest.raises(UserError, match="later checkpoints in its folder: give --overwrite true to delete those")
+    with contextlib.nullcontext() if at else refused:
+        assert Saving(args, [], print).find()[1]["samples_seen"] == at
+    assert checkpoint.numbers(str(folder)) == left
+
+
+def test_of_the_file_beside_weights_only_what_a_run_would_write_is_taken(tmp_path):
+    """Another program's may have this name, and the same fields for something else."""
+    theirs = {"author": "x", "classes": 10, "image_size": "large", "mean": 0.5, "std": [0.2, 0.3, -1.0], "crop_pct": True}
+    (tmp_path / "epoch_3.json").write_text(json.dumps({"arch": "resnet18", **theirs}))
+    assert about_weights(str(tmp_path / "epoch_3.pth")) == {"arch": "resnet18"}

@@ -192,15 +192,17 @@ def test_a_file_that_cannot_get_its_name_leaves_nothing(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("change", ["fsync", "mkdir"])  # of a file on trial; of the folder through which this start writes
 @pytest.mark.parametrize(
     "number, kind", [(errno.ENOSPC, TrainingFailed), (errno.EIO, TrainingFailed), (errno.EACCES, UserError)]
 )
-def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch, number, kind):
+def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch, change, number, kind):
     """A platform does not start a job with a mistake again."""
-    failing(monkeypatch, "fsync", number)
+    failing(monkeypatch, change, number)
     args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
     with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
         run_folder.make_folders(args)
+        run_folder.RunFolder(args).claim(afresh=False)
 
 
 def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_path, monkeypatch):

@@ -73,6 +73,11 @@ def test_one_object_a_whole_bucket_and_parts_of_any_size(store, monkeypatch, tmp
     assert Path(storage.fetch("s3://data/big/one", "elsewhere") + "/one").read_bytes() == BIG
 
 
+def test_an_object_as_large_as_one_part_is_fetched_as_those_that_are_a_byte_smaller_and_larger(store, monkeypatch):
+    monkeypatch.setattr(download, "PART", len(SMALL["set/1/15.bin"]))
+    assert same(storage.fetch("s3://data/set"))
+
+
 def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
     with faults(store, lambda request: None, monkeypatch) as proxy:
         proxy.plan = lambda request: "denied" if request.headers.get("Range", "").startswith("bytes=16") else None
@@ -168,6 +173,12 @@ def test_a_write_that_takes_only_some_of_the_bytes_is_continued(tmp_path, monkey
     assert (tmp_path / "x.part").read_bytes() == bytes(range(250)) * 20
 
 
+def test_an_object_that_has_come_keeps_no_file_open(tmp_path):
+    """A process may have a thousand of them, and a bucket has more large objects."""
+    index.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB).close()
+    assert not [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path))]
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/x, for s3://data/set, cannot be written to: Not a directory"):
@@ -204,6 +215,13 @@ def test_names_that_lead_elsewhere_are_refused(keys, words):
     place = bucket.Bucket("s3://data/p")
     with pytest.raises(UserError, match=words):
         listing.named(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
+
+
+def test_an_object_may_have_the_longest_name_that_a_store_has():
+    place, longest = bucket.Bucket("s3://data"), "/".join(["x" * 204] * 5)  # 1024 bytes
+    assert list(listing.named(place, [bucket.Item(longest, 1, "e")])) == [longest]
+    with pytest.raises(UserError, match="cannot be the name of a file"):
+        listing.named(place, [bucket.Item(f"{longest}x", 1, "e")])
 
 
 # --- Names, notes and links that somebody else has put there -------------------------------------------------------------

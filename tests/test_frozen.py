@@ -206,16 +206,20 @@ def test_of_a_bucket_the_newest_start_counts_and_what_came_late_does_not():
     assert starts.copies([*NAMES, ".starts/3-22222222-afresh"]) == {}
 
 
+HALF = ["checkpoints/000000000128.json", "checkpoints/000000000128.pt", "checkpoints/000000000128-2.pt"]  # as a kill leaves it
+
+
 def test_a_start_deletes_nothing_of_a_later_one_and_what_is_there_twice():
-    def seen(number):
+    def seen(number, there=NAMES):
         start = starts.Starts(None)
         start.number = number
-        return start.surplus(NAMES, lambda names: [name for name in names if "064" in name or "1024" in name])
+        return start.surplus(there, lambda names: [name for name in names if "064" in name or "1024" in name])
 
     assert seen(1) == ["checkpoints/000000000064.json", "checkpoints/000000001024.json"]
     assert seen(2) == [
         f"checkpoints/000000000{number}.{end}" for number, end in ((128, "json"), (128, "pt"), ("064", "json"))
     ] + ["checkpoints/000000001024.json"]
+    assert seen(2, HALF) == seen(3, HALF) == [], "the one of the first start is the only whole one"
 
 
 def test_what_the_last_look_has_overwritten_is_made_good(store, reachable, tmp_path):

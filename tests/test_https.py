@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from common import storage
+from common import progress, storage
 from common.alive import patience
 from common.errors import UserError
 from common.storage import https
@@ -110,12 +110,31 @@ def test_a_broken_download_is_resumed(serve, tmp_path, ranges):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_download_goes_on_as_long_as_every_attempt_brings_some_of_it(serve, tmp_path, monkeypatch, at):
+    """However often it breaks off: the seconds of --patience are those without a byte, not those of the whole download."""
+    server, now = serve(BODY, cuts=[2_000_000] * 4), at([1000.0], https, patience)
+
+    def pause(*_):
+        now[0] += 0.6 * patience.DEFAULT
+
+    monkeypatch.setattr(patience.Patience, "pause", pause)
+    https.download(server.url, str(tmp_path / "file"), DIGEST)
+    assert (tmp_path / "file").read_bytes() == BODY and len(server.asked) == 5
+
+
 def test_a_later_start_fetches_only_the_rest(serve, tmp_path):
     server = serve(BODY)
     (tmp_path / FETCHING).mkdir()
     (tmp_path / FETCHING / "file.part").write_bytes(BODY[:9_000_000])
     https.download(server.url, str(tmp_path / "file"), DIGEST)
     assert server.asked == ["bytes=9000000-"] and (tmp_path / "file").read_bytes() == BODY
+
+
+def test_how_much_has_come_is_told_to_those_who_wait(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "TELL_SECONDS", 0)
+    told = []
+    https.download(serve(BODY).url, str(tmp_path / "file"), DIGEST, lambda _text, number: told.append(number))
+    assert told[-1] == len(BODY) and told == sorted(told)
 
 
 def test_what_was_begun_of_another_longer_file_is_not_taken_for_this_one(serve, tmp_path):

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from common.checkpoints.manifest import Position
 from common.run.observers import Observer, Observers, console, of_a_rank
@@ -189,6 +191,16 @@ def test_the_folders_may_be_relative_and_links(tmp_path, monkeypatch, elsewhere)
     assert (tmp_path / "out" / "state.json").exists()
     assert [path.name.split(".tfevents")[0] for path in (tmp_path / args.tensorboard_dir).iterdir()] == ["events.out"]
     assert {path.name for path in tmp_path.iterdir()} == ({"out", "a", "events"} if elsewhere else {"out"})
+
+
+def test_no_word_of_the_curves_is_cut_off(tmp_path):
+    """The edge of the picture is white all around."""
+    facts = observed.facts(tmp_path)
+    facts.results.history += [{"epoch": epoch, "train_loss": 2.5 / epoch, "accuracy": epoch / 9} for epoch in (1, 2, 3)]
+    observed.observer(Files, tmp_path).curves(facts)
+    with Image.open(tmp_path / "curves.png") as picture:
+        pixels = np.asarray(picture.convert("L"))
+    assert all((edge == 255).all() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
 
 
 # --- Where the one that wrote is lost ---------------------------------------------------------------------------------------

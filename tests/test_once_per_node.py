@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 
 import pytest
 
 from common import storage
-from common.errors import UserError
+from common.alive import heartbeat
+from common.errors import TrainingFailed, UserError
 from common.storage import once
 from tests.faultproxy import faults
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, lock_holders, wait_for
@@ -153,6 +153,11 @@ def waiting_on(lock_file):
     return found
 
 
+def opened(path):
+    """How many times this process has the file open."""
+    return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")].count(os.path.realpath(path))
+
+
 def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeypatch, tmp_path):
     done = []
 
@@ -164,21 +169,54 @@ def test_those_who_wait_share_a_good_end_without_asking_the_store(store, monkeyp
     threads = [threading.Thread(target=once.once_per_node, args=(path, work)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while (
-        len(
-            [
-                fd
-                for fd in os.listdir("/proc/self/fd")
-                if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}") == f"{path}.lock"
-            ]
-        )
-        < 3
-    ):
-        time.sleep(0.01)
+    wait_for(lambda: opened(f"{path}.lock") == 3, None, "three threads at the lease")
     ready.set()
     for thread in threads:
         thread.join()
     assert done == [1]
+
+
+@pytest.mark.parametrize("kind", [UserError, TrainingFailed])
+def test_those_who_wait_for_the_same_end_with_its_error_and_do_not_try_it_again(tmp_path, kind):
+    """Of the same kind, which decides on the exit code."""
+    path, fails, did, ends = str(tmp_path / "fetch"), threading.Event(), [], []
+
+    def work(_held):
+        did.append(1)
+        fails.wait(PATIENCE)
+        raise kind("there is no such bucket")
+
+    def start():
+        try:
+            once.once_per_node(path, work, "some of its objects")
+        except (UserError, TrainingFailed) as error:
+            ends.append((type(error), str(error)))
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: opened(f"{path}.lock") == 3, None, "three threads at the lease")
+    fails.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert ends == [(kind, "there is no such bucket")] * 3 and did == [1]
+
+
+def test_those_who_wait_and_the_watcher_see_how_far_it_is(tmp_path, monkeypatch, capfd):
+    for seconds in ("TELL_SECONDS", "LINE_SECONDS"):
+        monkeypatch.setattr(once, seconds, -1.0)
+    path, printed = str(tmp_path / "x"), []
+    other = threading.Thread(target=once.once_per_node, args=(path, lambda _: None))
+
+    def work(held):
+        held.tell("3 of 9 objects", 3)
+        assert heartbeat.of_this_process().read() == ("fetch", 3)
+        other.start()
+        wait_for(lambda: printed.append(capfd.readouterr().out) or any(printed), None, "a line of the one that waits")
+
+    once.once_per_node(path, work)
+    other.join(PATIENCE)
+    assert "waiting for another process of this node: 3 of 9 objects\n" in "".join(printed)
 
 
 def test_a_rank_without_data_stops_the_others_with_its_cause_before_any_collective(store, tmp_path):

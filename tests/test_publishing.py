@@ -17,7 +17,7 @@ from common.alive import patience
 from common.checkpoints import checkpoint, publisher, run_bucket, run_folder, saver
 from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError
-from common.storage import bucket
+from common.storage import bucket, upload
 from common.world.folders import FETCHING
 from tests.faultproxy import faults
 from tests.jobs import PATIENCE, TINY, Popen, assert_same_bits, command, environment, final_state, run, run_forked, wait_for
@@ -234,6 +234,15 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
     assert len(remote_names(store, "up/checkpoints/")) == 4, "what is in the folder stays in the bucket"
 
 
+def test_a_large_file_that_the_store_refuses_leaves_no_parts_to_pay_for(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(upload, "PART", 1000)
+    (tmp_path / "large").write_bytes(bytes(2500))
+    plan = lambda request: "denied" if request.query.get("partNumber") == ["2"] else None  # noqa: E731
+    with faults(store, plan, monkeypatch), pytest.raises(UserError, match="403 AccessDenied"):
+        storage.publish(str(tmp_path / "large"), "s3://data/refused")
+    assert not store.client().list_multipart_uploads(Bucket="data", Prefix="refused").get("Uploads")
+
+
 def test_a_run_that_fails_still_publishes_what_it_has(store, tmp_path):
     done = run_here(tmp_path, "s3://data/runs/nan", "--lr", "1e30", "--save_steps", 1, "--epochs", 9, check=1)
     assert "error: " in done.stderr
@@ -267,7 +276,10 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
     (tmp_path / "metrics.jsonl").write_text("{}")
     with faults(store, lambda request: None, monkeypatch) as proxy:
         publishing = publisher.Publisher(str(tmp_path), "s3://data/slow")
+        before = threading.enumerate()
         publishing.start()
+        begun = [thread for thread in threading.enumerate() if thread not in before]
+        assert all(thread.daemon for thread in begun), "a process that ends without finish(), as at Ctrl-C, would never end"
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
             publishing.finish(at_most=0.5)
@@ -277,22 +289,23 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
 
 def test_a_credential_that_expires_is_one_warning_and_then_the_end(store, monkeypatch, tmp_path):
     monkeypatch.setattr(publisher, "INTERVAL_SECONDS", 0.02)
-    fault, said, saved = [None], [], threading.Event()
+    fault, said, pause = [None], [], threading.Event()
+    folders = dict.fromkeys(("output_dir", "checkpoint_dir", "tensorboard_dir"), str(tmp_path))
     with faults(store, lambda request: fault[0], monkeypatch):
-        publishing = publisher.Publisher(str(tmp_path), "s3://data/runs/expires", said.append)
+        saving = saver.Saving(argparse.Namespace(output_url="s3://data/runs/expires", **folders), (), said.append)
+        saving.take_over()  # which begins to publish
         monkeypatch.setenv(patience.VARIABLE, "1")  # now: a request of its client keeps the time that it usually has
-        publishing.start()
         fault[0] = "expired"
         monkeypatch.setattr(bucket, "_client", None)  # whatever goes wrong where a new credential is looked for
-        for number in itertools.count():
-            (tmp_path / f"{number}").write_text("another file to send each time")
-            publishing.saved(lambda names: [])
-            if saved.wait(0.05) or publishing.failures.refused:
-                break
-        assert publishing.failures.refused.startswith("403 ExpiredToken")
+        refused = r"^s3://data/runs/expires refuses the results: 403 ExpiredToken.* Mend that and start again"
+        with pytest.raises(UserError, match=refused):
+            for number in range(600):
+                (tmp_path / f"{number}").write_text("another file to send each time")
+                saving.require_published()
+                pause.wait(0.05)
         assert [line[:60] for line in said] == ["warning: results cannot be published now, the next attempt f"]
         fault[0] = None
-        publishing.finish()
+        saving.finish_publishing(in_a_hurry=False)
     assert f"{number}" in remote_names(store, "runs/expires/")
 
 
@@ -328,20 +341,27 @@ def test_a_local_path_is_used_where_it_is_and_published_atomically(tmp_path):
         storage.publish(str(tmp_path / "a"), "https://example.com/x")
 
 
-def test_what_cannot_be_read_is_named_and_everything_else_is_published(store, tmp_path):
-    """A folder that may not be listed, a file that may not be opened; and a pipe, which is no result and must not block."""
+PUBLISHING = {"folder": storage.publish, "run": lambda folder, url: publisher.Publisher(folder, url).finish()}
+
+
+@pytest.mark.parametrize("what", PUBLISHING)
+def test_what_cannot_be_read_is_named_and_everything_else_is_published(store, tmp_path, what):
+    """A folder that may not be listed, a file that may not be opened, a link that leads nowhere but to itself; and a pipe,
+    which is no result and must not block."""
     for name in ("a/1", "locked/2", "b/secret", "c/3.part"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text(name)
     os.mkfifo(tmp_path / "out" / "pipe")
+    (tmp_path / "out" / "c" / "loop").symlink_to("loop")
     (tmp_path / "out" / FETCHING).mkdir()
     (tmp_path / "out" / FETCHING / "notes").touch()
     os.chmod(tmp_path / "out" / "locked", 0)
     os.chmod(tmp_path / "out" / "b" / "secret", 0)
-    refused = pytest.raises(TrainingFailed, match=r"2 files or folders of \S+out cannot be read.*locked: Permission denied")
+    first = "(locked: Permission denied|loop: Too many levels of symbolic links)"
+    refused = pytest.raises(TrainingFailed, match=rf"3 files or folders of \S+out cannot be read.*{first}")
     with of_anybody(), refused:
-        storage.publish(str(tmp_path / "out"), "s3://data/locked")
-    assert remote_names(store, "locked/") == ["a/1", "c/3.part"]
+        PUBLISHING[what](str(tmp_path / "out"), f"s3://data/locked-{what}")
+    assert remote_names(store, f"locked-{what}/") == ["a/1", "c/3.part"]
 
 
 def test_a_link_at_the_name_of_an_unfinished_file_is_not_followed(tmp_path):
@@ -351,3 +371,43 @@ def test_a_link_at_the_name_of_an_unfinished_file_is_not_followed(tmp_path):
     storage.publish(str(tmp_path / "new"), str(tmp_path / "there"))
     assert (tmp_path / "victim").read_text() == "mine" and (tmp_path / "there").read_text() == "new"
     assert not (tmp_path / "there").is_symlink()
+
+
+def test_who_takes_the_run_over_goes_on_with_the_journal_that_is_in_the_bucket(store, tmp_path):
+    """It has a disk of its own, and its journal would replace the one of the rank that was lost."""
+    store.client().put_object(Bucket="data", Key="runs/taken/journal.jsonl", Body=b'{"event": "began"}\n')
+    folders = dict.fromkeys(("output_dir", "checkpoint_dir", "tensorboard_dir"), str(tmp_path / "out"))
+    saving = saver.Saving(argparse.Namespace(output_url="s3://data/runs/taken", **folders), (), print)
+    saving.take_over()
+    assert (tmp_path / "out" / "journal.jsonl").read_bytes() == b'{"event": "began"}\n'
+    saving.finish_publishing(in_a_hurry=False)
+
+
+def test_what_the_disk_has_is_not_fetched_again(store, tmp_path):
+    """Nor replaced, though the one in the bucket is damaged."""
+    (folder := tmp_path / "checkpoints").mkdir()
+    checkpoint.write(str(folder), {"model": torch.ones(1)}, {"samples_seen": 512, "run": "1"})
+    publisher.Publisher(str(tmp_path), "s3://data/runs/both").finish()
+    store.client().put_object(Bucket="data", Key="runs/both/checkpoints/000000000512.pt", Body=b"damaged")
+    said = []
+    args = argparse.Namespace(output_url="s3://data/runs/both", output_dir=str(tmp_path), checkpoint_dir=str(folder))
+    assert RunBucket(args, said.append).bring_newest()
+    assert checkpoint.newest(str(folder), said.append)[1]["samples_seen"] == 512 and not said
+
+
+def test_who_goes_back_to_an_older_checkpoint_leaves_no_later_one_in_the_bucket(store, tmp_path):
+    url, folder = "s3://data/runs/back", tmp_path / "checkpoints"
+    folder.mkdir()
+    for number in (100, 200, 300):
+        about = {"samples_seen": number, "epoch": 0, "best": None, "run": "1", "identity": {}}
+        checkpoint.write(str(folder), {"model": torch.zeros(1)}, about)
+    publisher.Publisher(str(tmp_path), url).finish()
+    args = argparse.Namespace(
+        output_dir=str(tmp_path), checkpoint_dir=str(folder), tensorboard_dir=str(tmp_path), output_url=url, keep=2,
+        resume=str(folder / "000000000200.pt"), overwrite=True, world=argparse.Namespace(restart_count=0),
+    )  # fmt: skip
+    saving = saver.Saving(args, (), print)
+    assert saving.find()[1]["samples_seen"] == 200
+    saving.finish_publishing(in_a_hurry=False)
+    left = [f"000000000{number}-2.{ending}" for number in (100, 200) for ending in ("json", "pt")]
+    assert remote_names(store, "runs/back/checkpoints/") == left

@@ -8,12 +8,17 @@ import signal
 import sys
 
 import pytest
+import torch
 
-from common import moments
+from common import arguments, moments
 from common.alive.stops import STOPS, Interrupted
+from common.checkpoints.manifest import Position
+from common.checkpoints.saver import Saving
 from common.errors import STOP_SIGNALS
 from common.ranks import collectives
-from datasets import loader, processes
+from common.run import Run
+from datasets import cifar10, loader, processes
+from datasets.sampler import EpochSampler
 from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, environment, final_state, run_forked, run_job, wait_for
 from tests.ranks import TWO, check_ledger, run_ranks
 
@@ -196,6 +201,19 @@ def test_a_second_signal_does_not_disturb_the_saving(stops):
     stops.listen(lambda number: told(signal.SIGINT) or saved.append(number))
     stops.wait_for(told)
     assert saved == [signal.SIGTERM] and stops.noted == signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGTERM])
+def test_a_stop_that_comes_when_all_epochs_are_done_hurries_the_publishing(tmp_path, monkeypatch, number):
+    """It is too late to stop anything, and the platform kills the job in half a minute."""
+    hurries = []
+    monkeypatch.setattr(Saving, "finish_publishing", lambda _, in_a_hurry: hurries.append(in_a_hurry))
+    args = arguments.parse(cifar10.parser(""), ["--output_dir", str(tmp_path)], {})
+    run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.Linear(1, 1), prof=1)  # a trial, which writes no files
+    run.position = Position(epoch=args.epochs)
+    run.resume()
+    STOPS.noted = number
+    assert list(run.epochs()) == [] and hurries == [bool(number)]
 
 
 def test_a_wait_for_the_other_ranks_ends_although_the_signal_was_swallowed(stops, monkeypatch):
