@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+import types
 
 import pytest
 
@@ -149,6 +150,7 @@ def test_what_a_stranger_says_stops_nobody():
         one.thread.join(PATIENCE)
         assert not one.thread.is_alive() and list(one.connections) == [1] and not one.error
         connection.close()
+    assert sum(text.startswith("closed ") for text in one.said) == 2, "the first at once, all others in one line"  # new
 
 
 def test_idle_strangers_are_few_and_wait_for_a_short_time():
@@ -204,6 +206,7 @@ def test_members_that_contradict_each_other_still_stop_all():
         for connection in (first, second):
             with pytest.raises(UserError, match="duplicate rank"):
                 channel._wait_for_go(connection, PATIENCE)
+    assert channel.port_is_closed("127.0.0.1", one.port), "the next start needs it"  # new
 
 
 # --- What a false node 0 answers ---------------------------------------------------------------------------------------
@@ -302,3 +305,59 @@ def test_a_list_of_thousands_is_short():
     scattered = naming.describe_nodes(list(range(1, 4096, 2)), 8)
     assert len(scattered) <= 200 and " and " in scattered and scattered.startswith("nodes 1, 3, 5")
     assert naming.spans([0, 1, 2, 5]) == "0-2, 5" and naming.spans([]) == ""
+
+
+def test_a_connection_on_which_nothing_has_come_is_not_lost():
+    """The kernel may wake a process although there is nothing to read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        connection = channel.Connection(listener.accept()[0])
+        assert connection.receive() == []
+        other.sendall(b'{"beat": true}\n')
+        assert connection.wait(PATIENCE) == [{"beat": True}]
+        connection.close()
+
+
+def test_a_node_that_had_to_make_room_before_its_proof_comes_again():
+    """As node 0 closes the oldest connection without a proof, where strangers fill its port."""
+    with meeting(seconds=30) as one, socket.create_server(("127.0.0.1", 0)) as full:
+        starts = threading.Thread(target=lambda: one.thread.join() or one.send(go=GO))
+        starts.start()
+        opened = socket.create_connection(full.getsockname())
+        full.accept()[0].close()
+        connection, go = channel.join("127.0.0.1", one.port, hello(1), PATIENCE, print, KEY, opened)
+        assert go == GO
+        starts.join()
+        connection.close()
+
+
+def test_who_is_missing_is_said_every_ten_seconds(at, monkeypatch):
+    clock, said = at([0.0], hub), []
+
+    def nobody_comes(_, seconds):
+        clock[0] += seconds
+        return []
+
+    monkeypatch.setattr(hub.Hub, "poll", nobody_comes)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = hub.Hub(listener, hello(0, 4, workers=2), said.append)
+        with pytest.raises(UserError, match=r"^nodes 1-3 \(ranks 2-7\) did not come within 25 s$"):
+            one.meet(25)
+        one.close()
+    assert said == [f"waiting for nodes 1-3 (ranks 2-7), {seconds} s" for seconds in (10, 20)]
+
+
+def test_who_comes_at_the_last_moment_is_not_said_to_be_missing(at, monkeypatch):
+    clock, said = at([0.0], hub), []
+
+    def comes(self, seconds):
+        clock[0] += seconds
+        if clock[0] >= channel.WAITING_LINE_SECONDS:
+            self.connections[1] = types.SimpleNamespace(tell=lambda **_: None, close=lambda: None)
+        return []
+
+    monkeypatch.setattr(hub.Hub, "poll", comes)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = hub.Hub(listener, hello(0), said.append)
+        one.meet(60)
+        one.close()
+    assert not said

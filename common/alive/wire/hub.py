@@ -74,10 +74,12 @@ class Hub:
             if now - beaten >= beat_seconds(nodes):
                 beaten = now
                 self.send(beat=True)
+            if len(self.connections) == nodes - 1:
+                break
             if now - told >= channel.WAITING_LINE_SECONDS:
                 told = now
                 self._say(f"waiting for {self._missing()}, {now - begun:.0f} s")
-            if now - begun >= seconds and len(self.connections) < nodes - 1:
+            if now - begun >= seconds:
                 self._refuse_all(f"{self._missing()} did not come within {seconds:.0f} s")
         self._complete = True
 
