@@ -1,5 +1,6 @@
 """What the ranks ask of the store through which they meet and wait for each other, and what they agree on there."""
 
+import socket
 import threading
 import time
 import types
@@ -11,9 +12,10 @@ from torch import distributed
 from common.alive.wire import network
 from common.devices import TORCH
 from common.errors import UserError
-from common.ranks import barrier, store
+from common.ranks import barrier, collectives, store
 from common.ranks.barrier import Board
-from tests.jobs import ROOT, forked, wait_for
+from common.world import World
+from tests.jobs import PATIENCE, ROOT, forked, wait_for
 
 RANKS = 40
 
@@ -85,16 +87,41 @@ def test_to_meet_asks_as_little(stores, naps):
     assert stores[0].asked == {"add": 1 + 2 * (RANKS - 1) + naps["0"], "set": 1}
 
 
-def test_nobody_waits_for_one_that_has_failed(stores):
+def test_nobody_waits_for_one_that_has_failed(monkeypatch):
+    def data():
+        if threading.current_thread().name == "7":
+            raise UserError("no such folder")
+
+    monkeypatch.setattr(barrier, "rank_and_size", lambda: (int(threading.current_thread().name), RANKS))
+    monkeypatch.setattr(collectives.GROUP, "store", shared := distributed.HashStore())
+    found = in_all([shared] * RANKS, lambda *_: barrier.on_every_rank("data", data))
+    assert str(found.pop(7)) == "no such folder" and {str(error) for error in found} == {"no data: rank 7: no such folder"}
+    assert all(isinstance(error, UserError) for error in found)
+
+
+def test_one_that_comes_soon_is_not_spoken_of(stores, naps, at, capsys):
+    at([0.0], barrier)  # no second passes
+
     def work(board, rank):
         if rank == 7:
-            board.post_failure(UserError("no such folder"))
-        else:
-            board.wait(RANKS)
+            wait_for(lambda: naps["0"], None, "a look of rank 0")
+        board.wait(RANKS)
 
-    found = in_all(stores, work)
-    assert found.pop(7) is None and {str(error) for error in found} == {"no data: rank 7: no such folder"}
-    assert all(isinstance(error, UserError) for error in found)
+    assert in_all(stores, work) == [None] * RANKS and capsys.readouterr().out == ""
+
+
+def test_a_rank_0_that_never_says_who_has_come_is_named():
+    with pytest.raises(UserError, match="rank 0 did not answer within 0 s; see its log"):
+        store.meet(types.SimpleNamespace(rank=1, world_size=2), distributed.HashStore(), 0.01)
+
+
+def test_a_port_that_another_program_has_is_named_by_rank_0(monkeypatch):
+    monkeypatch.setattr(collectives.GROUP, "store", None)
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        here = World("slurm", "", "process", 0, 1, 0, 2, 0, 2, "127.0.0.1", port)
+        with pytest.raises(UserError, match=f"the ranks cannot meet at 127.0.0.1:{port}, .*; see MASTER_ADDR and MASTER_PORT"):
+            store.of_all_ranks(here, PATIENCE)
 
 
 @pytest.mark.parametrize("late", [0, 7])
@@ -127,7 +154,8 @@ from common.ranks import collectives
 
 rank = int(os.environ["RANK"])
 collectives.GROUP.store = distributed.FileStore("store", 3)
-distributed.init_process_group("gloo", store=distributed.PrefixStore("group", collectives.GROUP.store), rank=rank, world_size=3)
+keys = distributed.PrefixStore("group", collectives.GROUP.store)
+distributed.init_process_group("cuda:gloo", store=keys, rank=rank, world_size=3)  # as NCCL, it takes tensors of GPUs alone
 collectives.require_one_device_each("")
 collectives.require_one_device_each("gpu " + "abc"[rank])
 try:
@@ -166,3 +194,10 @@ def test_each_rank_tells_the_others_one_address(tmp_path):
         return int(found[0].stdout)
 
     assert told(**network.of_a_group("127.0.0.1")) < 0.8 * told(**network.interfaces("127.0.0.1"))
+
+
+def test_the_interface_of_the_other_nodes_is_taken_unless_the_user_has_named_one(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert network.interfaces("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert network.interfaces("127.0.0.1") == {}

@@ -1,5 +1,6 @@
 """A rank that has died never hangs the rest, and nodes that do not fit together say so."""
 
+import json
 import os
 import re
 import signal
@@ -46,6 +47,8 @@ def test_a_killed_or_stopped_rank_is_named_and_everyone_stops(tmp_path, number, 
     log = (tmp_path / "log").read_text()
     assert re.search(rf"error: {line}, in phase \w+; stopping all 2 ranks", log), log
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
+    events = map(json.loads, (tmp_path / "out" / "journal.jsonl").read_text().splitlines())
+    assert [bool(re.match(line, row["why"])) for row in events if row["event"] == "end"] == [True]
 
 
 def test_a_worker_that_dies_is_started_again_from_the_last_checkpoint(two_ranks, tmp_path):
@@ -110,7 +113,9 @@ def test_a_stop_while_waiting_for_the_other_nodes_ends_at_once(tmp_path):
     process = node(tmp_path, port, 0, 2)
     wait_for(lambda: listening(port), process, "listening for the others")
     process.terminate()
-    assert process.wait(PATIENCE) == 143
+    text, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143
+    assert f"node 0: the nodes have no common secret, so anybody who reaches port {port} can join" in text  # new
 
 
 def test_two_nodes_with_the_same_rank_are_both_named(tmp_path):

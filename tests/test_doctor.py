@@ -1,5 +1,6 @@
 """The doctor: every fault of its list, made for real, is found and named; and a healthy job has none."""
 
+import argparse
 import functools
 import http.server
 import os
@@ -14,11 +15,14 @@ import types
 
 import pytest
 import torch
+from torch import distributed
 
 from common import arguments, world
 from common.alive.wire.network import free_port
 from common.doctor import checks, examination, stores, table
 from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
+from common.ranks import collectives, group
+from common.world import World
 from datasets import cifar10
 from tests.hosts import Hosts, wait_all
 from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked
@@ -354,3 +358,21 @@ def test_the_table_is_short_however_many_nodes_there_are():
 def test_what_another_node_says_cannot_forge_a_line():
     ((node, finding),) = examination.decode([[1, ["good", "disk", "enough\nbad  everything", ""]]])
     assert node == 1 and "\n" not in finding.found
+
+
+class Formed(Exception):
+    pass
+
+
+def test_the_doctor_waits_minutes_for_a_collective_and_not_half_an_hour(monkeypatch):
+    def form(*_, timeout, **__):
+        raise Formed(timeout.total_seconds())
+
+    monkeypatch.setattr(distributed, "init_process_group", form)
+    monkeypatch.setattr(collectives.GROUP, "store", None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # to which variables of the group are added
+    examination.Examination(argparse.Namespace(doctor_seconds=30, evaluate=False))
+    here = World("slurm", "", "process", 0, 1, 0, 1, 0, 1, "127.0.0.1", free_port())
+    with pytest.raises(Formed) as formed:
+        group.join(argparse.Namespace(world=here, join_seconds=30), torch.device("cpu"))
+    assert 60 <= formed.value.args[0] < 600

@@ -154,6 +154,7 @@ def nodes_say_more(monkeypatch):
         ({"elsewhere": ["10.0.0.1", 6666]}, True),
         ({"elsewhere": ["10.0.0.1", 0]}, False),
         ({"elsewhere": ["a name", 6666]}, False),
+        ({"go": {**strangers.GO, "led_by": 1}}, True),  # to a node that joins a run that is under way
     ],
 )
 def test_what_nodes_say_has_a_form(message, valid):

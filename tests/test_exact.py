@@ -1,6 +1,7 @@
 """Exact training: the same bits on any number of ranks, also when that changes between two starts of a run."""
 
 import argparse
+import types
 
 import numpy as np
 import pytest
@@ -74,7 +75,8 @@ def run_on(ranks, folder, *options):
 def test_a_run_ends_with_the_same_bits_on_any_number_of_ranks(one_process, tmp_path, ranks):
     printed = run_on(ranks, tmp_path, *EXACT, "--workers", ranks % 2).stdout
     assert_same_bits(final_state(tmp_path), one_process)
-    assert "exact: 5 shares of 8 samples, the same bits on 1 to 5 ranks" in printed and "for the most ranks" in printed
+    assert "exact: 5 shares of 8 samples, the same bits on 1 to 5 ranks, each with one thread" in printed
+    assert "for the most ranks" in printed
 
 
 @pytest.mark.rehearsal
@@ -251,3 +253,57 @@ def test_without_an_order_the_mean_is_the_same_but_for_its_last_bits():
             part.finish()
             means.append(part.means()[0].clone())
     assert all(torch.equal(mean, torch.tensor([31 / 5, 2.0])) for mean in means)
+
+
+class FirstOfTwo:
+    """The first of two ranks, as collectives.All; the other one sends zeros. `sent`: how many values at a time."""
+
+    rank, size, work = 0, 2, types.SimpleNamespace(wait=lambda: None)
+
+    def __init__(self, changed=False):
+        self.sent, self.changed = [], lambda: changed
+
+    def all_to_all(self, taken, given, taken_sizes, given_sizes):
+        self.sent.append(len(given))
+        return self.work
+
+    def all_gather(self, everything, own):
+        return self.work
+
+
+def one_share_of_two(model, images, ranks, monkeypatch):
+    """The Shares of one of two ranks with a share each, and the mean loss that it gets in a step."""
+    monkeypatch.setattr(collectives.GROUP, "members", ranks)
+    args = argparse.Namespace(shares=2, batch_size=len(images), seed=0, lr=0.1)
+    shares = exact.Shares(args, model, EpochSampler(8, 1, seed=0), InOrder(8, 1))
+    for (share,) in shares.of((images,), samples_seen=0):
+        model(share).sum().backward()
+        mean = shares.mean(torch.zeros(()))
+    return shares, mean
+
+
+def test_small_gradients_are_exchanged_together(monkeypatch):
+    model, ranks = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(10))), FirstOfTwo()
+    _, mean = one_share_of_two(model, torch.ones(1, 1), ranks, monkeypatch)
+    assert mean is not None and ranks.sent == [20, 2]  # all gradients; then the loss, with one value to divide it
+
+
+def test_a_step_in_which_the_ranks_have_changed_has_no_result_and_changes_nothing(monkeypatch):
+    norm = torch.nn.BatchNorm1d(1)
+    shares, mean = one_share_of_two(norm, torch.tensor([[1.0], [3.0]]), FirstOfTwo(changed=True), monkeypatch)
+    assert mean is None and shares.interrupted
+    assert norm.running_mean.item() == 0.0 and norm.num_batches_tracked.item() == 0
+
+
+def test_the_means_are_where_the_gradients_are():
+    part = sums.Part([torch.zeros(2, device="meta")], shares=2, group=collectives.All())
+    for share in range(2):
+        part.add(share, [torch.zeros(2, device="meta")])
+    part.finish()
+    assert part.means()[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("asked, same_bits, taken", [(False, True, True), (False, False, False), (True, False, True)])
+def test_for_the_same_bits_the_flagship_takes_algorithms_that_give_them(asked, same_bits, taken):
+    args = exact.settled(argparse.Namespace(deterministic=asked, sync_bn=None), same_bits)
+    assert (args.deterministic, args.sync_bn) == (taken, False)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from common import errors
+from common.alive import heartbeat
 from tests import jobs
 from tests.jobs import ROOT, environment
 
@@ -110,3 +111,10 @@ def test_of_processes_started_one_by_one_the_first_cause_stays_and_that_of_an_ea
     for cause in ("first", "second"):
         errors.report_failure(cause)
     assert place.read_text() == "error: first\n"
+
+
+def test_a_rank_that_finds_the_disk_full_says_itself_why_it_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(heartbeat.FILES, str(tmp_path / "worker"))
+    (tmp_path / "worker.writing").symlink_to("/dev/full")  # every write to it fails as on a full disk
+    heartbeat.report_fault("no such folder", 2, victim=False)
+    assert capsys.readouterr().err == "error: no such folder\n" and not (tmp_path / "worker.fault").exists()

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import arguments, devices, job, packages, storage
+from common import arguments, devices, job, moments, packages, storage
 from common.alive.wire import network
 from common.doctor import checks, examination
 from common.errors import TrainingFailed, UserError
+from common.ranks import group
 from common.world import World, folders
 from datasets import cifar10, loader
 from launch import bundle
@@ -549,3 +550,15 @@ def test_a_certificate_that_cannot_be_verified_is_refused_at_once_whatever_s3_ve
     server.shutdown()
     assert "certificate cannot be verified: give the file of the authority" in done.stderr, done.stderr
     assert "S3_VERIFY_SSL=0 is not followed" in done.stderr
+
+
+def test_the_parent_of_a_node_prints_that_warning_before_it_starts_the_workers(monkeypatch, capsys):
+    parent = types.SimpleNamespace(run=lambda: print("workers") or 0, verdict=None, since=0.0)
+    monkeypatch.setattr(moments.REPLACED, "parent", lambda *_: parent)
+    monkeypatch.setattr(devices.choice, "count", lambda: 7)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "jobs" / "train_ddp.py")])
+    here = World("modelarts", "", "node", 0, 1, 0, 7, 0, 7, gpus_promised=8)
+    with pytest.raises(SystemExit) as ended:
+        group.start_workers(types.SimpleNamespace(world=here, enable_gpu=None, max_restarts=0))
+    warning, workers = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning: node 0: torch sees 7 of the 8 GPUs") and (workers, ended.value.code) == ("workers", 0)

@@ -217,11 +217,13 @@ def test_a_stop_that_comes_when_all_epochs_are_done_hurries_the_publishing(tmp_p
 
 
 def test_a_wait_for_the_other_ranks_ends_although_the_signal_was_swallowed(stops, monkeypatch):
+    """And then so does the process, without waiting for the threads that still wait for the others."""
+
     class Never:
         def is_completed(self):
             return turns.append(1) or len(turns) > 3
 
-    turns = []
+    turns, ended = [], []
 
     def waits():
         with contextlib.suppress(Interrupted):
@@ -230,9 +232,11 @@ def test_a_wait_for_the_other_ranks_ends_although_the_signal_was_swallowed(stops
         return "what the others never sent"
 
     monkeypatch.setattr(moments, "_listeners", [])
-    with pytest.raises(SystemExit):
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(SystemExit) as stop:
         stops.wait_for(waits)
-    assert len(turns) == 1
+    moments.announce("leaving", stop.value.code)
+    assert len(turns) == 1 and ended == [143]
 
 
 def test_a_second_signal_ends_a_wait_that_has_swallowed_the_first(stops):

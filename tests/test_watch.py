@@ -29,6 +29,7 @@ def status(rank, phase, steps, idle, median=0.1):
         ("rank 0 saves, the others wait", [status(0, "save", 9, 600), status(1, "step", 9, 600)], None),
         ("but not for ever", [status(0, "save", 9, 901), status(1, "step", 9, 901)], 0),
         ("an evaluation of half an hour", [status(0, "evaluate", 9, 1800), status(1, "evaluate", 9, 1800)], None),
+        ("and of more than an hour", [status(0, "evaluate", 9, 3601), status(1, "evaluate", 9, 3601)], 0),
         ("the first step compiles", [status(0, "compile", 0, 800), status(1, "compile", 0, 800)], None),
         ("a long download", [status(0, "start", 0, 3000), status(1, "start", 0, 3000)], None),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, saved, wait_for
+from tests.jobs import PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, forked, saved, wait_for
 from tests.objectstore import free_port
 from tests.ranks import LONG, TORCHRUN, TWO, changed_loader, children, processes_of, workers_of
 
@@ -66,7 +66,10 @@ def test_a_watcher_that_is_killed_ends_the_job_and_ps_tells_it_from_its_rank(tmp
         (watcher,) = [pid for pid, words in shown.items() if words == b"watcher of rank %d" % rank]
         os.kill(watcher, signal.SIGKILL)
         assert both[rank].wait(PATIENCE) == 1 and both[1 - rank].wait(PATIENCE) == 1
-    assert f"error: the watcher of rank {rank} has ended, so this rank does, too" in (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert f"error: the watcher of rank {rank} has ended, so this rank does, too" in log
+    # new: one rank of each host says it for all, here rank 0
+    assert rank == 0 or "error: rank 1 is lost; stopping all 2 ranks" in log, log
 
 
 DIES_ONCE_JOINED = """
@@ -169,3 +172,21 @@ def test_under_torchrun_a_killed_rank_is_named(tmp_path):
         assert agent.wait(PATIENCE) == 1
     log = (tmp_path / "log").read_text()
     assert re.search(r"error: rank 1 \(host \S+\) was killed by SIGKILL.*; stopping all 2 ranks", log), log
+
+
+ASKS_WHAT_ENDS_IT = """
+import argparse, ctypes, sys
+sys.path.insert(0, {root!r})
+from common.ranks import group
+from common.world import World
+
+group.start_workers(argparse.Namespace(world=World("launcher", "", "process", 0, 1, 0, 1, 0, 1), doctor=False))
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+print(number.value)
+"""
+
+
+def test_under_torchrun_a_rank_is_stopped_when_its_agent_ends_and_elsewhere_it_outlives_who_has_started_it(tmp_path):
+    found = forked(["-c", ASKS_WHAT_ENDS_IT.format(root=str(ROOT))], tmp_path, {"TORCHELASTIC_RUN_ID": "x"}, {})
+    assert [done.stdout for done in found] == [f"{int(signal.SIGTERM)}\n", "0\n"], found

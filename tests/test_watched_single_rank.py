@@ -1,5 +1,6 @@
 """A job on one device has a watcher, too: however it ends, and where it hangs, a line says so, and nothing is left behind."""
 
+import argparse
 import contextlib
 import os
 import pty
@@ -8,14 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
 
 from common import files
-from common.alive import watcher, worker
+from common.alive import heartbeat, watcher, worker
+from common.ranks import collectives, group
 from common.world import World
-from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, run_job, saved, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, run, run_job, saved, wait_for
 from tests.ranks import changed_loader, processes_of
 
 LONG = [*TINY, "--epochs", "200"]
@@ -195,3 +198,53 @@ def test_without_room_for_its_files_the_job_trains_on(monkeypatch, capsys):
     monkeypatch.setattr(watcher.beside, "start", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     watcher.start_for_single_rank(World("local", "", "node", 0, 1, 0, 1, 0, 1), lambda since, why: None)
     assert capsys.readouterr().err == "warning: this process is not watched: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_only_rank_has_no_second_watcher_on_which_it_depends(monkeypatch, ranks):
+    """run_job() has started the one that only looks on; it is the ranks of a group that end with their watchers."""
+    started = []
+    monkeypatch.delenv(heartbeat.PARENT, raising=False)
+    monkeypatch.setattr(watcher, "start", lambda here, *_, **__: started.append(here.world_size))
+    monkeypatch.setattr(collectives.GROUP, "watcher", None)
+    here = World("slurm", "", "process", 0, 1, 0, ranks, 0, ranks)
+    group.start_workers(argparse.Namespace(world=here, doctor=False))
+    assert started == [2] * (ranks - 1)
+
+
+def test_of_a_rank_that_hangs_the_stack_and_the_line_below_it_go_to_stderr(tmp_path, at, capsys):
+    clock, ended = at([1000.0], watcher, worker), []
+
+    def runs():
+        clock[0] += 9
+        assert clock[0] < 1200, "it hangs, and nobody says so"
+
+    def dumps(_):
+        (tmp_path / "worker.stack").write_text("its stack\n")
+
+    rank = worker.Worker(0, str(tmp_path / "worker"))
+    rank.process = types.SimpleNamespace(
+        pid=os.getpid(), poll=runs, order=lambda seconds: None, send_signal=dumps, end=ended.append
+    )
+    rank.pulse.set("step", 3)
+    watcher.Watcher(World("local", "", "node", 0, 1, 0, 1, 0, 1), rank, lambda since, why: None, says_why=True).run()
+    out, err = capsys.readouterr()
+    line = r"error: rank 0 has made no progress for \d+ s after step 3, in phase step"
+    assert out == "" and re.fullmatch(rf"its stack\n{line}\n", err), (out, err)
+    assert ended == [1]
+
+
+FAILS = """
+import sys, threading
+sys.path.insert(0, {root!r})
+from common.alive import beside
+
+ended = threading.Event()
+beside.start(0, lambda rank: {{}}["key"], ended.set)
+ended.wait()
+"""
+
+
+def test_a_watcher_that_fails_says_why(tmp_path):
+    done = run([sys.executable, "-c", FAILS.format(root=str(ROOT))], cwd=tmp_path, env=environment())
+    assert done.stdout == "warning: rank 0 is no longer watched: KeyError: 'key'\n", done.stdout + done.stderr

@@ -1,5 +1,7 @@
 """One row for every platform and every trap: what it sets, and where that puts the process."""
 
+import os
+import subprocess
 import types
 
 import pytest
@@ -269,3 +271,11 @@ def test_an_address_that_cannot_be_used_is_refused(argv, env, words):
     args = types.SimpleNamespace(**{"data_url": None, "input_dir": None, "output_dir": None, "job": "train", **argv})
     with pytest.raises(UserError, match=words):
         folders.resolve(args, env)
+
+
+def test_the_command_line_of_a_launcher_need_not_be_utf_8(monkeypatch):
+    words = ["sh", "-c", "read line", "torchrun", "--nnodes=1:4", os.fsdecode(b"odd\xff")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as launcher:
+        monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+        args = dict.fromkeys(("init_method", "rank", "world_size", "local_rank", "nproc_per_node"))
+        assert ELASTIC in world.here(types.SimpleNamespace(**args, enable_gpu=False), TORCHRUN).rule
