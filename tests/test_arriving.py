@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from common import report, storage
-from common.alive import patience
+from common.alive import heartbeat, patience
 from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.files import MIB
@@ -48,6 +49,7 @@ from tests.jobs import (
 from tests.line import Line
 from tests.ranks import fork_ranks
 from tests.test_packed import settings, write_tree
+from tests.test_packed_damage import with_changes
 
 FORMS = ("original", "raw")
 
@@ -213,6 +215,7 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetcher
 
 
 def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, tmp_path):
+    """Neither from the bucket nor from what a kill has left on the disk."""
     shutil.copytree(packs["raw"][0], folder := tmp_path / "wrong")
     ours = packed.load(str(folder), "train")
     place = int(np.flatnonzero(ours.shard == 0)[0])
@@ -221,7 +224,11 @@ def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, 
         last = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([last[0] ^ 1]))
-    part = arrival.begin(publish(folder, store, "arriving-wrong"), ["train"], "input_dir", starts=True)[0]
+    url = publish(folder, store, "arriving-wrong")
+    half = Path(growing(Path(local_folder(url, "input_dir")), ours, "train-000000.tar"))
+    half.parent.mkdir(parents=True)
+    shutil.copy(ours.place(place), half)
+    part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
     with pytest.raises(
         TrainingFailed, match=r"train-000000\.tar, \d+ bytes from \d+ on, arrived 8 times with others than its index"
     ):
@@ -454,11 +461,13 @@ def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store
     assert sorted(process.wait(PATIENCE) for process in fetchers if process.pid == first) == [-signal.SIGKILL]
 
 
-def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetchers):
+def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetchers, capsys):
     folder, url = packs["original"]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts=True)
     state = State(part.arrival.path, part.arrival.samples)
     wait_for(lambda: state.whole, None, "the whole split")
+    said, line = [], f"arrived: {len(part.shards)} shards of {url}: .*; none were there; all verified\n"
+    wait_for(lambda: said.append(capsys.readouterr().out) or re.search(line, "".join(said)), fetchers[0], "its line")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # they are meant for the job
         fetchers[0].send_signal(number)
     arrival.begin(url, ["train"], "input_dir", starts=True)
@@ -543,12 +552,14 @@ def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, f
     part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
     state = State(part.arrival.path, part.arrival.samples)
     holder(part)
+    killed, kill = [], os.kill
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given) or kill(*given))
     state.end_frozen(url)
     monkeypatch.setattr(fetcher, "FROZEN_SECONDS", -1)
     state.end_frozen("s3://another/pack")
-    assert fetchers[0].poll() is None
+    assert not killed
     state.end_frozen(url)
-    assert fetchers[0].wait(PATIENCE) == -signal.SIGKILL
+    assert killed == [(fetchers[0].pid, signal.SIGKILL)] and fetchers[0].wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_an_object_that_changes_in_mid_run_ends_it_and_nothing_of_it_is_read(packs, store, at, tmp_path, monkeypatch, fetchers):
@@ -644,3 +655,43 @@ def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting
     state.heard = time.monotonic()  # something has come after all
     wait_for(lambda: time.monotonic() - state.alive() < 0.5, None, "a sign of life")
     over.set()
+
+
+def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):
+    url = packs["original"][1]
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    paths = {name: str(Path(part.arrival.path).with_name(f"{name}.state")) for name in ("old", "held", "new")}
+    for name, path in paths.items():
+        State.make(path, 1)
+        os.utime(path, (time.time() - 3600 * (23 if name == "new" else 25),) * 2)
+        os.mkdir(fetcher.passing(path))
+    index, state = packed.local_index(url, "train", "input_dir"), State(part.arrival.path, part.arrival.samples)
+    with once.when_free(fetcher.lease(paths["held"]), lambda: True):
+        fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state).run(lambda: False)
+    assert [name for name, path in paths.items() if os.path.exists(fetcher.passing(path))] == ["held", "new"]
+
+
+def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, at, tmp_path):
+    def one_on_the_other(arrays):
+        first, second = np.lexsort((arrays["offset"], arrays["shard"]))[:2]
+        return {"offset": np.where(np.arange(len(arrays["offset"])) == second, arrays["offset"][first], arrays["offset"])}
+
+    shutil.copytree(packs["original"][0], folder := tmp_path / "overlapping")
+    with_changes(folder / "train-index.npz", arrays=one_on_the_other)
+    url = publish(folder, store, "arriving-overlapping")
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    index, state = packed.local_index(url, "train", "input_dir"), State(part.arrival.path, part.arrival.samples)
+    with pytest.raises(UserError, match=f"{url}: in its indexes samples overlap, or a shard has none: publish the pack again"):
+        fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state)
+
+
+def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, at, monkeypatch, fetchers, tmp_path, capsys):
+    """Which may hang meanwhile, in a step whose samples are there, and is ended after the time limit of a step."""
+    pulse = heartbeat.create(str(tmp_path / "worker"))
+    monkeypatch.setenv(heartbeat.FILES, str(tmp_path / "worker"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # nobody answers
+    monkeypatch.setattr(packed, "local_index", lambda _, split, __: str(packs["original"][0] / f"{split}-index.npz"))
+    arrival.begin(packs["original"][1], ["train"], "input_dir", starts=True)
+    said = []
+    wait_for(lambda: said.append(capsys.readouterr().out) or "; trying again for " in "".join(said), fetchers[0], "its wait")
+    assert pulse.store.text() == ""

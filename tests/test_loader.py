@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common import arguments, cores
+from common import arguments, cores, devices
 from common.errors import SampleError, TrainingFailed, is_victim
 from common.run import clock, timing
 from common.run.observers import console
@@ -537,3 +537,39 @@ def test_labels_and_ids_that_are_kept_need_no_open_file():
         if len(kept) == 5:
             before = len(os.listdir("/proc/self/fd"))
     assert len(kept) == 60 and len(os.listdir("/proc/self/fd")) <= before + 10
+
+
+def test_on_a_gpu_a_data_set_without_worker_processes_draws_what_it_draws_on_a_cpu(monkeypatch):
+    """It is asked between two steps, which use the same generators; batches of worker processes are made during a step."""
+    expected = [batch for batch, _ in loaded(epoch=0)]
+    monkeypatch.setattr(devices, "has_queues", lambda device: True)
+    alone, helped = (
+        SampleLoader(Words(), EpochSampler(20, 4, seed=3), CPU, *workers, collate_fn=padded) for workers in ((), (1,))
+    )
+    assert helped.beside and not alone.beside
+    assert_same_bits(list(alone), expected)
+
+
+@pytest.mark.parametrize("how, pinned", [({}, True), ({"pin_memory": False}, False)])
+def test_batches_come_from_pinned_memory_unless_it_is_not_wanted(monkeypatch, how, pinned):
+    asked = []
+    monkeypatch.setattr(devices, "to_device", lambda tensor, device, pin=True: asked.append(pin) or tensor)
+    loader = DeviceLoader(Numbers(), EpochSampler(10, 2, seed=0), CPU, (0.5,) * 3, (0.25,) * 3, **how)
+    next(iter(loader))
+    assert asked == [pinned, pinned], "the images and the labels"
+
+
+def test_what_makes_batches_ahead_is_closed_with_the_loop():
+    closed = []
+
+    def items():
+        try:
+            yield from range(50)
+        finally:
+            closed.append(True)
+
+    held = items()  # else Python closes it
+    found = ahead(held, 3)
+    assert next(found) == 0
+    found.close()
+    assert closed

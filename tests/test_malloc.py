@@ -74,3 +74,28 @@ def test_launch_local_and_the_parent_of_a_node_set_it_for_those_they_start(on_a_
     env = environment(NPROC_PER_NODE="2")
     said = run(alone, env=env).stdout
     assert "started with None" in said and said.count(f"worker has {malloc.text()}") == 2
+
+
+LOADS = """
+import ctypes
+import torch
+from datasets.loader import torch_batches
+from datasets.sampler import InOrder
+
+class Large:
+    def __getitem__(self, _epoch_and_ids):
+        sbrk = ctypes.CDLL(None).sbrk
+        sbrk.restype, sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+        before = sbrk(0)
+        pictures = [torch.empty((1 << 25) - (1 << 16), dtype=torch.uint8) for _ in range(8)]
+        del pictures
+        return (sbrk(0) - before) >> 20
+
+print(next(iter(torch_batches(Large(), InOrder(1, 1)))))
+"""
+
+
+@glibc
+def test_a_loader_without_processes_keeps_the_memory_of_a_sample_for_the_next():
+    done = run([sys.executable, "-c", LOADS], cwd=ROOT, env=environment())
+    assert int(done.stdout) > 100, done.stdout + done.stderr  # MiB by which the heap has grown, after all was given back

@@ -57,12 +57,14 @@ def test_evaluation_counts_every_sample_once(count, ranks):
 
 
 def test_impossible_batches_are_refused_saying_what_is_possible():
-    with pytest.raises(UserError, match="fewer than one global batch of 128"):
+    with pytest.raises(UserError, match=r"100 samples are fewer than one global batch of 128; lower --batch_size$"):
         EpochSampler(100, 128, seed=0)
     sampler = EpochSampler(1000, 10, seed=0)
     sampler.shard(0, 3)
     with pytest.raises(UserError, match=r"\[1, 2, 4, 8, 16, 32\] ranks"):
         sampler.set_global_batch(32)
+    with pytest.raises(UserError, match=r"batch of 1002 \(334 x 3 ranks\); lower --batch_size or use fewer ranks$"):
+        sampler.set_global_batch(1002)
 
 
 @pytest.mark.parametrize("rank, ranks", [(3, 3), (-1, 3), (4, 3), (0, 0)])

@@ -64,6 +64,8 @@ FILES = {
     "cut.png": (encoded(picture(), "PNG")[:-20], "cut off"),
     "html.jpg": (b"<html>404</html>", "not an image"),
     "bomb.png": (BOMB_PNG, "too many pixels"),
+    "flat.png": (BOMB_PNG.replace(struct.pack(">II", 50_000, 50_000), struct.pack(">II", 0, 40)), "damaged header"),
+    "only_signature.png": (BOMB_PNG[:20], "damaged header"),
     "header.jpg": (b"\xff\xd8\xff\xe0\x00\x10JFIF" + b"x" * 100, "damaged header"),
     "flat.jpg": (JPEG[: JPEG.index(b"\xff\xc0") + 5] + bytes(4) + JPEG[JPEG.index(b"\xff\xc0") + 9 :], "damaged header"),
     "only_soi.jpg": (b"\xff\xd8", "damaged header"),
@@ -172,6 +174,20 @@ def test_an_index_with_flipped_bits_or_of_another_form_is_made_again(folder):
     for left_out in (b"[" * 200_000 + b"]" * 200_000, b"[]", b'{"empty": [5]}'):
         np.savez(path, **{**arrays, "left_out": np.frombuffer(left_out, np.uint8)})
         assert tree._read(str(path), str(folder), list(classes), signature) is None
+    # --- new from here on ---
+    count = 3000  # of more than 4 KiB zipfile compares no checksum, unless all is read to the end
+    names = np.frombuffer("\0".join(f"zgood/{number}.jpg" for number in range(count)).encode(), np.uint8)
+    more = {name: np.resize(arrays[name], count) for name in ("labels", "widths", "heights", "special")}
+    np.savez(path, **{**arrays, **more, "names": names})
+    good = path.read_bytes()
+    assert len(tree._read(str(path), str(folder), list(classes), signature)) == count
+    for length in re.finditer(rb"'shape': \((\d+),\)", good):
+        for place in range(*length.span(1)):
+            for bit in (bit for bit in range(4) if good[place] >> bit & 1):  # without it, the array is a shorter one
+                bad = bytearray(good)
+                bad[place] ^= 1 << bit
+                path.write_bytes(bad)
+                assert tree._read(str(path), str(folder), list(classes), signature) is None, length
 
 
 def test_a_folder_without_pictures_is_refused(tmp_path, monkeypatch):

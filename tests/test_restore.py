@@ -61,12 +61,13 @@ def test_partners_have_the_same_path_also_under_the_other_names(folder):
 
 @pytest.mark.parametrize("side, other", [("blurry", "sharp"), ("sharp", "blurry")])
 def test_a_picture_without_its_partner_is_named(folder, side, other):
-    (folder / "train" / other / "scene1" / "05.png").unlink()
-    (folder / "train" / other / "scene0" / "02.png").unlink()
-    with pytest.raises(
-        UserError, match=rf"{side}/scene0/02\.png has no partner \S+{other}/scene0/02\.png, and 1 more have none"
-    ):
-        opened(folder)
+    for name, more in (("scene0/02.png", ""), ("scene1/05.png", ", and 1 more have none")):
+        (folder / "train" / other / name).unlink()
+        with pytest.raises(
+            UserError,
+            match=rf"{side}/scene0/02\.png has no partner \S+{other}/scene0/02\.png{more}: add what is missing",
+        ):
+            opened(folder)
 
 
 def test_a_pair_that_cannot_be_one_is_left_out_and_said(folder, capsys):

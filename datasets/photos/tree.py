@@ -171,7 +171,7 @@ def _write(path, folder, signature, listed, judged, held):
     left_out.update({f"{BY_NAME}{ending or 'without an extension'}": found for ending, found in others.items()})
     with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
         paths = (os.path.join(folder, name) for _, name in names)
-        verdicts = pool.map(lambda path: (when(path), judged(path)), paths, chunksize=64)  # the time is read before the file
+        verdicts = pool.map(lambda path: (when(path), judged(path)), paths)  # the time is read before the file
         for (label, name), (changed_at, verdict) in zip(names, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
