@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from common import arguments
+from common import arguments, progress
 from common.checkpoints.pretrained import local_weights
 from common.errors import UserError
 from common.models.classifiers import classifier
+from common.storage import once
 from datasets import augment, drop_in, imagenet
 from datasets.photos import tree
 from datasets.photos.labelled import Photos
@@ -108,13 +109,16 @@ def test_networks_that_are_not_here_name_the_nearest(arch, nearest):
         classifier(arch, 10, 64)
 
 
-def test_weights_out_of_a_bucket_are_verified(trained, store, reachable, tmp_path):
+def test_weights_out_of_a_bucket_are_verified(trained, store, reachable, tmp_path, monkeypatch):
     for name in ("epoch_2.pth", "epoch_2.pth.sha256"):
         store.client().put_object(Bucket="data", Key=f"weights/{name}", Body=(trained[0] / name).read_bytes())
-    said = []
+    said, told = [], []
+    monkeypatch.setattr(progress, "TELL_SECONDS", 0)
+    monkeypatch.setattr(once.Lease, "tell", lambda _, text, _number=0: told.append(text))
     for _ in range(2):
         path = local_weights("s3://data/weights/epoch_2.pth", str(tmp_path / "in"), said.append)
         assert os.path.getsize(path) == (trained[0] / "epoch_2.pth").stat().st_size and os.path.exists(path + ".sha256")
+    assert any(text.startswith("fetching s3://data/weights: ") for text in told)
     with pytest.raises(UserError, match=r"there is no epoch_9\.pth in s3://data/weights"):
         local_weights("s3://data/weights/epoch_9.pth", str(tmp_path / "in"), said.append)
 

@@ -98,14 +98,14 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
     url, name = os.path.split(path)
     folder = local_folder(url, inputs)
 
-    def bring(_lease):
+    def bring(lease):
         place = bucket.Bucket(url, say)
         items = {place.relative(item.key): item for item in place.items(place.below() + name.removesuffix(".pth"))}
         wanted = {here: items[here] for here in (name, name + DIGEST, beside(name)) if here in items}
         if name not in wanted:
             raise UserError(f"--weights {path}: there is no {name} in {url}")
         os.makedirs(folder, exist_ok=True)
-        download.fetch_items(place, wanted, folder, remembered=True)
+        download.fetch_items(place, wanted, folder, remembered=True, tell=lease.tell)
 
     once.once_per_node(os.path.join(index.notes(folder), name), bring)
     return os.path.join(folder, name)

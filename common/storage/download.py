@@ -59,13 +59,15 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
     say(f"fetched {counts}, {progress.describe()}, to {folder}; all verified{unsure}")
 
 
-def fetch_items(bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False) -> None:
+def fetch_items(
+    bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False, tell: Optional[Tell] = None
+) -> None:
     """Fetch {name: item} as files of `folder`. `remembered`: keep a record of them there, and skip files that are current."""
     with contextlib.ExitStack() as stack:
         known = stack.enter_context(contextlib.closing(Index(folder))) if remembered else None
         missing = {name: item for name, item in items.items() if known is None or not known.has(name, item)}
         if missing:
-            with _progress(bucket.url(bucket.prefix), missing) as progress:
+            with _progress(bucket.url(bucket.prefix), missing, tell) as progress:
                 Transfer(bucket, folder, known, progress).run(missing)
     with contextlib.suppress(OSError):  # the index is there, or another fetch has its notes there
         os.rmdir(index.notes(folder))
