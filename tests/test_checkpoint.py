@@ -230,6 +230,15 @@ def test_a_save_that_was_killed_before_its_manifest_had_its_name_is_completed(fo
     assert checkpoint.newest(str(folder))[1]["samples_seen"] == 300
 
 
+@pytest.mark.parametrize("pt, newest", [("000000000300-2.pt", 300), ("000000000300.pt", 300), ("elsewhere", 200)])
+def test_of_a_copied_bucket_a_start_goes_on_from_what_is_whole(folder, pt, newest):
+    """Whose names lose the number of their start, also after a kill between the two files, or without one of them."""
+    os.replace(folder / "000000000300.json", folder / "000000000300-2.json")
+    os.replace(folder / "000000000300.pt", folder / pt)
+    checkpoint.sweep(str(folder))
+    assert checkpoint.newest(str(folder))[1]["samples_seen"] == newest
+
+
 def test_the_last_and_the_best_are_kept(folder):
     for epoch in range(1, 12):
         write_weights(str(folder / f"epoch_{epoch}.pth"), {})

@@ -220,8 +220,8 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
                 os.unlink(place)
         for start, number, _ in _manifests(folder):
             for ending in ("pt", "json") if start > 1 else ():  # in a copy of a bucket
-                numbered, plain = names.of_checkpoint(number, ending, start), names.of_checkpoint(number, ending)
-                os.replace(os.path.join(folder, numbered), os.path.join(folder, plain))
+                with contextlib.suppress(FileNotFoundError):  # a kill came between the two, or the copy is not whole
+                    os.replace(*(os.path.join(folder, names.of_checkpoint(number, ending, its)) for its in (start, 1)))
 
 
 def _is_the_right_one(path, place):
