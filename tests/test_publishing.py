@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from common import storage
 from common.alive import patience
+from common.alive.stops import STOPS
 from common.checkpoints import checkpoint, publisher, run_bucket, run_folder, saver
 from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError
@@ -24,6 +26,7 @@ from tests.jobs import PATIENCE, TINY, Popen, assert_same_bits, command, environ
 from tests.permissions import of_anybody
 from tests.ranks import check_ledger
 from tests.stores import remote_names, store_environment
+from tests.test_mistakes import END, trained  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
 
@@ -411,3 +414,50 @@ def test_who_goes_back_to_an_older_checkpoint_leaves_no_later_one_in_the_bucket(
     saving.finish_publishing(in_a_hurry=False)
     left = [f"000000000{number}-2.{ending}" for number in (100, 200) for ending in ("json", "pt")]
     assert remote_names(store, "runs/back/checkpoints/") == left
+
+
+def test_a_stop_that_comes_while_the_last_results_are_sent_hurries_them(store, monkeypatch, tmp_path):
+    """A store that does not answer is waited for --patience seconds, and the platform kills the job in half a minute."""
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(publisher, "STOP_SECONDS", 1)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    def plan(_request):
+        monkeypatch.setattr(STOPS, "noted", signal.SIGTERM)  # as its handler does
+        return "503"
+
+    with faults(store, plan, monkeypatch), pytest.raises(TrainingFailed, match="no good answer for 1 s"):
+        publisher.Publisher(str(tmp_path), "s3://data/stopped").finish()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_disk_that_was_left_behind_does_not_replace_what_another_machine_has_added(store, tmp_path, ahead):
+    """A has the run's first checkpoint, and B has gone on with the run; where the bucket has no more than A, A's count."""
+    url, place, folder = f"s3://data/runs/left-{ahead}", tmp_path / "out", tmp_path / "out" / "checkpoints"
+    folder.mkdir(parents=True)
+    numbers = (100, 200) if ahead else (100,)
+    for number in numbers:
+        about = {"samples_seen": number, "epoch": 0, "best": None, "run": "1", "identity": {}}
+        checkpoint.write(str(folder), {"model": torch.zeros(1)}, about)
+    (place / "journal.jsonl").write_text("a\nb\n")
+    publisher.Publisher(str(place), url).finish()
+    for number in numbers[1:]:
+        checkpoint.delete(str(folder), number)
+    (place / "journal.jsonl").write_text("a\n")
+    folders = {"output_dir": str(place), "checkpoint_dir": str(folder), "tensorboard_dir": str(place)}
+    world = argparse.Namespace(restart_count=0)
+    args = argparse.Namespace(output_url=url, resume="auto", overwrite=False, keep=2, world=world, **folders)
+    saving = saver.Saving(args, (), print)
+    assert saving.find()[1]["samples_seen"] == numbers[-1]
+    assert (place / "journal.jsonl").read_text() == ("a\nb\n" if ahead else "a\n")
+    saving.finish_publishing(in_a_hurry=False)
+
+
+def test_a_loop_that_is_left_has_its_last_epoch_in_a_checkpoint_in_the_bucket_too(trained, store, tmp_path):
+    done = trained((END, END + "        break\n"), output="s3://data/runs/left-loop", **store_environment())
+    assert "published to s3://data/runs/left-loop" in done.stdout
+    for there in (
+        {path.name for path in tmp_path.rglob("*")},
+        {Path(name).name for name in remote_names(store, "runs/left-loop/")},
+    ):
+        assert {"epoch_1.pth", "000000000256.json", "000000000256.pt"} <= there and "epoch_2.pth" not in there

@@ -12,6 +12,7 @@ import time
 from typing import Callable, Optional
 
 from common.alive.patience import Say, limit
+from common.alive.stops import STOPS
 from common.checkpoints import names, run_folder
 from common.checkpoints.starts import Starts
 from common.errors import TrainingFailed, UserError, one_line
@@ -20,6 +21,7 @@ from common.storage.upload import Files, Uploads, changed, require_read
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform is about to kill the job
+LOOK_SECONDS = 0.5  # after which a stop signal is noticed at the end
 FAILURE_SECONDS = 5  # for all of the publishing after a rank has failed, as the other ranks wait to hear of it
 OF_AN_EVALUATION = re.compile(r"report\.(?:json|txt)|examples/.*")
 
@@ -83,7 +85,8 @@ class Publisher:
     def finish(self, in_a_hurry: bool = False, at_most: Optional[float] = None) -> None:
         """Publish what is left, and wait for it, no longer than `at_most` seconds if given; raise the error if that fails.
 
-        `in_a_hurry`: wait for the store at most `at_most` seconds, or else STOP_SECONDS. May be called again.
+        `in_a_hurry`: wait for the store at most `at_most` seconds, or else STOP_SECONDS, as after a stop signal that comes
+        meanwhile. May be called again.
         """
         self._patience.set_limit(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
         self._over.set()
@@ -91,7 +94,12 @@ class Publisher:
         failed: list[Exception] = []
         last = threading.Thread(target=self._last_look, args=(self._thread, failed), name="last look", daemon=True)
         last.start()
-        last.join(at_most)
+        if at_most:
+            last.join(at_most)
+        while last.is_alive() and not at_most:
+            last.join(LOOK_SECONDS)
+            if STOPS.noted:
+                self._patience.set_limit(min(limit(), STOP_SECONDS), in_the_way=True)
         if last.is_alive():
             raise TrainingFailed(f"there was no more time than {at_most:g} s")
         if failed:

@@ -179,9 +179,7 @@ class Run:
             checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts}))
         self.peers.meet(self)
         if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
-            raise RuntimeError(
-                "all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run(...)"
-            )
+            raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
         moments.listen(types.SimpleNamespace(leaving=self._leave))
         for optimizer in parts.optimizers(self).values():
             optimizer.register_step_post_hook(self._updated)
@@ -337,6 +335,8 @@ class Run:
         if self._ended is not None and not code:  # the loop over run.epochs() was left
             self._save_epoch()
             self.saving.wait()
+            self.enter("publish")
+            self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
 
     def _save_epoch(self):
         whole, self._ended = self._ended, None
