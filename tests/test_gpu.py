@@ -107,6 +107,7 @@ def test_without_time_nothing_begins(tmp_path):
     assert "no time left; the same command goes on from here" in done.stdout and not (tmp_path / "rows.jsonl").exists()
 
 
+@pytest.mark.rehearsal
 def test_a_slice_leaves_two_files_with_its_rows_and_their_logs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(runner.SLICES, "behaviour", table.Slice("", [["quality"], ["dali"]], minutes=PATIENCE / 60))
@@ -208,12 +209,14 @@ def test_the_page_is_that_of_the_rows_that_are_kept(tmp_path):
     assert (tmp_path / "GPU.md").read_text() == report.PAGE.read_text()
 
 
+@pytest.mark.rehearsal
 def test_an_epoch_that_ends_in_a_measured_window_is_an_error_and_not_a_figure(tmp_path):
     words = [sys.executable, "-m", "tests.gpu.measured", 3, 9, "jobs/train.py", *TINY, "--max_samples", 160, "--batch_size", 32]
     done = jobs.run([*words, "--output_dir", tmp_path / "out"], cwd=runner.ROOT)
     assert done.returncode == 1 and "an epoch ended after step 5, which lies in the measured window from 3 to 9" in done.stderr
 
 
+@pytest.mark.rehearsal
 def test_a_job_is_measured_in_three_windows(tmp_path):
     words = [sys.executable, "-m", "tests.gpu.measured", 3, 9, "jobs/train.py", *TINY, "--max_samples", 160, "--batch_size", 16]
     done = jobs.run([*words, "--output_dir", tmp_path / "out"], cwd=runner.ROOT)

@@ -155,6 +155,7 @@ def test_a_stop_of_one_rank_stops_all_as_it_should(tmp_path, number, code):
     assert f"stopped by {number.name}; saved after step" in log and "error" not in log, log
 
 
+@pytest.mark.rehearsal
 def test_where_torchruns_agent_is_killed_its_ranks_save_and_end(tmp_path):
     with ranks(tmp_path, command("train_ddp", *LONG), TORCHRUN) as (agent,):
         wait_for(lambda: "step=1/" in (tmp_path / "log").read_text(), agent, "a step")
