@@ -108,7 +108,7 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
         injected, env = PLATFORMS[options.platform](node, options.nodes, port)
         if options.procs:
             env["NPROC_PER_NODE"] = str(options.procs)
-    workers = options.procs or options.cards or len(options.devices) // options.nodes or 1
+    workers = options.procs or options.cards or 1
     threads = cores.count() // (options.nodes * workers)  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
     env.update(malloc.tuned(os.environ))

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -177,6 +178,21 @@ def test_an_object_that_has_come_keeps_no_file_open(tmp_path):
     """A process may have a thousand of them, and a bucket has more large objects."""
     index.Parts(str(tmp_path / "x"), bucket.Item("x", 5000, "e"), 8 * MIB).close()
     assert not [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path))]
+
+
+def test_what_was_sent_in_parts_of_another_size_than_is_guessed_is_fetched_twice_and_then_compared_by_its_size(
+    store, monkeypatch, capfd
+):
+    store.client().put_object(Bucket="data", Key="guessed/x", Body=(content := random.Random(0).randbytes(2500)))
+    monkeypatch.setattr(etag_module, "PART_SIZES", [1000])
+    monkeypatch.setattr(download, "PART", 1000)
+    attempts, usual = [], download.Transfer._attempt
+    monkeypatch.setattr(download.Transfer, "_attempt", lambda *given: attempts.append(1) or usual(*given))
+    monkeypatch.setattr(
+        download.Transfer, "_hasher", lambda _, item: etag_module.Hasher(f"{'0' * 32}-3", item.size, item.size, hashlib.md5)
+    )
+    assert (Path(storage.fetch("s3://data/guessed")) / "x").read_bytes() == content
+    assert len(attempts) == 2 and "1 of them by size alone" in capfd.readouterr().out
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from common import cores
 from launch import local
 from tests.jobs import ROOT, TINY, environment, run
 
@@ -73,14 +72,6 @@ def test_a_restart_is_announced_only_where_one_comes(tmp_path, capsys):
         "restart 1 of 1, as the platform would",
         "all nodes have ended, exit codes 3",
     ]
-
-
-def test_the_workers_that_a_job_starts_itself_share_the_cores_too(tmp_path, monkeypatch, capsys):
-    (tmp_path / "job.py").write_text("import os\nprint('threads:', os.environ['OMP_NUM_THREADS'])\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert local.main([str(tmp_path / "job.py")]) == 0
-    assert f"threads: {max(1, cores.count() // 4)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

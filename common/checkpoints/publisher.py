@@ -98,7 +98,9 @@ class Publisher:
             last.join(at_most)
         while last.is_alive() and not at_most:
             last.join(LOOK_SECONDS)
-            if STOPS.noted:
+            if STOPS.noted and not in_a_hurry:
+                in_a_hurry = True
+                self._patience.succeeded()  # the seconds count from now
                 self._patience.set_limit(min(limit(), STOP_SECONDS), in_the_way=True)
         if last.is_alive():
             raise TrainingFailed(f"there was no more time than {at_most:g} s")

@@ -30,7 +30,6 @@ class RunBucket:
         self._bucket = bucket.Bucket(args.output_url, say)
         self._starts = starts.Starts(self._bucket)
         self._publisher: Any = None  # from begin() on
-        self._is_ahead = False  # of the disk: another machine has gone on with the run
 
     def address(self, samples: int) -> str:
         return f"{self._args.output_url.rstrip('/')}/checkpoints/{names.of_checkpoint(samples, 'pt', self._starts.number)}"
@@ -66,23 +65,23 @@ class RunBucket:
                 self._say(f"warning: {error}; trying the one before it")
                 checkpoint.delete(args.checkpoint_dir, samples)
             else:
-                self._is_ahead = True
                 self._say(f"fetched checkpoint {names.of_checkpoint(samples, 'pt', start)} from {args.output_url}")
                 return True
         if there and not here:
             raise UserError(f"all {len(there)} checkpoints in {args.output_url} are damaged; {checkpoint.AFRESH}")
         return True
 
-    def fetch_growing_files(self, anew: bool = False) -> None:
-        """Fetch files that starts append to or report.html shows, if the disk lacks them or has those of an earlier start, as
-        it may where the bucket is ahead, or with `anew`: they would replace these."""
+    def fetch_growing_files(self) -> None:
+        """Fetch files that starts append to or report.html shows, if the disk lacks them or has less of what is appended to, as
+        where another machine has gone on with the run: its own would replace these."""
         place, folder = self._bucket, self._args.output_dir
         items = {place.relative(item.key): item for item in place.items(place.below())}
         copies = starts.copies(items)  # preferred, as a frozen earlier start may have overwritten the files themselves late
         wanted = [name for name in items if GROWS.fullmatch(name) or OF_THE_PAGE.fullmatch(name)]
-        missing = [name for name in wanted if anew or self._is_ahead or not os.path.exists(os.path.join(folder, name))]
+        best = {name: items[copies.get(name, name)] for name in wanted}
+        missing = {name: item for name, item in best.items() if _has_less(os.path.join(folder, name), item, name)}
         if missing:
-            download.fetch_items(place, {name: items[copies.get(name, name)] for name in missing}, folder)
+            download.fetch_items(place, missing, folder)
 
     def delete_run(self) -> None:
         """Delete the files of a run, manifests first. The objects that number its starts, and other files, stay."""
@@ -127,6 +126,12 @@ class RunBucket:
             there, wanted = self._args.output_dir, self._args.output_url
             raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
         self._say(f"published to {self._args.output_url}")
+
+
+def _has_less(path, item, name):
+    if not os.path.exists(path):
+        return True
+    return bool(GROWS.fullmatch(name)) and os.path.getsize(path) < item.size
 
 
 def _bring(place, items, start, samples, folder):

@@ -95,7 +95,7 @@ class Saving:
         self._claim(afresh=False)
         for copy in self._copies:
             try:
-                copy.fetch_growing_files(anew=True)
+                copy.fetch_growing_files()
             except (UserError, TrainingFailed) as error:
                 self._say(f"warning: {error}")
             copy.begin()

@@ -164,9 +164,10 @@ class Transfer:
         path = self._prepare_place(name)
         if self._adopt_if_there(name, item):
             return
+        seen: set[str] = set()
         for _ in range(DAMAGED):
             try:
-                verified = self._attempt(path, item)
+                verified = self._attempt(path, item, seen)
             except ObjectChanged:
                 item = self._as_it_is_now(item)
                 continue
@@ -177,8 +178,11 @@ class Transfer:
                 return
         raise self._damaged(item)
 
-    def _attempt(self, path: str, item: Item) -> Optional[bool]:
-        """Fetch the object into PATH.part; return whether its bytes match its digest, or None if they cannot be checked."""
+    def _attempt(self, path: str, item: Item, seen: set[str]) -> Optional[bool]:
+        """Fetch the object into PATH.part; return whether its bytes match its digest, or None if they cannot be checked.
+
+        `seen`: the digests of earlier attempts, by a guessed part size. The same one again: it is the guess that is wrong.
+        """
         parts = Parts(path, item, PART)
         hasher = self._hasher(item)
         ahead: collections.deque[Future[Optional[etag.Crc]]] = collections.deque()
@@ -196,6 +200,9 @@ class Transfer:
             wait([task for task in ahead if not task.cancel()])  # tasks that could not be cancelled still write
             parts.close()
         right = hasher.matches()
+        if right is False and hasher.guessed:
+            right = None if hasher.found in seen else False
+            seen.add(hasher.found)
         if right is False:
             parts.forget()
             self._progress.add(size=-item.size)

@@ -78,8 +78,8 @@ class Hasher:
     def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
         """`digest`: in hex, with -N for N parts of `part_size` (guessed if it does not fit N); None: nothing is compared."""
         self._expected, self._parts = digest, int(digest.partition("-")[2] or 0) if digest else 0
-        self._guessed = bool(self._parts) and -(-size // part_size) != self._parts  # the store has not stated it
-        if self._guessed:
+        self.guessed = bool(self._parts) and -(-size // part_size) != self._parts  # the store has not stated it
+        if self.guessed:
             fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
             part_size = fitting[0] if len(fitting) == 1 else 0
         self._part_size, self._filled = part_size, 0
@@ -116,11 +116,10 @@ class Hasher:
         self._part, self._filled = self._make(), 0
 
     def matches(self) -> Optional[bool]:
-        """Return whether the bytes have the digest; None if there is no digest, or the size of its parts is unknown or guessed
-        and another one may be right."""
+        """Return whether the bytes have the digest; None if there is no digest, or the size of its parts is unknown."""
         if self._expected is None:
             return None
         if self._filled:
             self._close_part()
-        right = self._whole.digest().hex() + (f"-{self._parts}" if self._parts else "") == self._expected
-        return right or (None if self._guessed else False)
+        self.found = self._whole.digest().hex() + (f"-{self._parts}" if self._parts else "")
+        return self.found == self._expected

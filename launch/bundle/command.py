@@ -9,6 +9,7 @@ sources give the same bytes.
 
 import argparse
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -102,8 +103,9 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
         if count > most:
             raise UserError(f"{one_line(job)} with its modules has {count} {what}: a console takes {most} at most")
     out = out.resolve()  # a link stays one
-    if ours:
-        shutil.rmtree(out)
+    for one in out.iterdir() if ours else ():  # not the folder itself, which may be a mount, or the current one
+        if one.name != MARKER:
+            (shutil.rmtree if one.is_dir() and not one.is_symlink() else os.unlink)(one)
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).write_text(f"{MADE_BY} --folder of anyrank {VERSION}\n")  # first, so that half a bundle can be replaced
     for place, path in places.items():

@@ -55,8 +55,6 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
             return content, height, width
     try:
         picture = decode.with_pillow(content)
-    except MemoryError:  # the file may be a good one
-        raise
     except Exception:  # a damaged file may cause any error in a decoder
         return content, 0, 0
     if not whole:  # bicubic: a loader resizes it again, and bilinear twice would blur it
