@@ -81,10 +81,8 @@ def run_job(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
-    moments.listen(_CallTheDoctor())
-    moments.listen(_MakesJobsElastic())
-    moments.listen(_WatchASingleProcess())
-    moments.listen(_WriteTheReport())
+    for listener in (_CallTheDoctor(), _MakesJobsElastic(), _WatchASingleProcess(), _WriteTheReport()):
+        moments.listen(listener)
     try:
         _run(main)
     except SystemExit as end:
@@ -103,10 +101,9 @@ def _run(main):
         error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or _no_memory(given)
         if error is None:
             _end_with_a_traceback(given)
-        if heartbeat.has_parent():  # the parent prints it once for all ranks
-            _leave(one_line(error), error.exit_code)
-        report_failure(error)
-        if heartbeat.has_watcher():
+        if not heartbeat.has_parent():  # which prints it once for all ranks
+            report_failure(error)
+        if heartbeat.has_parent() or heartbeat.has_watcher():
             _leave(one_line(error), error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # the run does not handle signals yet, so there is nothing to save
@@ -148,7 +145,12 @@ def _end_with_a_traceback(error: Exception) -> NoReturn:
 
 def _announcing_failure(main):
     try:
-        main()
+        try:
+            main()
+        except SystemExit as end:
+            moments.announce("returned", end.code)
+            raise
+        moments.announce("returned", 0)
     except Exception as error:
         moments.announce("failure", error)
         raise

@@ -15,7 +15,7 @@ from common.checkpoints.saver import Saving
 from common.errors import UserError
 from common.models import classifiers
 from common.run.plan import Results
-from tests.jobs import FIGURES, ROOT, TINY, forked, module_of, run_forked, run_job
+from tests.jobs import ROOT, TINY, forked, module_of, run_forked, run_job
 from tests.ranks import free_port
 
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
@@ -35,7 +35,7 @@ def trained(tmp_path):
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         (tmp_path / "mine.py").write_text(text)
-        return run_forked([tmp_path / "mine.py", *TINY, "--output_dir", output], tmp_path, {**FIGURES, **env}, check=check)
+        return run_forked([tmp_path / "mine.py", *TINY, "--output_dir", output], tmp_path, env, check=check)
 
     return train
 
@@ -52,6 +52,13 @@ def test_a_loop_that_forgets_a_call_is_an_error_that_names_it(trained, changes, 
     assert says in trained(*changes, check=1).stderr
 
 
+@pytest.mark.parametrize("leave", ["break", "sys.exit()"])
+def test_what_fails_when_a_loop_is_left_ends_the_job_in_a_line(trained, leave):
+    lost = f"        import shutil, sys\n        shutil.rmtree(args.output_dir)\n        {leave}\n"
+    said = trained((END, END + lost), check=2).stderr
+    assert "the folder was moved or deleted, so this one ends" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [
@@ -60,12 +67,15 @@ def test_a_loop_that_forgets_a_call_is_an_error_that_names_it(trained, changes, 
             [(BACKWARD, ""), (STEP, ""), (RUN, f"model.requires_grad_(False); {RUN}")],
             ["no weight of the network requires a gradient"],
         ),
-        ([], []),
     ],
 )
 def test_what_learns_nothing_is_a_warning(trained, changes, says):
     told = [line for line in trained(*changes).stdout.splitlines() if line.startswith("warning: ") and "synthetic" not in line]
     assert len(told) == len(says) and all(words in line for words, line in zip(says, told)), told
+
+
+def test_a_job_that_learns_has_no_such_warning(finished):
+    assert not [line for line in finished[1].splitlines() if line.startswith("warning: ") and "synthetic" not in line]
 
 
 SCHEDULE = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3); "
@@ -113,7 +123,7 @@ def test_weights_that_change_and_add_up_to_the_same_are_no_warning(trained):
 
 
 def test_the_lowest_value_is_the_best_where_the_job_says_so(trained, tmp_path):
-    done = trained((RUN, RUN.replace("optimizer=", 'best_by="loss", best_is="lowest", optimizer=')))
+    done = trained((RUN, RUN.replace("optimizer=", 'best_by="loss", best_is="lowest", optimizer=')), WITHOUT="matplotlib")
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     best = min(rows, key=lambda row: row["loss"])
     assert f"done: lowest loss {best['loss']:.4f} in epoch {best['epoch']} (epoch_{best['epoch']}.pth). " in done.stdout

@@ -111,7 +111,7 @@ class Elastic(Fixed):
         self._counted = [run.position.epoch, run.position.consumed, ids[ids >= 0]]
 
     def due(self) -> Sequence[float]:
-        return self.agreement.due()
+        return self.agreement.due
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
         return self._counted[2]

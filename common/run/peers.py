@@ -30,31 +30,27 @@ class Agreement:
         """Let the next exchange() involve all ranks. All call this after a restore and after each change of the ranks."""
         self._exchanged = time.monotonic()
         self._steps_left = self._steps_between = 1
-        self._due: Sequence[float] = (0, 0, 0)
+        self.due: Sequence[float] = (0, 0, 0)  # (signal to stop on or 0, whether --max_hours is over, whether to save)
 
     def saved(self) -> None:
         self._saved = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Set due(), in each step. Several ranks use `maximum`, a reduction, about twice a second; due() is 0 in between."""
+        """Set `due`, in each step. Several ranks use `maximum`, a reduction, about twice a second; `due` is 0 in between."""
         now = time.monotonic()
         hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
         own = [int(STOPS.noted), int(hours), int(now - self._saved >= self._save_seconds)]
         if maximum is None:
-            self._due = own
+            self.due = own
             return
-        self._due = (0, 0, 0)
+        self.due = (0, 0, 0)
         self._steps_left -= 1
         if self._steps_left > 0:
             return
         step_seconds = (now - self._exchanged) / self._steps_between
-        *self._due, step_seconds = maximum([*own, step_seconds])
+        *self.due, step_seconds = maximum([*own, step_seconds])
         self._exchanged = now
         self._steps_left = self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(step_seconds, 1e-6))))
-
-    def due(self) -> Sequence[float]:
-        """Return the result of exchange(): (signal to stop on or 0, whether --max_hours is over, whether to save)."""
-        return self._due
 
 
 class Fixed:
@@ -94,7 +90,7 @@ class Fixed:
     def due(self) -> Sequence[float]:
         """Return (signal to stop on or 0, whether --max_hours is over, whether to save) after a step, alike on every rank."""
         self.agreement.exchange((lambda own: collectives.reduce(own, "MAX")) if self.size > 1 else None)
-        return self.agreement.due()
+        return self.agreement.due
 
     def together(self, work: Callable, *arguments: Any) -> Any:
         return work(*arguments)

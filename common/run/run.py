@@ -180,7 +180,7 @@ class Run:
         self.peers.meet(self)
         if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
             raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
-        moments.listen(types.SimpleNamespace(leaving=self._leave))
+        moments.listen(types.SimpleNamespace(returned=self._leave))
         for optimizer in parts.optimizers(self).values():
             optimizer.register_step_post_hook(self._updated)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
@@ -337,6 +337,7 @@ class Run:
             self.saving.wait()
             self.enter("publish")
             self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
+            self.enter("done")
 
     def _save_epoch(self):
         whole, self._ended = self._ended, None
