@@ -1,17 +1,17 @@
-"""python full_once.py FILE JOB OPTIONS: a job for which the disk is full when FILE is opened for the first time."""
+"""python full_once.py FILE,... JOB OPTIONS: a job for which the disk is full when a FILE is opened for the first time."""
 
 import os
 import runpy
 import sys
 
 _, full, job, *options = sys.argv
-plain = os.open
+plain, waiting = os.open, set(map(os.path.basename, full.split(",")))
 
 
 def opened(path, flags, *more, **how):
-    if os.path.basename(path) != os.path.basename(full):
+    if os.path.basename(path) not in waiting:
         return plain(path, flags, *more, **how)
-    os.open = plain
+    waiting.remove(os.path.basename(path))
     return plain("/dev/full", os.O_RDWR)
 
 

@@ -1,13 +1,16 @@
-"""The gradients of one batch in float64: alone, or as one of the ranks that torchrun starts (used by test_ddp_resume.py).
+"""The gradients of one batch in float64: alone, or as one of the ranks that were started (used by test_ddp_resume.py).
 
 torchrun --nproc_per_node 2 tests/gradients.py OUTPUT
 """
 
 import gc
 import sys
+from pathlib import Path
 
 import torch
 from torch import distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.models.resnet import resnet18
 from common.ranks import norms

@@ -39,12 +39,15 @@ class ObjectStore:
             raise RuntimeError(f"the object store did not start: {(folder / 'log').read_text()[-2000:]}")
         self.endpoint = f"http://{address}:{self.port}"
         self.environment = {"AWS_ENDPOINT_URL_S3": self.endpoint, **credentials()}
+        self._client = None
 
     def client(self):
         import boto3
 
-        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-                            region_name="us-east-1")  # fmt: skip
+        if not self._client:
+            self._client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", aws_access_key_id=KEY,
+                                        aws_secret_access_key=SECRET, region_name="us-east-1")  # fmt: skip
+        return self._client
 
     def stop(self):
         self.process.terminate()

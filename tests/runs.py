@@ -76,5 +76,5 @@ def write_scores(folder, names, seed=0):
     (folder / "report.json").write_text(json.dumps(said))
     (folder / "examples").mkdir(exist_ok=True)
     pixels = draw.integers(0, 256, (2 * SIDE, SHOWN * SIDE, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(folder / "examples" / "mistakes.png")
+    Image.fromarray(pixels).save(folder / "examples" / "mistakes.png", compress_level=0)
     return counts

@@ -17,7 +17,9 @@ def test_amp_resumed_in_mid_epoch_equals_the_uninterrupted_run(dtype, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, []), (parts, ["--max_steps", 2]), (parts, [])):
         folder.mkdir(exist_ok=True)
-        run_job("train_amp", folder, *TINY, "--epochs", 1, "--amp_dtype", dtype, *steps)
+        run_job(
+            "train_amp", folder, *TINY, "--max_samples", 64, "--batch_size", 16, "--epochs", 1, "--amp_dtype", dtype, *steps
+        )
     assert_same_bits(final_state(whole), final_state(parts))
 
 

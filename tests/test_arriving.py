@@ -42,6 +42,7 @@ from tests.jobs import (
     command,
     environment,
     final_state,
+    in_rehearsal,
     lock_holders,
     run_job,
     wait_for,
@@ -127,7 +128,7 @@ def is_whole(folder, pack):
     return there == names and filecmp.cmpfiles(folder, pack, names, shallow=False)[0] == names
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
 def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(packs, store, at, monkeypatch, form):
     folder, url = packs[form]
     with Line(store.port, rate=300_000) as line:
@@ -149,7 +150,7 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
     pack.verify(str(came), None, 2)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "original"))
 def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form):
     folder, url = packs[form]
     parts = arrival.begin(url, ["train", "val"], "input_dir", starts=False)
@@ -192,7 +193,7 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
     assert not again.drop() and not list(Path(fetcher.passing(path)).glob("*")), "the next start begins anew"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
 def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetchers, form):
     folder, url = packs[form]
     came = Path(local_folder(url, "input_dir"))

@@ -1,5 +1,6 @@
 """The five things that hold of every feature job: complete, insert-only where promised, neutral, necessary, composable."""
 
+import ast
 import itertools
 import re
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from launch import blocks
-from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_forked, run_job, slow_ones_marked
+from tests.jobs import ROOT, TINY, assert_same_bits, final_state, run_job, slow_ones_marked
 
 FEATURE_JOBS = blocks.feature_jobs()
 BASE = blocks.BASE.read_text()
@@ -51,7 +52,7 @@ def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_d
 
 
 @pytest.mark.parametrize("tag", ["DDP", "DP"])
-def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(tag, finished, tmp_path):
+def test_commenting_out_an_insert_only_feature_is_the_single_card_job(tag):
     """The promise of the ModelArts document, taken literally: every line inside the markers gets a # in front."""
     path = blocks.job_of(tag)
     assert all(not block.was for block in blocks.read(path)[1])
@@ -60,13 +61,7 @@ def test_commenting_out_an_insert_only_feature_is_the_single_card_job_and_runs(t
         opening, closing = blocks.OPEN.fullmatch(line), blocks.CLOSE.fullmatch(line)
         inside = (inside or bool(opening)) and not closing
         lines.append(f"# {line}" if inside and not opening else line)
-    jobs = tmp_path / "jobs"
-    jobs.mkdir()
-    for name in ("common", "datasets"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (jobs / "train_commented.py").write_text("\n".join(lines))
-    run_forked([jobs / "train_commented.py", *TINY, "--output_dir", tmp_path / "out"], tmp_path)
-    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+    assert ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse(BASE)), "it is another program than the base"
 
 
 # --- 3. Neutral --------------------------------------------------------------------------------------------------------

@@ -304,20 +304,14 @@ def test_with_loader_workers_it_gives_the_bits_of_the_repositorys_job(empty):
     assert_same_bits(final_state(empty), final_state(empty / "theirs"))
 
 
-def test_a_spawned_process_finds_the_modules_too(empty):
-    def change(text):
-        spawning = "import multiprocessing\n\n    print(multiprocessing.get_context('spawn').Pool(1).apply(learning_rate, (arguments, 0.25, 0.5)))"
-        return text.replace("def main():\n", f"class arguments:\n    schedule = 'constant'\n\n\ndef main():\n    {spawning}\n")
-
-    path = write(
-        empty,
-        "train.py",
-        lambda text: change(text).replace("from common import arguments, devices", "from common import devices"),
-    )
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=empty, env=environment(), capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.stdout.startswith("0.25\n"), done.stdout + done.stderr
+def test_a_spawned_process_finds_the_modules_too(deep, empty):
+    spawned = "__import__('multiprocessing').get_context('spawn').Pool(1).apply(answer)"
+    deep.write_text(DEEP_JOB.replace("answer())", f"{spawned})"))
+    path = empty / "deep.py"
+    path.write_text(bundle.bundle(deep))
+    words = [sys.executable, str(path)]
+    done = subprocess.run(words, cwd=empty, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert "common.outer.inner.deep\n" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.rehearsal

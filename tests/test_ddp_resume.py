@@ -2,7 +2,6 @@
 
 import argparse
 import signal
-import sys
 
 import pytest
 import torch
@@ -18,14 +17,13 @@ from tests.jobs import (
     command,
     environment,
     final_state,
-    run,
     run_job,
     saved,
     start,
     wait_for,
 )
 from tests.objectstore import free_port
-from tests.ranks import TORCHRUN, TWO, check_ledger, run_ranks
+from tests.ranks import TORCHRUN, TWO, check_ledger, fork_ranks, run_ranks
 
 
 def test_resumed_at_another_size_no_sample_is_lost_or_repeated(tmp_path):
@@ -44,6 +42,7 @@ def test_resumed_at_another_size_no_sample_is_lost_or_repeated(tmp_path):
     assert "a global batch of 64 does not divide among 3 ranks; use one of [1, 2, 4, 8, 16, 32, 64] ranks" in refused.stderr
 
 
+@pytest.mark.rehearsal
 def test_killed_and_resumed_at_the_same_size_the_bits_are_the_same(two_ranks, tmp_path):
     process = start(tmp_path, *TWO, "--save_steps", 1, "--nproc_per_node", 2, job="train_ddp")
     wait_for(saved(tmp_path, 192), process, "a checkpoint in mid-epoch")
@@ -81,16 +80,7 @@ def test_sigterm_under_the_users_own_torchrun_saves_too(two_ranks, tmp_path):
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.rehearsal)])
 def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path):
     """float64, to 1e-10: with BatchNorm in eval mode or over all ranks the whole batch at once, in train mode its slices averaged."""
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(world_size),
-        "--master_port",
-        str(free_port()),
-    ]
-    done = run([*words, str(ROOT / "tests" / "gradients.py"), str(tmp_path / "ranks")], env=environment(PYTHONPATH=str(ROOT)))
+    done = fork_ranks(ROOT / "tests" / "gradients.py", tmp_path, tmp_path / "ranks", ranks=world_size)
     assert done.returncode == 0, done.stderr
     ranks = torch.load(tmp_path / "ranks", weights_only=True)
     for mode in gradients.MODES:

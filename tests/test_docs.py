@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from launch import local, pack
+from launch import bundle, local, pack
 from tests.docs_commands import MADE_UP, NEEDS, NOT_RUN, OTHERS_SAY, REFUSED
 from tests.jobs import NETWORK, ROOT, run_forked
 from tests.packages import program
@@ -256,6 +256,10 @@ def run_verb(verb, words, folder, monkeypatch, refused):
             local, "start_once", lambda options, *_: [run_small(options.job, options.arguments, folder).returncode]
         )
         assert local.main(words) == 0
+    elif verb == "bundle" and "--folder" in words:
+        monkeypatch.setattr(bundle.command, "try_out", lambda *_: "")  # the other form is tried
+        monkeypatch.chdir(folder)
+        assert bundle.main(words) == 0
     else:
         env = {"PYTHONPATH": str(folder), "HOME": str(folder.parent)}  # without anybody's credentials
         done = run_forked([str(folder / "launch" / "__main__.py"), verb, *words], folder, env=env, check=2 if refused else 0)

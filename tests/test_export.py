@@ -26,7 +26,7 @@ from datasets.photos.labelled import Photos
 from datasets.sampler import InOrder
 from launch import export
 from launch.export import command, network
-from tests.jobs import NETWORK, ROOT, assert_same_bits, environment, in_rehearsal, run_job
+from tests.jobs import NETWORK, ROOT, assert_same_bits, environment, in_rehearsal, run, run_job
 from tests.modelpackage import CONFIG, check, complaints
 from tests.test_imagenet import photographs, trained  # noqa: F401 (fixtures)
 
@@ -213,16 +213,16 @@ def test_one_checkpoint_or_the_weights_of_one_epoch_are_exported_too(cifar, tmp_
     shutil.copytree(cifar, run)
     epoch = sorted(run.glob("epoch_*.pth"))[0]
     number = int(epoch.stem.split("_")[1])
-    exported(epoch, "torch", tmp_path / "one")
+    exported(epoch, "safetensors", tmp_path / "one")
     told = capsys.readouterr().out
     assert f"ResNet of {epoch}, 10 classes, accuracy {row_of(cifar, number)['accuracy']:.4f} after epoch {number}" in told
     for path in (epoch, epoch.with_suffix(".json")):
         shutil.copy(path, tmp_path)
-    exported(tmp_path / epoch.name, "torch", tmp_path / "alone")
+    exported(tmp_path / epoch.name, "safetensors", tmp_path / "alone")
     assert told.partition(", 10 classes")[2] == capsys.readouterr().out.partition(", 10 classes")[2]
     a_checkpoint = sorted((run / "checkpoints").glob("*.pt"))[0]
-    exported(a_checkpoint, "torch", tmp_path / "two")
-    assert torch.load(tmp_path / "two" / "weights.pth").keys() == torch.load(epoch).keys()
+    exported(a_checkpoint, "safetensors", tmp_path / "two")
+    assert read_weights(str(tmp_path / "two" / "model.safetensors")).keys() == torch.load(epoch).keys()
 
 
 def test_whole_weights_are_exported_where_all_checkpoints_are_damaged(cifar, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_whole_weights_are_exported_where_all_checkpoints_are_damaged(cifar, tmp
     for path in (run / "checkpoints").glob("*.pt"):
         path.write_bytes(path.read_bytes()[:-100])
     epoch = sorted(run.glob("epoch_*.pth"))[0]
-    words = [epoch, "--format", "torch", "--output", tmp_path / "out"]
+    words = [epoch, "--format", "safetensors", "--output", tmp_path / "out"]
     assert export.main(list(map(str, words))) == 0
     said = refused(capsys, run, *words[1:])
     assert "checkpoints are damaged; give an epoch_N.pth of the run" in said.replace("all 2", "") and "--overwrite" not in said
@@ -239,7 +239,7 @@ def test_whole_weights_are_exported_where_all_checkpoints_are_damaged(cifar, tmp
     assert "does not say its classes: give --classes FILE" in refused(capsys, *words)
     (tmp_path / "names").write_text("".join(f"class {number}\n" for number in range(10)))
     assert export.main(list(map(str, [*words, "--classes", tmp_path / "names"]))) == 0
-    assert torch.load(tmp_path / "out" / "weights.pth").keys() == torch.load(epoch).keys()
+    assert read_weights(str(tmp_path / "out" / "model.safetensors")).keys() == torch.load(epoch).keys()
 
 
 def refused(capsys, *words):
@@ -250,24 +250,24 @@ def refused(capsys, *words):
 
 
 def test_what_an_old_checkpoint_does_not_say_is_asked_for(tmp_path, capsys):
-    words = [OLD, "--format", "torch", "--output", tmp_path / "out"]
+    words = [OLD, "--format", "safetensors", "--output", tmp_path / "out"]
     assert "does not say its classes: give --classes FILE" in refused(capsys, *words)
     (tmp_path / "names").write_text("".join(f"class {number}\n" for number in range(10)))
-    exported(OLD, "torch", tmp_path / "out", "--classes", str(tmp_path / "names"))
+    exported(OLD, "safetensors", tmp_path / "out", "--classes", str(tmp_path / "names"))
     assert json.loads((tmp_path / "out" / "classes.json").read_text())[9] == "class 9"
 
 
 def test_weights_alone_are_exported_when_the_rest_is_given(folders, tmp_path, capsys):
     weights = shutil.copy(folders["photos", "torch"] / "weights.pth", tmp_path / "weights.pth")
     (tmp_path / "names").write_text("a\nb\nc\n")
-    words = [weights, "--format", "torch", "--output", tmp_path / "out"]
+    words = [weights, "--format", "safetensors", "--output", tmp_path / "out"]
     assert "give --arch NAME" in refused(capsys, *words)
     words += NETWORK
     assert "give --image_size" in refused(capsys, *words)
     words += ["--image_size", 32]
     assert "give --classes" in refused(capsys, *words)
     words += ["--classes", tmp_path / "names"]
-    assert "of another network" in refused(capsys, *words, "--arch", "densenet121")
+    assert "of another network" in refused(capsys, *words, "--arch", "shufflenet_v2_x1_0")
     assert "none of torchvision's" in refused(capsys, *words, "--arch", "resnet1")
     assert not (tmp_path / "out").exists()
     assert export.main(list(map(str, words))) == 0
@@ -290,9 +290,9 @@ def test_a_torch_without_programs_says_so(cifar, monkeypatch, capsys):
 
 
 def test_weights_alone_as_safetensors(folders, cifar, trained):
-    for name, run in (("cifar", cifar), ("photos", trained[0] / "out")):
+    for name, whole in (("cifar", cifar), ("photos", trained[0] / "out")):
         folder = folders[name, "safetensors"]
-        assert_same_bits(read_weights(str(folder / "model.safetensors")), dict(command.find(str(run)).weights))
+        assert_same_bits(read_weights(str(folder / "model.safetensors")), dict(command.find(str(whole)).weights))
         assert (folder / "config.json").exists() == (name == "photos" and NETWORK[1].startswith("resnet"))
         assert not (folder / "weights.pth").exists()
 
@@ -326,9 +326,8 @@ def test_the_readme_has_a_program_that_answers(folders, photographs, tmp_path, n
     folder = shutil.copytree(folders[name, form], tmp_path / "elsewhere")
     (program,) = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     shutil.copy(next((photographs / "val" / "class1").iterdir()), folder / "photo.jpg")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+    strict = f"import warnings\nwarnings.simplefilter('error')\n{program}"
+    done = run([sys.executable, "-c", strict], cwd=folder, env=environment())
     assert re.fullmatch(rf"{said} \d+\.\d%\n", done.stdout), done.stderr
     assert len(program.splitlines()) <= 14
 

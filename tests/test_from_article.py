@@ -234,6 +234,7 @@ def test_prof_may_stand_alone(tmp_path):
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+@pytest.mark.rehearsal
 def test_inference_has_the_runs_own_preprocessing(tmp_path, capsys):
     """That both give the same bytes and numbers: tests/test_export.py."""
     run_job("train_imagenet", tmp_path, *SYNTHETIC, "--epochs", 1)

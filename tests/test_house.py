@@ -70,6 +70,13 @@ OPTIONAL = {
 }  # fmt: skip
 OF_ONE_PACKAGE = {"datasets/kspeed/fleet.py": "pymemcache"}  # its classes extend that package's, so it is imported like one
 
+
+@functools.cache
+def tree_of(path):
+    """Read once for all tests, of which none changes it."""
+    return ast.parse((ROOT / path).read_text())
+
+
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -91,7 +98,7 @@ def imports(tree):
 
 def arrows(path, part=lambda tree: tree):
     """The modules of ours that a file imports from, in that part of it."""
-    for module, name in imports(part(ast.parse((ROOT / path).read_text()))):
+    for module, name in imports(part(tree_of(path))):
         if module.split(".")[0] in OURS:
             yield f"{module}.{name}" if f"{module}.{name}" in MODULES else module
 
@@ -174,7 +181,7 @@ def test_the_page_of_the_architecture_names_every_room():
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_no_room_reaches_into_another(path):
     mine = room(name_of(path))
-    for module, name in imports(ast.parse((ROOT / path).read_text())):
+    for module, name in imports(tree_of(path)):
         words = [*module.split("."), *filter(None, [name])]
         for depth in range(2, len(words)):  # rooms inside rooms, too
             target, wanted = ".".join(words[:depth]), words[depth]
@@ -185,9 +192,7 @@ def test_no_room_reaches_into_another(path):
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_optional_packages_are_imported_where_they_are_used(path):
-    top = ast.Module(
-        [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))], []
-    )
+    top = ast.Module([node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
     found = {module.split(".")[0] for module, _ in imports(top)} & OPTIONAL
     assert found <= {OF_ONE_PACKAGE.get(str(path))}
     assert not {name_of(Path(place)) for place in OF_ONE_PACKAGE} & {module for module, _ in imports(top)}
@@ -250,7 +255,7 @@ CUDA_ALONE = {
 def test_what_a_kind_of_device_needs_stands_in_the_room_of_devices():
     named = set()
     for path in FILES:
-        tree = ast.parse((ROOT / path).read_text())
+        tree = tree_of(path)
         docs = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, HAVE_DOCSTRINGS)}
         for node in ast.walk(tree):
             words = {field for _, field in ast.iter_fields(node) if isinstance(field, str)} - docs
@@ -265,8 +270,8 @@ def test_nobody_asks_which_kind_of_job_it_is_in():
     for path in FILES:
         text = (ROOT / path).read_text()
         assert not asked.search(text), path
-        functions = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-        for node in ast.walk(ast.parse(text)):
+        functions = {node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(tree_of(path)):
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
                 on_function = (
@@ -317,7 +322,7 @@ TOP = {"jobs", "common", "datasets", "launch"}  # folders that a reader knows by
 
 
 def classes():
-    trees = [ast.parse((ROOT / path).read_text()) for path in FILES]
+    trees = [tree_of(path) for path in FILES]
     return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
@@ -354,7 +359,7 @@ def test_a_class_has_a_name_of_its_own():
 def test_a_line_sets_two_attributes_of_an_object_at_most():
     """A tuple of more hides what a class owns."""
     for path in FILES:
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(tree_of(path)):
             for target in node.targets if isinstance(node, ast.Assign) else []:
                 assert len(set_on_self(target)) <= 2, f"{path}:{node.lineno} sets {', '.join(set_on_self(target))}"
 
@@ -364,7 +369,7 @@ def test_a_function_is_read_at_one_look():
     for path in FILES:
         if path.parts[0] == "jobs":
             continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 inside = [one for one in node.body if isinstance(one, ast.FunctionDef)]
                 lines = node.end_lineno - node.lineno + 1 - sum(one.end_lineno - one.lineno + 1 for one in inside)

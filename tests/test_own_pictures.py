@@ -201,7 +201,9 @@ def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
     manifest, given = about["arguments"], {"data_url", "arch", "image_size", "workers", "epochs", "max_steps", "output_dir"}
     assert (manifest["recipe"], manifest["optimizer"], manifest["resize"]) == ("small", "adamw", "whole")
     assert about["asked"] == {name: manifest[name] for name in given}
-    log = run_job("train_imagenet", shapes.parent, *words, "--epochs", 4).stdout  # which alone would have another warm-up
+    log = run_job(
+        "train_imagenet", shapes.parent, *words, "--epochs", 4, "--max_steps", 6
+    ).stdout  # which alone would have another warm-up
     assert "going on from" in log and "global batch 4" in log
     assert "warning: going on with other settings than before: epochs 2 -> 4\n" in log
     later = json.loads(sorted(shapes.parent.glob("out/checkpoints/*.json"))[-1].read_text())["arguments"]
@@ -244,19 +246,14 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
     assert re.search(r'<bdi>square</bdi></th><td class="n">\d+</td><td class="n">\d+</td></tr>', page)
 
 
-def test_an_evaluation_of_a_run_holds_out_what_the_run_did(shapes):
-    """Not what another seed would, most of which it was trained on."""
-    words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 1]
-    run_job("train_imagenet", shapes.parent, *words, "--seed", 1)
-    run_job("train_imagenet", shapes.parent, *words, "--evaluate", "true")
+def test_an_evaluation_holds_out_what_the_run_did(shapes):
+    """Not what another seed would, most of which it was trained on; of weights whatever the folder: what lies beside them says how."""
+    words, network = ["--data_url", shapes, "--workers", 0, "--epochs", 1], [*NETWORK, "--image_size", 32]
+    run_job("train_imagenet", shapes.parent, *words, *network, "--seed", 1)
+    run_job("train_imagenet", shapes.parent, *words, *network, "--evaluate", "true")
     found = json.loads((shapes.parent / "out" / "evaluation.json").read_text())
     assert found["loss"] == pytest.approx(rows_of(shapes.parent)[-1]["loss"], rel=1e-5)
-
-
-def test_weights_are_evaluated_on_what_they_were_not_trained_on_and_as_they_were(shapes):
-    """Whatever the folder of the run: what lies beside them says how."""
-    words = ["--data_url", shapes, "--workers", 0, "--epochs", 1]
-    run_job("train_imagenet", shapes.parent, *words, *NETWORK, "--image_size", 32, "--seed", 1)
+    (shapes.parent / "out" / "evaluation.json").unlink()
     elsewhere = shapes.parent / "elsewhere"
     elsewhere.mkdir()
     for name in ("epoch_1.pth", "epoch_1.json"):
@@ -269,7 +266,7 @@ def test_weights_are_evaluated_on_what_they_were_not_trained_on_and_as_they_were
     found = json.loads((shapes.parent / "out" / "evaluation.json").read_text())
     assert found["loss"] == pytest.approx(rows_of(shapes.parent)[0]["loss"], rel=1e-5) and found["epoch"] == 1
     (elsewhere / "epoch_1.json").unlink()
-    done = run_job("train_imagenet", shapes.parent, *words, *NETWORK, "--image_size", 32)
+    done = run_job("train_imagenet", shapes.parent, *words, *network)
     assert "warning: nothing says what " in done.stdout and "were trained on: some of these pictures, perhaps" in done.stdout
 
 

@@ -32,7 +32,7 @@ from datasets.photos.fetcher import State
 from launch.pack import command as pack
 from tests import pictures
 from tests.faultproxy import faults
-from tests.jobs import PATIENCE, ROOT, environment, module_of, wait_for
+from tests.jobs import PATIENCE, ROOT, Popen, environment, in_rehearsal, module_of, wait_for
 
 SMALL_SHARDS = 0.05  # MiB: about eight of the pictures below
 
@@ -102,10 +102,7 @@ def run(*options, check=0):
 
 
 def start(*script, cwd):
-    """As a user does: a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, *script], env=environment(PYTHONPATH=str(ROOT)), cwd=cwd, stdout=subprocess.PIPE, text=True
-    )
+    return Popen([sys.executable, *script], env=environment(PYTHONPATH=str(ROOT)), cwd=cwd, stdout=subprocess.PIPE, text=True)
 
 
 def flip(path, place):
@@ -183,7 +180,7 @@ class Reader(torch.utils.data.Dataset):
         return self.samples.read(number)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", in_rehearsal(["fork", "spawn"], lambda method: method == "spawn"))
 def test_workers_and_threads_read_the_same(whole, monkeypatch, method):
     """With fewer open shards than there are, so that some are closed while others are read."""
     samples = packed.load(str(whole), "train")
@@ -390,7 +387,9 @@ def test_samples_are_read_out_of_a_bucket(url, store, whole, monkeypatch):
         passing("s3://data/none", "val")
 
 
-@pytest.mark.parametrize("fault", ["flip", "short", "cut", "reset", "503"])
+@pytest.mark.parametrize(
+    "fault", in_rehearsal(["flip", "short", "cut", "reset", "503"], lambda fault: fault not in ("flip", "cut"))
+)
 def test_a_store_that_stumbles_is_asked_again_and_damage_named(url, store, whole, reached, monkeypatch, fault):
     expected, faulty = packed.load(str(whole), "train"), [True, False]
     number = int(

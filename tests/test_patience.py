@@ -19,7 +19,18 @@ from common.alive import heartbeat, held, judge, patience, worker
 from common.run import clock
 from common.run.clock import Clock
 from tests.faultproxy import faults
-from tests.jobs import FIGURES, PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, wait_for
+from tests.jobs import (
+    FIGURES,
+    PATIENCE,
+    ROOT,
+    Popen,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    in_rehearsal,
+    wait_for,
+)
 from tests.ranks import TWO
 from tests.stores import store_environment
 from tests.test_imagenet import SMALL
@@ -196,10 +207,10 @@ def test_what_is_sent_in_the_background_holds_nobody_up(monkeypatch):
 
 
 @contextlib.contextmanager
-def started(folder, words, *options):
+def started(folder, words, *options, **env):
     folder.mkdir(exist_ok=True)
     with open(folder / "log", "w") as log:
-        process = Popen([*words, *map(str, options), "--output_dir", folder / "out"], cwd=folder, env=environment(**store_environment(), **FIGURES),
+        process = Popen([*words, *map(str, options), "--output_dir", folder / "out"], cwd=folder, env=environment(**store_environment(), **env),
                         stdout=log, stderr=log)  # fmt: skip
     try:
         yield process
@@ -248,7 +259,10 @@ def test_a_store_that_is_silent_for_longer_than_a_step_may_take_costs_only_time(
 ):
     """For 12 s, in which an attempt takes 4 s, and a rank without progress is ended after 8 s."""
     plan, silenced = silent_from(3, 12)
-    with faults(store, plan, monkeypatch), started(tmp_path / "silent", pictures(url, ranks, "--patience", 40)) as process:
+    with (
+        faults(store, plan, monkeypatch),
+        started(tmp_path / "silent", pictures(url, ranks, "--patience", 40), **FIGURES) as process,
+    ):
         assert process.wait(PATIENCE) == 0, log_of(tmp_path / "silent")
     with started(tmp_path / "untouched", pictures(whole, ranks)) as process:
         assert process.wait(PATIENCE) == 0
@@ -264,7 +278,7 @@ def test_a_store_that_is_silent_for_longer_than_a_step_may_take_costs_only_time(
         assert "waiting for a store or a disk" in page and "has answered after" in page
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", in_rehearsal([1, 2], lambda ranks: ranks == 1))
 def test_a_store_that_stays_silent_ends_the_job_in_a_line_that_names_it(url, store, monkeypatch, tmp_path, ranks):
     plan, _ = silent_from(3, 10**6)
     with faults(store, plan, monkeypatch), started(tmp_path / "silent", pictures(url, ranks, "--patience", 20)) as process:
@@ -301,7 +315,7 @@ def changed(folder, ranks, where, what, *options):
     return [sys.executable, str(job), *TWO, *RANKS[ranks], "--workers", "1", *options]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", in_rehearsal([1, 2], lambda ranks: ranks == 1))
 @pytest.mark.parametrize(
     "where, what, phase",
     [(IN_A_LOADER, "os.kill(os.getpid(), signal.SIGSTOP)", "data"), (IN_A_STEP, "time.sleep(10000)", "step")],
@@ -398,7 +412,7 @@ def test_each_operation_of_a_thread_is_a_wait_of_its_own(tmp_path, disk):
     assert found[0] and found[1] and not found[0] & found[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", in_rehearsal([1, 2], lambda ranks: ranks == 1))
 def test_a_mount_that_answers_again_is_waited_for(tmp_path, ranks, disk):
     code, answer = disk
     with started(tmp_path, changed(tmp_path, ranks, IN_A_LOADER, code)) as process:

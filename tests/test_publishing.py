@@ -128,22 +128,38 @@ def test_on_an_empty_disk_the_run_goes_on_from_the_bucket_to_the_same_bits(store
         check_ledger(second / f"output_dir/s3/data/runs/{how.name}")
 
 
-def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_used(store, tmp_path):
-    for epochs in (2, 3):
-        done = run_here(tmp_path / str(epochs), "s3://data/runs/damaged", "--epochs", epochs)
-        names = [name for name in remote_names(store, "runs/damaged/checkpoints/") if name.endswith(".pt")]
-        store.client().put_object(Bucket="data", Key=f"runs/damaged/checkpoints/{names[-1]}", Body=b"damaged")
+@pytest.fixture(scope="module")
+def published(store, tmp_path_factory):
+    """{name: content} of a run of two epochs in a bucket."""
+    script = command("train", *TINY, "--output_dir", "s3://data/runs/published")
+    run_forked(script[1:], tmp_path_factory.mktemp("published"), store.environment)
+    get = store.client().get_object
+    names = remote_names(store, "runs/published/")
+    return {name: get(Bucket="data", Key=f"runs/published/{name}")["Body"].read() for name in names}
+
+
+def put_run(store, published, name):
+    """A copy of it, and its address."""
+    for key, content in published.items():
+        store.client().put_object(Bucket="data", Key=f"runs/{name}/{key}", Body=content)
+    return f"s3://data/runs/{name}"
+
+
+def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_used(store, published, tmp_path):
+    url = put_run(store, published, "damaged")
+    store.client().put_object(Bucket="data", Key="runs/damaged/checkpoints/000000000512.pt", Body=b"damaged")
+    done = run_here(tmp_path, url, "--epochs", 3)
     assert re.search(r"warning: checkpoint \S+000000000512.pt is damaged", done.stdout), done.stdout
     assert "going on from" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
 
 
-def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_nothing_to_save(store, tmp_path):
-    run_here(tmp_path / "first", url := "s3://data/runs/left")
+def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_nothing_to_save(store, published, tmp_path):
+    url = put_run(store, published, "left")
     names = remote_names(store, "runs/left/checkpoints/")
     store.client().put_object(
         Bucket="data", Key="runs/left/checkpoints/000000000064.pt", Body=b"whole, but without its manifest"
     )
-    assert "nothing to do" in run_here(tmp_path / "second", url).stdout
+    assert "nothing to do" in run_here(tmp_path, url).stdout
     assert remote_names(store, "runs/left/checkpoints/") == [name.replace("512.", "512-2.") for name in names]
     left = ["checkpoints/000000000128.pt", "checkpoints/000000000192.pt", "checkpoints/000000000192.json"]
     assert (
@@ -151,10 +167,9 @@ def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_no
     )  # though it was the best
 
 
-def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, tmp_path):
+def test_starting_afresh_deletes_the_run_in_the_bucket_and_nothing_else(store, published, tmp_path):
     store.client().put_object(Bucket="data", Key="runs/fresh/notes.txt", Body=b"mine")
-    url, never = "s3://data/runs/fresh", ["--resume", "never"]
-    run_here(tmp_path / "a", url)
+    url, never = put_run(store, published, "fresh"), ["--resume", "never"]
     refused = run_here(tmp_path / "b", url, *never, check=2)
     assert "s3://data/runs/fresh holds a run and --resume is never" in refused.stderr
     run_here(tmp_path / "c", url, *never, "--overwrite", "true", "--epochs", 1)
@@ -197,9 +212,8 @@ def local_manifest(tmp_path):
     return (tmp_path / "output_dir/s3/data/runs/here/checkpoints/000000000768.json").read_bytes()
 
 
-def test_a_refusal_is_not_taken_for_damage(store, tmp_path, monkeypatch):
-    url = "s3://data/runs/refused"
-    run_here(tmp_path / "a", url)
+def test_a_refusal_is_not_taken_for_damage(store, published, tmp_path, monkeypatch):
+    url = put_run(store, published, "refused")
     with faults(store, lambda request: "denied" if request.path.endswith(".pt") else None, monkeypatch):
         done = run_here(tmp_path / "b", url, check=2)
     assert "403 AccessDenied" in done.stderr and "damaged" not in done.stdout + done.stderr

@@ -204,9 +204,9 @@ def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(speedrun, "run", lambda args, device, train, seed, compiled: kept.update(trained=train))
     monkeypatch.setattr(speedrun, "accuracy", lambda model, *data: kept.update(tested=data) or 0.0)
     monkeypatch.setattr(speedrun, "HELD_OUT", 100)
-    main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}")
-    pictures, labels = synthetic.cifar_like(5000, "train")
-    for name, part in (("trained", slice(4900)), ("tested", slice(4900, None))):
+    main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}", "--max_samples=500")
+    pictures, labels = synthetic.cifar_like(500, "train")
+    for name, part in (("trained", slice(400)), ("tested", slice(400, None))):
         assert (kept[name][0].numpy() == pictures[part]).all() and (kept[name][1].numpy() == labels[part]).all()
 
 
@@ -243,13 +243,13 @@ def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tm
 
     monkeypatch.setattr(speedrun, "run", run)
     monkeypatch.setattr(speedrun, "accuracy", lambda model, images, labels: 0.5)
-    main(monkeypatch, "--output_dir=s3://data/speed", "--runs=2")
+    main(monkeypatch, "--output_dir=s3://data/speed", "--runs=2", "--max_samples=50")
     assert there == [[], ["speed/runs.jsonl"]]
     lines = store.client().get_object(Bucket="data", Key="speed/runs.jsonl")["Body"].read().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == [0, 1]
     (tmp_path / "another machine").mkdir()
     monkeypatch.chdir(tmp_path / "another machine")
-    main(monkeypatch, "--output_dir=s3://data/speed", "--seed=7")
+    main(monkeypatch, "--output_dir=s3://data/speed", "--seed=7", "--max_samples=50")
     lines = store.client().get_object(Bucket="data", Key="speed/runs.jsonl")["Body"].read().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == [0, 1, 7]
 
@@ -259,8 +259,8 @@ def test_there_is_a_recipe_for_each_network_and_target():
 
 
 def test_so_few_images_that_none_would_be_left_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="holds out 5000 of the training images, and there are 5000"):
-        main(monkeypatch, f"--output_dir={tmp_path}", "--held_out=true")
+    with pytest.raises(UserError, match="holds out 5000 of the training images, and there are 60"):
+        main(monkeypatch, f"--output_dir={tmp_path}", "--held_out=true", "--max_samples=60")
 
 
 def test_the_doctor_is_sent_to_another_job(tmp_path, monkeypatch, capsys):

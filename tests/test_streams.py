@@ -12,7 +12,19 @@ import pytest
 
 from common import job
 from common.job import run_job
-from tests.jobs import PATIENCE, ROOT, TINY, Popen, assert_same_bits, command, environment, final_state, in_rehearsal, wait_for
+from tests.jobs import (
+    PATIENCE,
+    ROOT,
+    TINY,
+    Popen,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    in_rehearsal,
+    run,
+    wait_for,
+)
 
 TWO_RANKS = ("--nproc_per_node", 2, "--batch_size", 32)
 FULL = "/dev/full"  # every write to it fails as on a full disk
@@ -157,5 +169,5 @@ def test_ctrl_c_after_the_imports_is_the_jobs_own_again(capsys):
 def test_a_program_that_imports_a_job_keeps_its_own_answer_to_ctrl_c():
     own = "import signal; own = signal.getsignal(signal.SIGINT)"  # which a shell may have made none, in the background
     code = f"{own}; import jobs.train, jobs.speedrun; print(signal.getsignal(signal.SIGINT) is own)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run([sys.executable, "-c", code], cwd=ROOT, env=environment())
     assert done.stdout == "True\n", done.stderr

@@ -180,7 +180,7 @@ def test_killed_in_mid_epoch_and_started_again_the_result_has_the_same_bits(fini
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])  # SIGTERM: test_step.py
 def test_a_stop_signal_saves_within_a_step(finished, tmp_path, number, code):
     process = start(tmp_path, *TINY, "--save_steps", 1, "--keep", 100)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")
@@ -193,6 +193,7 @@ def test_a_stop_signal_saves_within_a_step(finished, tmp_path, number, code):
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
+@pytest.mark.rehearsal
 def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp_path):
     """The evaluation is made endless, so only a stop out of its middle can end the job."""
     endless = (
