@@ -3,7 +3,7 @@
     python -m tests.mutants common/storage [--number 40] [--seed 1]           make mutants ROOM=common/storage N=40 SEED=1
 
 A place of the room is changed at random: a comparison, a number, a condition, a call that is left out, an argument, what is
-returned. The tests that come to the function run in a copy of this folder, quick ones first, until one fails. Which tests those
+returned. The tests that come to the function run in a copy of this folder, quick ones first, for LONGEST seconds, until one fails. Which tests those
 are, a first run of all of them shows, as long as make test. Each result is a line of output_dir/mutants/ROOM-SEED.jsonl, and the
 same command goes on where it was ended. What no test has seen is shown at the end: where the change alters nothing that anybody
 could see, its line gets a reason, "same": "...", by hand. --again TESTS tries once more what was missed, with new tests.
@@ -33,7 +33,7 @@ KNOWN = HERE / "tests.json"
 REACHED, SECONDS = HERE / "reached.part", HERE / "seconds.part"
 PRODUCT = ("common", "datasets", "launch")  # not jobs: what is written into them would break the rules of their blocks
 TEMPORARY = tempfile.gettempdir()
-LONGEST = 300  # seconds of tests for a fault, as long as they take without it
+LONGEST = 100  # seconds of tests for a fault, as long as they take without it
 SLOWER = 4  # how many times as long a test may take with it
 OPPOSITE = {ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in",
             ast.Is: "is not", ast.IsNot: "is"}  # fmt: skip

@@ -298,7 +298,7 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
         begun = [thread for thread in threading.enumerate() if thread not in before]
         assert all(thread.daemon for thread in begun), "a process that ends without finish(), as at Ctrl-C, would never end"
         proxy.plan = lambda request: "503"
-        with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s"):
+        with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s|no good answer for 0\.5 s"):
             publishing.finish(at_most=0.5)
         proxy.plan = lambda request: None
         publishing.finish()  # its thread would go on in the tests after this one
