@@ -3,10 +3,11 @@
     python -m tests.mutants common/storage [--number 40] [--seed 1]           make mutants ROOM=common/storage N=40 SEED=1
 
 A place of the room is changed at random: a comparison, a number, a condition, a call that is left out, an argument, what is
-returned. The tests that come to the function run in a copy of this folder, quick ones first, for LONGEST seconds, until one fails. Which tests those
-are, a first run of all of them shows, as long as make test. Each result is a line of output_dir/mutants/ROOM-SEED.jsonl, and the
-same command goes on where it was ended. What no test has seen is shown at the end: where the change alters nothing that anybody
-could see, its line gets a reason, "same": "...", by hand. --again TESTS tries once more what was missed, with new tests.
+returned. The tests that come to the function run in a copy of this folder, quick ones first, for LONGEST seconds, until one fails.
+Which tests those are, a first run of all of them shows, as long as make test. Each result is a line of
+output_dir/mutants/ROOM-SEED.jsonl, and the same command goes on where it was ended. What no test has seen is shown at the end: where
+the change alters nothing that anybody could see, its line gets a reason, "same": "...", by hand. --again TESTS tries once more what
+was missed, with new tests.
 """
 
 import argparse
