@@ -274,8 +274,9 @@ def test_an_address_that_cannot_be_used_is_refused(argv, env, words):
 
 
 def test_the_command_line_of_a_launcher_need_not_be_utf_8(monkeypatch):
-    words = ["sh", "-c", "read line", "torchrun", "--nnodes=1:4", os.fsdecode(b"odd\xff")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as launcher:
+    words = ["sh", "-c", "echo runs; read line", "torchrun", "--nnodes=1:4", os.fsdecode(b"odd\xff")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"runs\n"  # before, the kernel may show no command line
         monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
         args = dict.fromkeys(("init_method", "rank", "world_size", "local_rank", "nproc_per_node"))
         assert ELASTIC in world.here(types.SimpleNamespace(**args, enable_gpu=False), TORCHRUN).rule
