@@ -239,6 +239,18 @@ def test_of_a_copied_bucket_a_start_goes_on_from_what_is_whole(folder, pt, newes
     assert checkpoint.newest(str(folder))[1]["samples_seen"] == newest
 
 
+@pytest.mark.parametrize("kept", [None, 100])
+def test_of_a_copied_bucket_what_is_not_whole_replaces_nothing(folder, tmp_path, kept):
+    """`kept`: so many bytes of the tensors came along."""
+    (theirs := tmp_path / "theirs").mkdir()
+    checkpoint.write(str(theirs), state(5.0), about(300))
+    os.replace(theirs / "000000000300.json", folder / "000000000300-2.json")
+    if kept:
+        (folder / "000000000300-2.pt").write_bytes((theirs / "000000000300.pt").read_bytes()[:kept])
+    checkpoint.sweep(str(folder))
+    assert checkpoint.newest(str(folder))[0]["model"]["weight"][0] == 300
+
+
 def test_the_last_and_the_best_are_kept(folder):
     for epoch in range(1, 12):
         write_weights(str(folder / f"epoch_{epoch}.pth"), {})

@@ -214,27 +214,24 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
     with raising_taken_over(os.path.join(folder, "any")):
         for place in (*beside, *left):
             path = os.path.join(folder, os.path.basename(place).removesuffix(TEMPORARY))
-            if _is_the_right_one(path, place):
+            its, saved = names.parse(os.path.basename(path)), re.sub(r"json$", "pt", path)
+            if its and its.ending == "json" and _describes(place, saved) and not _describes(path, saved):
                 os.replace(place, path)
             else:
                 os.unlink(place)
-        for start, number, _ in _manifests(folder):
-            for ending in ("pt", "json") if start > 1 else ():  # in a copy of a bucket
-                with contextlib.suppress(FileNotFoundError):  # a kill came between the two, or the copy is not whole
-                    os.replace(*(os.path.join(folder, names.of_checkpoint(number, ending, its)) for its in (start, 1)))
+        for start, number, name in _manifests(folder):
+            theirs, ours = (os.path.join(folder, names.of_checkpoint(number, "pt", its)) for its in (start, 1))
+            if start > 1 and _describes(manifest := os.path.join(folder, name), theirs):  # in a copy of a bucket
+                os.replace(theirs, ours)
+            if start > 1 and _describes(manifest, ours):  # also if a kill came between the two
+                os.replace(manifest, re.sub(r"pt$", "json", ours))
 
 
-def _is_the_right_one(path, place):
-    """Whether `path` is for a manifest, and the unfinished file `place` describes the .pt file, but `path` does not."""
-
-    def describes(manifest):
-        try:
-            return bool(_read_manifest(manifest, contents(re.sub(r"json$", "pt", path))))
-        except _DAMAGE:
-            return False
-
-    its = names.parse(os.path.basename(path))
-    return its is not None and its.ending == "json" and describes(place) and not describes(path)
+def _describes(manifest, path):
+    try:
+        return bool(_read_manifest(manifest, contents(path)))
+    except _DAMAGE:
+        return False
 
 
 def surplus(there: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
