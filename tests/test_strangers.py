@@ -317,6 +317,16 @@ def test_a_connection_on_which_nothing_has_come_is_not_lost():
         connection.close()
 
 
+def test_a_connection_ends_with_half_a_message():
+    """What was sent after it would be no message to the other end, which would take this one for a stranger."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        connection = channel.Connection(listener.accept()[0])
+        connection.tell(says="x" * 2**26)
+        with pytest.raises(channel.Closed):
+            connection.receive()
+        connection.close()
+
+
 def test_a_node_that_had_to_make_room_before_its_proof_comes_again():
     """As node 0 closes the oldest connection without a proof, where strangers fill its port."""
     with meeting(seconds=30) as one, socket.create_server(("127.0.0.1", 0)) as full:

@@ -73,11 +73,12 @@ class Connection:
     def send(self, **message: Any) -> None:
         content = json.dumps(message).encode() + b"\n"
         try:
-            sent = self.socket.send(content)
+            if self.socket.send(content) == len(content):
+                return
+            self.socket.shutdown(socket.SHUT_RDWR)  # what came after half a message would be no message
         except OSError as error:
             raise ConnectionLost(one_line(error)) from None
-        if sent < len(content):
-            raise ConnectionLost("it does not read what it is sent")
+        raise ConnectionLost("it does not read what it is sent")
 
     def tell(self, **message: Any) -> None:
         """Send a message, and ignore a broken connection: the next receive(), or a long silence, will show that it is lost."""
