@@ -267,10 +267,10 @@ class Logs:
         return {"events": [{"message": f"a line of {logStreamName}"}]}
 
 
-def test_the_log_that_sagemaker_shows_is_that_of_the_jobs_own_first_host():
+def test_the_log_that_sagemaker_shows_is_that_of_the_last_start_on_the_jobs_own_first_host():
     of_others = ("a-run/algo-1-17", "run-70/algo-1-17")
-    clients = {"logs": Logs(*of_others, "run-7/algo-1-17", "run-7/algo-10-17", "run-7/algo-2-17")}
-    assert sagemaker.log(clients, ask("sagemaker"), "run-7") == ["a line of run-7/algo-1-17"]
+    clients = {"logs": Logs(*of_others, "run-7/algo-1-17", "run-7/algo-1-18", "run-7/algo-10-19", "run-7/algo-2-17")}
+    assert sagemaker.log(clients, ask("sagemaker"), "run-7") == ["a line of run-7/algo-1-18"]
     assert sagemaker.log({"logs": Logs(*of_others)}, ask("sagemaker"), "run-7") == []
 
 

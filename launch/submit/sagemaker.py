@@ -104,12 +104,12 @@ def state(clients: Any, request: Request, job_id: str) -> tuple[str, Optional[in
 
 
 def log(clients: Any, request: Request, job_id: str) -> list[str]:
-    """Return the last lines of the first host's log, in which rank 0 prints the progress; empty before this log exists."""
+    """Return the last lines of the first host's newest log, in which rank 0 prints the progress; empty before there is one."""
     logs = clients["logs"]
     streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")["logStreams"]
     if not streams:
         return []
-    stream = streams[0]["logStreamName"]
+    stream = streams[-1]["logStreamName"]  # its name ends with the time of this start
     events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=requests.LOG_LINES, startFromHead=False)
     return [event["message"] for event in events["events"]]
 
