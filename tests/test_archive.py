@@ -143,6 +143,13 @@ def test_a_job_trains_on_an_archive_in_a_bucket(tmp_path, store):
     assert "flowers.zip.unpacked/flowers: 10 images of 2 classes" in done.stdout
 
 
+@pytest.mark.usefixtures("reachable")
+def test_an_archive_alone_in_a_folder_of_a_bucket_is_fetched_to_the_inputs(tmp_path, store):
+    store.client().put_object(Bucket="data", Key="alone/flowers.zip", Body=ARCHIVES["a.zip"])
+    found = archive.root("s3://data/alone", str(tmp_path / "inputs"))
+    assert files_in(found) == FILES and found == str(tmp_path / "inputs/s3/data/alone/flowers.zip.unpacked")
+
+
 def test_names_as_windows_writes_them(tmp_path):
     class Old(zipfile.ZipInfo):
         """A name in the code page of Windows in China, which the archive does not say."""

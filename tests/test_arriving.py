@@ -434,6 +434,7 @@ def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
         assert (batch == batches[place]).all()
         until = min(40, place + 11)  # 1,024 samples ahead
         assert set(np.flatnonzero(state.wanted)) == set(number[batches[:until].ravel()].tolist())
+        assert state.bell() >= state.wanted.max(), "the process that fetches is woken after each"
     first, later = (state.wanted[number[batches[place]]] for place in (0, 9))
     assert place == 39 and first.max() < later.min()
     few = [np.array([sample]) for sample in range(8)]

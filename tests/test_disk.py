@@ -327,3 +327,9 @@ def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
     with pytest.raises(UserError, match="is in use by another job that is still running"):
         run_folder.lock(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UserError, match=f"cannot write to {tmp_path}: Is a directory; give another --output_dir"):
+        run_folder.lock(str(tmp_path))

@@ -442,7 +442,17 @@ class Schedulefree(torch.optim.SGD):
         return loss
 
 
+class Remembers(lr_scheduler.ExponentialLR):
+    """A schedule with a list that its first step makes."""
+
+    def step(self):
+        super().step()
+        if self.last_epoch:
+            self.rates = [*vars(self).get("rates", []), *self.get_last_lr()]
+
+
 PARTS = {
+    "a schedule with a list": lambda model: {"optimizer": (to := sgd(model)), "scheduler": Remembers(to, 0.9)},
     "state in the groups": lambda model: {"optimizer": Schedulefree(model.parameters(), lr=0.1, momentum=0.9)},
     "two optimizers": lambda model: {"optimizer": sgd(model[0]), "second": torch.optim.Adam(model[2].parameters(), lr=0.1)},
     "a rate that is a tensor": lambda model: {"optimizer": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))},

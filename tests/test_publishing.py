@@ -304,6 +304,18 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
         publishing.finish()  # its thread would go on in the tests after this one
 
 
+def test_a_job_that_fails_waits_for_its_bucket_for_seconds_and_not_as_after_a_stop(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(publisher, "STOP_SECONDS", 10**6)
+    monkeypatch.setattr(run_bucket, "FAILURE_SECONDS", 0.3)
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        place = RunBucket(argparse.Namespace(output_dir=str(tmp_path), output_url="s3://data/runs/fails"))
+        place.begin()
+        proxy.plan = lambda request: "503"
+        place.failure(ValueError("of the job"))
+        proxy.plan = lambda request: None
+        place.finish(in_a_hurry=False)
+
+
 def test_a_credential_that_expires_is_one_warning_and_then_the_end(store, monkeypatch, tmp_path):
     monkeypatch.setattr(publisher, "INTERVAL_SECONDS", 0.02)
     fault, said, pause = [None], [], threading.Event()
