@@ -20,7 +20,7 @@ import torch
 import torchvision
 
 from common.checkpoints import checkpoint
-from common.checkpoints.manifest import Position
+from common.checkpoints.manifest import Position, learning_rate
 from common.checkpoints.pretrained import about_weights, fit, load_weights, read_weights
 from common.checkpoints.saver import Saving
 from common.checkpoints.weights import evaluated_weights, write_weights
@@ -237,6 +237,11 @@ def test_of_a_copied_bucket_a_start_goes_on_from_what_is_whole(folder, pt, newes
     os.replace(folder / "000000000300.pt", folder / pt)
     checkpoint.sweep(str(folder))
     assert checkpoint.newest(str(folder))[1]["samples_seen"] == newest
+
+
+def test_a_manifest_has_the_rate_of_the_optimizer_and_0_where_none_has_this_name():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.25)
+    assert learning_rate({"optimizer": optimizer}) == 0.25 and learning_rate({"generator": optimizer}) == 0
 
 
 @pytest.mark.parametrize("kept", [None, 100])

@@ -23,6 +23,7 @@ from common.run import side_files
 from common.run.observers import tensorboard
 from datasets.loader import DeviceLoader, torch_batches
 from datasets.photos import decode, packed
+from datasets.photos import files as photo_files
 from datasets.sampler import InOrder
 from jobs import speedrun
 from launch.pack import command as pack
@@ -296,6 +297,14 @@ def test_no_sample_takes_the_place_of_one_that_a_failing_disk_does_not_give(monk
     with pytest.raises(OSError) as raised:
         decode.Substitutes("images", 3).decode(0, 5, read, str)
     assert raised.value.errno == errno.EIO and raised.value.filename == "/proc/self/mem"
+
+
+def test_a_photograph_that_a_failing_disk_does_not_give_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    monkeypatch.setattr(photo_files, "opened", lambda path: os.fdopen(os.open(path, os.O_WRONLY), "rb", buffering=0))
+    with pytest.raises(OSError) as raised:
+        photo_files.read(tmp_path / "a.jpg")
+    assert raised.value.errno == errno.EBADF and raised.value.filename == tmp_path / "a.jpg"
 
 
 # --- The lock -----------------------------------------------------------------------------------------------------------

@@ -260,6 +260,12 @@ def test_a_large_file_that_the_store_refuses_leaves_no_parts_to_pay_for(store, m
     assert not store.client().list_multipart_uploads(Bucket="data", Prefix="refused").get("Uploads")
 
 
+def test_the_output_folder_of_a_run_in_a_bucket_is_fetched_to_the_inputs(store, tmp_path):
+    store.client().put_object(Bucket="data", Key="runs/theirs/metrics.jsonl", Body=b"{}")
+    found = run_bucket.fetched("s3://data/runs/theirs", str(tmp_path / "inputs"), print)
+    assert found == str(tmp_path / "inputs/s3/data/runs/theirs") and "metrics.jsonl" in os.listdir(found)
+
+
 def test_a_run_that_fails_still_publishes_what_it_has(store, tmp_path):
     done = run_here(tmp_path, "s3://data/runs/nan", "--lr", "1e30", "--save_steps", 1, "--epochs", 9, check=1)
     assert "error: " in done.stderr
@@ -456,7 +462,7 @@ def test_a_stop_that_comes_while_the_last_results_are_sent_hurries_them(store, m
         publisher.Publisher(str(tmp_path), "s3://data/stopped").finish()
 
 
-@pytest.mark.parametrize("on_the_disk, kept", [("a\n", "a\nb\n"), ("a\nb\nc\n", "a\nb\nc\n")])
+@pytest.mark.parametrize("on_the_disk, kept", [("a\n", "a\nb\n"), ("a\nc\n", "a\nc\n"), ("a\nb\nc\n", "a\nb\nc\n")])
 def test_a_disk_that_was_left_behind_does_not_replace_what_another_machine_has_added(store, tmp_path, on_the_disk, kept):
     """But the newest lines of its own run are those on the disk: they are not in the bucket yet."""
     url, place, folder = f"s3://data/runs/left-{len(on_the_disk)}", tmp_path / "out", tmp_path / "out" / "checkpoints"
