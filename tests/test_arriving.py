@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import filecmp
+import io
 import json
 import multiprocessing
 import os
@@ -657,6 +658,24 @@ def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting
     state.heard = time.monotonic()  # something has come after all
     wait_for(lambda: time.monotonic() - state.alive() < 0.5, None, "a sign of life")
     over.set()
+
+
+def test_a_defect_that_ends_the_fetcher_is_told_to_its_readers(waiting, monkeypatch):
+    reader, state = waiting
+
+    def fetch(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(fetcher, "_fetch", fetch)
+    monkeypatch.setattr(fetcher, "state_path", lambda *_: reader.path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([reader.path, 3, True])))
+    if not (child := os.fork()):
+        try:
+            fetcher.main(str(os.getppid()), "here", reader.url, reader.folder)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert str(state.failure(reader.since)) == f"cannot fetch {reader.url} to {reader.folder}: ValueError('a defect')"
 
 
 def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):

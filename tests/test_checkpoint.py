@@ -426,9 +426,10 @@ def test_a_start_goes_back_to_an_older_checkpoint_of_its_own_where_later_ones_ma
 
 def test_of_the_file_beside_weights_only_what_a_run_would_write_is_taken(tmp_path):
     """Another program's may have this name, and the same fields for something else."""
-    ours = {"arch": "resnet18", "image_size": 64, "mean": [-0.5, 0.0, 0.5], "std": [0.2, 0.3, 1.0], "crop_pct": 1.0}
-    (tmp_path / "epoch_2.json").write_text(json.dumps(ours))
+    ours = {"classes": ["猫", "dog"], "image_size": 64, "mean": [-0.5, 0.0, 0.5], "std": [0.2, 0.3, 1.0], "crop_pct": 1.0}
+    write_weights(str(tmp_path / "epoch_2.pth"), {}, ours)
     assert about_weights(str(tmp_path / "epoch_2.pth")) == ours
+    assert "猫" in (tmp_path / "epoch_2.json").read_text(), "people read it, too"
     theirs = {"author": "x", "classes": 10, "image_size": "large", "mean": 0.5, "std": [0.2, 0.3, -1.0], "crop_pct": True}
     (tmp_path / "epoch_3.json").write_text(json.dumps({"arch": "resnet18", **theirs}))
     assert about_weights(str(tmp_path / "epoch_3.pth")) == {"arch": "resnet18"}
