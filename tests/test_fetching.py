@@ -102,7 +102,7 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     """The first answers for every object are broken; a stall is noticed within 15 s."""
     prefix, _, without = prefix.partition(" ")
     if without:
-        monkeypatch.setattr(obstore, "reader", lambda bucket: None)
+        monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.2)
     monkeypatch.setattr(bucket, "read_seconds", lambda: 1)
     monkeypatch.setattr(obstore, "read_seconds", lambda: 1)
@@ -393,3 +393,11 @@ def test_a_full_disk_is_known_before_the_first_byte(store, monkeypatch):
         ):
             storage.fetch("s3://data/big", "got")
         assert proxy.objects() == []
+
+
+def test_a_large_object_of_which_the_store_gives_no_digest_is_compared_by_its_size(store, monkeypatch):
+    """As one that is encrypted, without a checksum."""
+    monkeypatch.setattr(etag_module, "is_encrypted", lambda answer: True)
+    monkeypatch.setattr(etag_module, "checksum", lambda answer: None)
+    storage.fetch("s3://data/big", "got", say=(said := []).append)
+    assert Path("got/one").read_bytes() == BIG and said[-1].endswith("by size alone (the store gives no digest)"), said

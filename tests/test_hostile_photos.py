@@ -96,6 +96,9 @@ def test_a_large_photograph_is_left_out_and_counted_unless_the_option_allows_it(
     assert [len(split) for split in imagenet.load(arguments.replaced(args, max_megapixels=100))[1:]] == [2, 1]
     with pytest.raises(UserError, match="every image has more than --max_megapixels 0"):
         tree.load(str(tmp_path / "val")).without_larger(0)
+    for words, taken in (("1", True), ("100", True), ("0", False), ("101", False)):
+        with contextlib.nullcontext() if taken else pytest.raises(SystemExit):
+            arguments.parse(module_of("train_imagenet").options(), ["--max_megapixels", words], environ={})
     folder = str(tmp_path_factory.mktemp("packs"))
     assert pack.main([str(tmp_path), f"{folder}/some"]) == 0
     assert "has 2 images" in (said := capsys.readouterr().out) and "more than 80 million pixels (--max_megapixels): 1" in said

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from botocore import exceptions
 
 from common import storage
 from common.alive import patience
@@ -39,6 +40,12 @@ def test_a_refusal_is_one_line_with_a_remedy_and_without_the_secret(store, monke
     assert len(asked) == len(set(asked)), "a refusal is not tried again for three minutes"
     assert "\n" not in str(refused.value)
     assert SECRET not in str(refused.value) and "Signature=" not in str(refused.value)
+
+
+@pytest.mark.parametrize("status, again", [(400, False), (403, False), (404, False), (408, True), (429, True), (500, True)])
+def test_an_answer_whose_code_nobody_knows_counts_by_its_status(status, again):
+    answer = {"Error": {"Code": "Odd"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    assert (bucket._refusal(exceptions.ClientError(answer, "GetObject"), "get_object") is None) is again
 
 
 def test_a_store_that_never_answers_is_given_up_with_the_reason(monkeypatch):
