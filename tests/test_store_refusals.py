@@ -42,10 +42,22 @@ def test_a_refusal_is_one_line_with_a_remedy_and_without_the_secret(store, monke
     assert SECRET not in str(refused.value) and "Signature=" not in str(refused.value)
 
 
-@pytest.mark.parametrize("status, again", [(400, False), (403, False), (404, False), (408, True), (429, True), (500, True)])
-def test_an_answer_whose_code_nobody_knows_counts_by_its_status(status, again):
-    answer = {"Error": {"Code": "Odd"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    assert (bucket._refusal(exceptions.ClientError(answer, "GetObject"), "get_object") is None) is again
+@pytest.mark.parametrize(
+    "status, refused",
+    [
+        (400, "its words"),
+        (403, bucket.REMEDIES["AccessDenied"]),
+        (404, bucket.REMEDIES["NoSuchKey"]),
+        (408, ""),
+        (429, ""),
+        (500, ""),
+    ],
+)
+def test_an_answer_whose_code_nobody_knows_counts_by_its_status(status, refused):
+    """`refused`: with these words; else it is asked for again."""
+    answer = {"Error": {"Code": "Odd", "Message": "its words"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    found = bucket._refusal(exceptions.ClientError(answer, "GetObject"), "get_object")
+    assert str(found) == f"get_object answered {status} Odd: {refused}" if refused else found is None
 
 
 def test_a_store_that_never_answers_is_given_up_with_the_reason(monkeypatch):
