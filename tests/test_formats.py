@@ -4,6 +4,8 @@
 0.1.0/pack-*/   launch pack of photos/ (noise, eight small JPEGs) --shard_mb 0.02, with --form original and raw
 0.1.0/index/    the index of photos/train, which had one file more, empty
 0.2.0/run/      jobs/train_exact.py with these options, --batch_size 8 --shares 2 --keep 1; its packs are those of 0.1.0, byte for byte
+0.3.0/run/      the same, with the weights of the first epoch; its packs are those of 0.1.0, too
+0.3.0/bucket/   the same in a bucket, of two starts, the second one on an empty disk
 """
 
 import json
@@ -11,12 +13,15 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from common.checkpoints import checkpoint
+from common.checkpoints.pretrained import about_weights, load_weights, read_weights
+from common.models import resnet18
 from common.storage.index import Index, Parts
 from common.world.folders import FETCHING
 from datasets.photos import decode, packed, tree
@@ -28,11 +33,12 @@ OLD = ROOT / "tests" / "formats" / "0.1.0"
 
 
 def test_they_are_small():
-    assert sum(path.stat().st_size for path in OLD.parent.rglob("*") if path.is_file()) < 400_000
+    assert sum(path.stat().st_size for path in OLD.parent.rglob("*") if path.is_file()) < 600_000
 
 
 OPTIONS = ["--custom_data", "true", "--max_samples", 64, "--width", 1, "--epochs", 3, "--ledger", "true", "--keep", 3]
 RUNS = {"0.1.0": ("train", "--batch_size", 16), "0.2.0": ("train_exact", "--batch_size", 8)}
+RUNS["0.3.0"] = RUNS["0.2.0"]
 
 
 @pytest.mark.parametrize("version", RUNS)
@@ -44,17 +50,26 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, version):
 
 
 @pytest.mark.usefixtures("reachable")
-def test_a_run_in_a_bucket_goes_on_where_it_stopped(tmp_path, store):
-    before = OLD.parent / "0.2.0" / "run"
-    for path in before.rglob("*.*"):
-        name = f"runs/old/{path.relative_to(before).as_posix()}"
+@pytest.mark.parametrize("version, folder", [("0.2.0", "run"), ("0.3.0", "bucket")])
+def test_a_run_in_a_bucket_goes_on_where_it_stopped(tmp_path, store, version, folder):
+    before, run = OLD.parent / version / folder, f"runs/{version}"
+    for path in filter(Path.is_file, before.rglob("*")):
+        name = f"{run}/{path.relative_to(before).as_posix()}"
         store.client().put_object(Bucket="data", Key=name, Body=path.read_bytes())
-    job, *options = RUNS["0.2.0"]
-    words = [*command(job, *OPTIONS, *options)[1:], "--output_dir", "s3://data/runs/old"]
+    job, *options = RUNS[version]
+    words = [*command(job, *OPTIONS, *options)[1:], "--output_dir", f"s3://data/{run}"]
     done = run_forked(words, tmp_path, store_environment())
-    went_on(before, tmp_path / "output_dir/s3/data/runs/old", done.stdout)
-    rows = store.client().get_object(Bucket="data", Key="runs/old/metrics.jsonl")["Body"].read()
+    went_on(before, tmp_path / f"output_dir/s3/data/{run}", done.stdout)
+    rows = store.client().get_object(Bucket="data", Key=f"{run}/metrics.jsonl")["Body"].read()
     assert len(rows.splitlines()) == 3
+
+
+def test_weights_are_read_and_so_is_what_lies_beside_them():
+    path = str(OLD.parent / "0.3.0" / "run" / "epoch_1.pth")
+    about = about_weights(path)
+    assert about["epoch"] == 1 and about["classes"] == [f"pattern {number}" for number in range(10)]
+    network = resnet18(num_classes=10, width=about["width"])
+    assert load_weights(network, path) == [] and network.state_dict().keys() == read_weights(path).keys()
 
 
 def went_on(before, after, printed):
