@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common import progress
 from common.errors import UserError
 from datasets import untrusted
 from datasets.photos import archive, tree
@@ -116,6 +117,13 @@ def test_a_file_of_more_than_one_fits_in_memory_is_refused(tmp_path, monkeypatch
                 archive.root(str(tmp_path / name), "inputs")
         else:
             assert files_in(archive.root(str(tmp_path / name), "inputs")) == files
+
+
+def test_what_is_unpacked_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    (tmp_path / "a.zip").write_bytes(ARCHIVES["a.zip"])
+    archive.root(str(tmp_path / "a.zip"), "inputs")
+    assert f"unpacking {tmp_path}/a.zip: {len(FILES)} files" in capsys.readouterr().out
 
 
 def test_where_nothing_can_be_written_it_is_unpacked_among_the_inputs(tmp_path, monkeypatch):

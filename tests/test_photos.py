@@ -62,6 +62,7 @@ FILES = {
     "empty.jpg": (b"", "empty"),
     "cut.jpg": (JPEG[: len(JPEG) // 2], "cut off"),
     "cut.png": (encoded(picture(), "PNG")[:-20], "cut off"),
+    "only_header.png": (encoded(picture(), "PNG")[:33], "cut off"),
     "html.jpg": (b"<html>404</html>", "not an image"),
     "bomb.png": (BOMB_PNG, "too many pixels"),
     "flat.png": (BOMB_PNG.replace(struct.pack(">II", 50_000, 50_000), struct.pack(">II", 0, 40)), "damaged header"),
@@ -112,7 +113,7 @@ def test_the_order_and_labels_are_those_of_torchvision(folder):
     assert [(found.path(number), int(found.labels[number])) for number in range(len(found))] == expected
     pictures = {name for name in left_out if name.lower().endswith(files.EXTENSIONS)}
     assert found.classes == theirs.classes and len(pictures) == sum(isinstance(verdict, str) for _, verdict in FILES.values())
-    assert "left out, cut off: 2 (the first is kinds/cut.jpg)" in found.describe()
+    assert "left out, cut off: 3 (the first is kinds/cut.jpg)" in found.describe()
     assert "6 of them no plain JPEGs" in found.describe()
 
 
