@@ -216,8 +216,9 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetcher
         end(fetchers)
 
 
-def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, tmp_path):
-    """Neither from the bucket nor from what a kill has left on the disk."""
+@pytest.mark.parametrize("there", ["in part", "fetched"])
+def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, tmp_path, there):
+    """Neither from the bucket nor from what a kill has left on the disk, nor what the store's digest has verified there."""
     shutil.copytree(packs["raw"][0], folder := tmp_path / "wrong")
     ours = packed.load(str(folder), "train")
     place = int(np.flatnonzero(ours.shard == 0)[0])
@@ -226,10 +227,13 @@ def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, 
         last = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([last[0] ^ 1]))
-    url = publish(folder, store, "arriving-wrong")
+    url = publish(folder, store, f"arriving-wrong-{there.replace(' ', '-')}")
     half = Path(growing(Path(local_folder(url, "input_dir")), ours, "train-000000.tar"))
     half.parent.mkdir(parents=True)
-    shutil.copy(ours.place(place), half)
+    if there == "fetched":
+        storage.fetch(url)
+    else:
+        shutil.copy(ours.place(place), half)
     part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
     with pytest.raises(
         TrainingFailed, match=r"train-000000\.tar, \d+ bytes from \d+ on, arrived 8 times with others than its index"

@@ -44,7 +44,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if begin:
             own["Content-Range"] = f"bytes {begin}-{len(server.body) - 1}/{len(server.body)}"
         for name, value in {**own, **server.headers}.items():
-            self.send_header(name, value)
+            if value:
+                self.send_header(name, value)
         self.end_headers()
         self.wfile.write(rest[: server.cuts.pop(0)] if server.cuts else rest)
         self.close_connection = True
@@ -99,6 +100,21 @@ def test_a_file_that_was_replaced_on_the_server_is_fetched_again(serve, tmp_path
     server.headers = {"Last-Modified": changed} if changed else {}
     storage.fetch(url, str(path.parent))
     assert path.read_bytes() == (body if again else b"old file") and len(server.asked) == 1 + again
+
+
+def test_a_file_of_an_unknown_length_is_verified_by_its_digest(serve, tmp_path):
+    server = serve(BODY, headers={"Content-Length": None})
+    https.download(server.url, str(tmp_path / "file"), DIGEST)
+    assert (tmp_path / "file").read_bytes() == BODY and len(server.asked) == 1
+
+
+def test_what_an_earlier_start_has_fetched_is_no_speed_of_this_one(serve, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    part = tmp_path / FETCHING / "file.part"
+    part.parent.mkdir()
+    part.write_bytes(BODY[:5_000_000])
+    https.download(serve(BODY).url, str(tmp_path / "file"), DIGEST)
+    assert "cifar-10-python.tar.gz: 4 of 9 MiB, 0.0 MiB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranges", [True, False])
