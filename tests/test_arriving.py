@@ -152,7 +152,8 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "original"))
-def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form):
+def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form, capsys):
+    monkeypatch.setattr(fetcher, "LINE_SECONDS", 0)
     folder, url = packs[form]
     parts = arrival.begin(url, ["train", "val"], "input_dir", starts=False)
     state = State(parts[0].arrival.path, parts[0].arrival.samples)
@@ -189,6 +190,7 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
     goes_on.clear()
     runs.join(PATIENCE)
     over.set()
+    assert f"arriving {url}: 0 of 1 shard, " in capsys.readouterr().out
     assert said == [False] and (came / "train-000000.tar").exists() and not (came / "train-000001.tar").exists()
     again = fetcher.Passing(path, state)
     assert not again.drop() and not list(Path(fetcher.passing(path)).glob("*")), "the next start begins anew"

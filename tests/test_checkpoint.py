@@ -264,7 +264,9 @@ def test_the_last_and_the_best_are_kept(folder):
     assert {path.name for path in folder.glob("epoch_*")} == {
         f"epoch_{epoch}.pth{suffix}" for epoch in (2, 11) for suffix in ("", ".sha256")
     }
-    checkpoint.write(str(folder), state(), about(200))  # the run went back behind a damaged 300
+    checkpoint.write(str(folder), state(), about(200))  # the run went back behind 300
+    checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 200, "best": None})
+    assert checkpoint.numbers(str(folder)) == [200, 300], "which is damaged, or may be gone on from"
     checkpoint.prune(str(folder), str(folder), keep=1, about={"samples_seen": 200, "best": None}, damaged={300})
     assert checkpoint.numbers(str(folder)) == [200]
 
@@ -422,6 +424,21 @@ def test_a_start_goes_back_to_an_older_checkpoint_of_its_own_where_later_ones_ma
     with contextlib.nullcontext() if at else refused:
         assert Saving(args, [], print).find()[1]["samples_seen"] == at
     assert checkpoint.numbers(str(folder)) == left
+
+
+def test_the_checkpoint_that_a_start_has_gone_on_from_is_kept_as_any_other(tmp_path):
+    (folder := tmp_path / "checkpoints").mkdir()
+    for number in (100, 200):
+        checkpoint.write(str(folder), state(), {**about(number), "run": "1", "identity": {}, "best": None})
+    args = argparse.Namespace(
+        output_dir=str(tmp_path), checkpoint_dir=str(folder), tensorboard_dir=str(tmp_path), output_url=None,
+        resume="auto", overwrite=False, keep=2, checkpoints=True, world=argparse.Namespace(restart_count=0),
+    )  # fmt: skip
+    saving = Saving(args, [], print)
+    assert saving.find()[1]["samples_seen"] == 200
+    saving.save(state, {**vars(Position(total_steps=3)), **about(300), "best": None})
+    saving.wait()
+    assert checkpoint.numbers(str(folder)) == [200, 300]
 
 
 def test_of_the_file_beside_weights_only_what_a_run_would_write_is_taken(tmp_path):

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from common import storage
+from common import progress, storage
 from common.alive import patience
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket, download, index, listing, obstore
@@ -75,9 +76,12 @@ def test_one_object_a_whole_bucket_and_parts_of_any_size(store, monkeypatch, tmp
     assert Path(storage.fetch("s3://data/big/one", "elsewhere") + "/one").read_bytes() == BIG
 
 
-def test_an_object_as_large_as_one_part_is_fetched_as_those_that_are_a_byte_smaller_and_larger(store, monkeypatch):
+def test_an_object_as_large_as_one_part_is_fetched_as_those_that_are_a_byte_smaller_and_larger(store, monkeypatch, capfd):
     monkeypatch.setattr(download, "PART", len(SMALL["set/1/15.bin"]))
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     assert same(storage.fetch("s3://data/set"))
+    count = str(len(SMALL))
+    assert re.findall(r"(\d+) of (\d+) objects", capfd.readouterr().out)[-1] == (count, count)
 
 
 def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):

@@ -198,6 +198,23 @@ def test_a_full_disk_says_what_is_needed_and_what_is_free(tmp_path, monkeypatch)
         saving.wait()
 
 
+def test_what_is_no_longer_kept_and_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    def prune(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    said = []
+    args = types.SimpleNamespace(
+        checkpoint_dir=str(tmp_path), output_dir=str(tmp_path), keep=2, checkpoints=True, output_url=""
+    )
+    saving = Saving(args, [], said.append)
+    monkeypatch.setattr(checkpoint, "prune", prune)
+    saving.save(lambda: {"model": {"weight": torch.zeros(1)}}, {**vars(Position(total_steps=1)), "best": None})
+    saving.wait()
+    assert said == [
+        "warning: what is no longer kept could not be removed: [Errno 5] Input/output error; the next save tries it again"
+    ]
+
+
 def test_the_next_command_goes_on(tmp_path):
     done = run_job("train", tmp_path, *TINY, "--max_steps", 2)
     (command,) = re.findall("^next: (.*)$", done.stdout, re.MULTILINE)

@@ -567,6 +567,7 @@ def test_a_data_set_without_end_of_damage_stops_the_run(folder, monkeypatch):
 def test_fewer_samples_come_from_all_over_the_classes(folder):
     some = imagenet.spread(tree.load(str(folder)), 5)
     assert len(some) == 5 and set(some.labels) == {0, 1} and len(some.names) == 5
+    assert labelled.Photos(some, 32, True, 0)[0, np.arange(2)][0].dtype == torch.uint8, "a quarter of what goes to a GPU"
     data = synthetic.ColouredNoise(100, 16, 10, seed=0)
     images, labels, _ = data[0, np.arange(8)]
     again, *_ = data[3, np.arange(8)]

@@ -306,6 +306,7 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s|no good answer for 0\.5 s"):
             publishing.finish(at_most=0.5)
+        assert all(thread.daemon for thread in threading.enumerate() if thread not in before), "nor one that fails"
         proxy.plan = lambda request: None
         publishing.finish()  # its thread would go on in the tests after this one
 
