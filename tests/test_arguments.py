@@ -175,6 +175,8 @@ def test_help_states_every_option_in_a_group_with_its_true_default():
             assert f"(default: {defaults[action.dest] if action.dest in ('lr', 'epochs', 'seed') else default})" in " ".join(
                 text.split()
             )
+    assert any(action.type is arguments.boolean and action.default is None for action in PARSER._actions)
+    assert "(default: none)" not in text.lower()
     for group in ("training:", "data:", "distributed", "output and restart:"):
         assert group in text
 
