@@ -81,7 +81,7 @@ def test_an_object_as_large_as_one_part_is_fetched_as_those_that_are_a_byte_smal
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     assert same(storage.fetch("s3://data/set"))
     count = str(len(SMALL))
-    assert re.findall(r"(\d+) of (\d+) objects", capfd.readouterr().out)[-1] == (count, count)
+    assert re.findall(r"fetching .*: (\d+) of (\d+) objects", capfd.readouterr().out)[-1] == (count, count)
 
 
 def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
