@@ -177,6 +177,8 @@ def test_help_states_every_option_in_a_group_with_its_true_default():
             )
     assert any(action.type is arguments.boolean and action.default is None for action in PARSER._actions)
     assert "(default: none)" not in text.lower()
+    of_a_loader = arguments.general_parser("A job.", data="its data", workers=None).format_help()
+    assert [" ".join(one.split()).count("unset: this node's cores") for one in (text, of_a_loader)] == [0, 1]
     for group in ("training:", "data:", "distributed", "output and restart:"):
         assert group in text
 

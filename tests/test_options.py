@@ -1,5 +1,6 @@
 """What all verbs do alike: they split at --, refuse a missing job with the same words, and end with an exit code and one line."""
 
+import argparse
 import importlib
 import re
 import subprocess
@@ -46,6 +47,27 @@ def test_a_missing_job_is_refused_with_the_same_words_by_every_verb(words, capsy
         code = ended.code
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 2 and error.endswith("error: there is no job jobs/none.py: give a job's file, such as jobs/train_ddp.py")
+
+
+class Made(Exception):
+    """With the parser of a verb."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_says_what_each_option_of_a_verb_does(verb, monkeypatch):
+    def parse(parser, *_):
+        raise Made(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+    with pytest.raises(Made) as made:
+        importlib.import_module(f"launch.{verb}").main([])
+    parsers = [made.value.args[0]]
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            else:
+                assert action.help, action.dest
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import io
 import multiprocessing
 import os
@@ -443,6 +444,16 @@ def test_pictures_that_are_others_now_are_named_with_the_shards_to_delete(root, 
     Path("pack", shard).unlink()
     run("changed", "pack", "--shard_mb", SMALL_SHARDS)
     assert "are the pictures of changed" in run("changed", "--verify", "pack").stdout
+    assert not pack._is_original(packed.load("pack", "train"), 0, "changed/one that is gone")
+
+
+def test_an_error_of_the_system_names_what_was_asked_for(monkeypatch, capsys):
+    def run(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pack, "run", run)
+    for words, named in ((["root", "out"], "out"), (["--index", "shards"], "shards"), (["--verify", "pack"], "pack")):
+        assert pack.main(words) == 1 and capsys.readouterr().err == f"error: {named}: No space left on device\n"
 
 
 def test_packed_into_a_bucket_and_started_again(store, reached, root, whole, tmp_path, monkeypatch):

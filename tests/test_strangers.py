@@ -207,6 +207,7 @@ def test_members_that_contradict_each_other_still_stop_all():
             with pytest.raises(UserError, match="duplicate rank"):
                 channel._wait_for_go(connection, PATIENCE)
     assert channel.port_is_closed("127.0.0.1", one.port), "the next start needs it"  # new
+    assert not channel.port_is_closed("255.255.255.255", one.port), "which cannot be found out"
 
 
 # --- What a false node 0 answers ---------------------------------------------------------------------------------------
