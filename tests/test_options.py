@@ -11,6 +11,7 @@ import pytest
 from common.errors import TrainingFailed, UserError
 from launch import options
 from launch.__main__ import VERBS
+from launch.__main__ import main as launch
 from tests.jobs import ROOT, environment
 
 
@@ -65,7 +66,8 @@ def test_help_says_what_each_option_of_a_verb_does(verb, monkeypatch):
     for parser in parsers:
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
+                parsers += set(action.choices.values())
+                assert len([one for one in action._choices_actions if one.help]) == len(set(action.choices.values()))
             else:
                 assert action.help, action.dest
 
@@ -105,6 +107,13 @@ def test_a_programming_error_and_a_closed_pipe_are_raised():
         with pytest.raises(error):
             options.run_for_exit_code(lambda error=error: (_ for _ in ()).throw(error()))
     assert options.run_for_exit_code(lambda: None) == 0 and options.run_for_exit_code(lambda: 7) == 7
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_launch_says_which_verbs_there_are(words, capsys):
+    assert launch(words) == 0
+    said = capsys.readouterr().out
+    assert all(f"    {verb:8} {what}" in said for verb, what in VERBS.items())
 
 
 def test_launch_says_which_version_it_is():

@@ -8,7 +8,7 @@ import pytest
 
 from common import world
 from common.errors import UserError
-from common.world import folders
+from common.world import folders, rules
 
 MODELARTS = {
     "MA_NUM_HOSTS": "2",
@@ -154,6 +154,10 @@ def test_one_node_is_not_1_nodes():
     args = types.SimpleNamespace(job="train", world=resolve({}, {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2"}, 2))
     with pytest.raises(UserError, match=r"^1 node with 2 processes in all were started"):
         world.require_one_device(args)
+
+
+def test_the_tasks_of_a_node_are_those_that_slurm_states_for_it():
+    assert [rules.slurm_tasks_on("2(x2),1", node) for node in range(4)] == [2, 2, 1, None]
 
 
 def test_volcano_with_two_tasks_goes_by_the_host_name():
