@@ -666,13 +666,8 @@ def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting
     over.set()
 
 
-def test_a_defect_that_ends_the_fetcher_is_told_to_its_readers(waiting, monkeypatch):
-    reader, state = waiting
-
-    def fetch(*_):
-        raise ValueError("a defect")
-
-    monkeypatch.setattr(fetcher, "_fetch", fetch)
+def fetched_by_a_child(reader, monkeypatch):
+    """Its exit code."""
     monkeypatch.setattr(fetcher, "state_path", lambda *_: reader.path)
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([reader.path, 3, True])))
     if not (child := os.fork()):
@@ -680,8 +675,25 @@ def test_a_defect_that_ends_the_fetcher_is_told_to_its_readers(waiting, monkeypa
             fetcher.main(str(os.getppid()), "here", reader.url, reader.folder)
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_defect_that_ends_the_fetcher_is_told_to_its_readers(waiting, monkeypatch):
+    reader, state = waiting
+
+    def fetch(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(fetcher, "_fetch", fetch)
+    assert fetched_by_a_child(reader, monkeypatch) == 0
     assert str(state.failure(reader.since)) == f"cannot fetch {reader.url} to {reader.folder}: ValueError('a defect')"
+
+
+def test_a_fetcher_that_waits_for_long_looks_whether_the_other_one_is_frozen(waiting, monkeypatch):
+    monkeypatch.setattr(fetcher, "FROZEN_SECONDS", -1)
+    monkeypatch.setattr(State, "end_frozen", lambda *_: os._exit(17))
+    with once.when_free(fetcher.lease(waiting[0].path), lambda: True) as held:
+        assert held and fetched_by_a_child(waiting[0], monkeypatch) == 17
 
 
 def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):

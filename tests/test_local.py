@@ -83,6 +83,7 @@ def test_a_restart_is_announced_only_where_one_comes(tmp_path, capsys):
         (["--restarts", "-2"], "argument --restarts: '-2' is not a whole number at least 0"),
         (["--kill", "0@99999999999999999"], "--kill/--lose: '0@99999999999999999' does not have the form NODE@SECONDS"),
         (["--kill", "-1@3"], "NODE@SECONDS"),
+        (["--nodes", "2", "--kill", "2@3"], "--kill names node 2: --nodes 2 has nodes 0 to 1"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused(words, said, capsys):
