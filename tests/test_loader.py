@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+import types
 
 import numpy as np
 import pytest
@@ -557,6 +558,27 @@ def test_batches_come_from_pinned_memory_unless_it_is_not_wanted(monkeypatch, ho
     loader = DeviceLoader(Numbers(), EpochSampler(10, 2, seed=0), CPU, (0.5,) * 3, (0.25,) * 3, **how)
     next(iter(loader))
     assert asked == [pinned, pinned], "the images and the labels"
+
+
+def test_a_batch_that_a_second_stream_has_made_is_waited_for_and_its_memory_kept_until_it_is_used(monkeypatch):
+    class OnGPU(torch.Tensor):
+        def record_stream(self, by):
+            used.append((id(self), by))
+
+    used, waited = [], []
+    stream = types.SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(devices, "current_stream", lambda device: stream)
+    images, labels = (torch.zeros(2).as_subclass(OnGPU) for _ in range(2))
+    loader = DeviceLoader(Numbers(), EpochSampler(10, 2, seed=0), CPU, (0.5,) * 3, (0.25,) * 3)
+    monkeypatch.setattr(loader, "_moved", lambda: iter([((images, labels), np.arange(2), "its event")]))
+    assert len(list(loader)) == 1 and waited == ["its event"]
+    assert used == [(id(images), stream), (id(labels), stream)]
+
+
+def test_the_seconds_of_a_second_stream_are_those_of_its_events():
+    clock, event = TransferClock(CPU), types.SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 250.0)
+    clock._events += [(event, event), (event, event)]
+    assert (clock.read(), clock.read()) == (0.5, 0)
 
 
 def test_what_makes_batches_ahead_is_closed_with_the_loop():

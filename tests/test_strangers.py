@@ -230,6 +230,25 @@ def test_an_answer_that_makes_no_sense_starts_no_node(go):
         connection.close()
 
 
+@pytest.mark.parametrize("proof", ["0" * 64, 5, None, ["0"]])
+def test_a_false_node_0_is_not_joined(proof):
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        connection = channel.Connection(listener.accept()[0])
+
+        def answer():
+            other.sendall(b'{"nonce": "0"}\n')
+            other.recv(4096)
+            other.sendall(json.dumps({"proof": proof}).encode() + b"\n")
+
+        answers = threading.Thread(target=answer)
+        answers.start()
+        with pytest.raises(channel.ConnectionLost) as refused:
+            channel.prove(connection, KEY)
+        assert str(refused.value) == secret.DIFFERS and not connection.proved
+        answers.join()
+        connection.close()
+
+
 def test_who_only_sends_beats_makes_nobody_wait_for_ever():
     with meeting(3) as one:
         connection = join(one, 1, nodes=3)

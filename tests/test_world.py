@@ -164,6 +164,9 @@ def test_volcano_with_two_tasks_goes_by_the_host_name():
     env = {"VC_TASK_INDEX": "0", "VC_MASTER_HOSTS": "j-master-0.j", "VC_WORKER_HOSTS": "j-worker-0.j,j-worker-1.j"}
     assert resolve({}, env, hostname="j-worker-0").node_rank == 1
     assert resolve({}, env, hostname="j-master-0").node_rank == 0
+    more = {**env, "VC_AGENT_HOSTS": "j-agent-0.j"}
+    nodes = [resolve({}, more, hostname=f"j-{name}").node_rank for name in ("master-0", "agent-0", "worker-0", "worker-1")]
+    assert nodes == [0, 1, 2, 3], "the master is node 0, the others follow by their names"
     with pytest.raises(UserError, match="elsewhere"):
         resolve({}, env, hostname="elsewhere")
 
