@@ -543,6 +543,7 @@ def test_labels_and_ids_that_are_kept_need_no_open_file():
 def test_on_a_gpu_a_data_set_without_worker_processes_draws_what_it_draws_on_a_cpu(monkeypatch):
     """It is asked between two steps, which use the same generators; batches of worker processes are made during a step."""
     expected = [batch for batch, _ in loaded(epoch=0)]
+    assert not SampleLoader(Words(), EpochSampler(20, 4, seed=3), CPU, 1, collate_fn=padded).beside, "a CPU has no queue"
     monkeypatch.setattr(devices, "has_queues", lambda device: True)
     alone, helped = (
         SampleLoader(Words(), EpochSampler(20, 4, seed=3), CPU, *workers, collate_fn=padded) for workers in ((), (1,))

@@ -110,3 +110,17 @@ def test_a_signal_without_a_name_is_named_by_its_number(tmp_path):
     watched = worker.Worker(0, str(tmp_path / "worker"))
     watched.code = -(signal.SIGRTMIN + 6)
     assert re.search(rf"was killed by signal {signal.SIGRTMIN + 6} after step 0", watched.fault("node 0")["text"])
+
+
+def test_a_victim_is_named_once_no_cause_has_come_and_at_once_where_it_is_alone(at):
+    clock = at([1000.0], judge)
+    alone, of_two = judge.Judge(1), judge.Judge(2)
+    victim, culprit = worker.cause("lost its peer", direct=False), worker.cause("was killed")
+    for one in (alone, of_two):
+        one.accuse(victim)
+    clock[0] += 0.1
+    assert (alone.verdict(stalls=False), of_two.verdict(stalls=False)) == (victim, None)
+    clock[0] += judge.CASCADE_SECONDS
+    assert of_two.verdict(stalls=False) == victim
+    of_two.accuse(culprit)
+    assert of_two.verdict(stalls=False) == culprit
