@@ -74,7 +74,7 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erased)
     data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
                       "loader process has ready")  # fmt: skip
-    parser.set_defaults(mean=MEAN, std=STD, crop_pct=None)  # of pixels from 0 to 1; a network may have its own
+    parser.set_defaults(mean=MEAN, std=STD, crop_pct=None, best_by="accuracy")  # pixels go from 0 to 1
     parser.reads = reads
 
 

@@ -246,6 +246,17 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
     assert re.search(r'<bdi>square</bdi></th><td class="n">\d+</td><td class="n">\d+</td></tr>', page)
 
 
+def test_a_job_of_ones_own_needs_none_of_the_flagships_options_to_go_on_with_its_pictures(shapes, monkeypatch):
+    """As a copy of the flagship as it was in 0.2.0."""
+    parser = arguments.general_parser("A job.", data=imagenet.DATA, workers=None)
+    imagenet.add_options(parser)
+    for name in ("arch", "weights", "evaluate"):
+        parser.add_argument(f"--{name}", default="", help="as it was")
+    monkeypatch.setattr(imagenet, "_before", lambda args: {"best_by": "accuracy"})
+    args, train_set, _ = imagenet.load(arguments.parse(parser, ["--data_url", str(shapes)], environ={}))
+    assert len(train_set) and args.best_by == "accuracy"
+
+
 def test_an_evaluation_holds_out_what_the_run_did(shapes):
     """Not what another seed would, most of which it was trained on; of weights whatever the folder: what lies beside them says how."""
     words, network = ["--data_url", shapes, "--workers", 0, "--epochs", 1], [*NETWORK, "--image_size", 32]
