@@ -377,6 +377,13 @@ def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
     run_job("train", tmp_path, *TINY, "--epochs", 1)
 
 
+def test_what_changes_the_training_without_a_part_of_its_own_is_listed():
+    before = {"lr_batch": 256, "freeze_epochs": 0, "sync_bn": False, "interpolation": "bilinear", "workers": 1}
+    after = {"lr_batch": 128, "freeze_epochs": 2, "sync_bn": True, "interpolation": "bicubic", "workers": 2}
+    listed = ["interpolation bilinear -> bicubic", "lr_batch 256 -> 128", "freeze_epochs 0 -> 2", "sync_bn False -> True"]
+    assert first_lines.changes(before, after) == listed
+
+
 def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_path):
     done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000256.pt")
     assert "000000000256.pt: epoch 2, after 0" in done.stdout

@@ -19,7 +19,8 @@ from common.world import folders
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
     "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "cutmix", "clip_grad", "class_weights", "ema",
-    "image_size", "resize", "crop", "crop_scale", "augmentation", "random_erasing", "data_backend",
+    "image_size", "resize", "crop", "crop_scale", "interpolation", "augmentation", "random_erasing", "data_backend",
+    "lr_batch", "freeze_epochs", "sync_bn",
 ]  # fmt: skip
 
 
