@@ -30,7 +30,7 @@ DDP_FAILS = [
     "unknown option --nproc_per_node|has no attribute|not defined",  # options
     "2 processes were asked for but only this one runs",  # start_workers
     "process group has not been initialized",  # join
-    "samples came twice",  # shard
+    "all ranks would train on the same samples",  # shard
     "the tensors differ",  # wrap
     "no learning rate",  # learning rate
     "another network was evaluated",  # broadcast
