@@ -2,12 +2,13 @@
 
 import os
 import re
+import resource
 import signal
 import types
 
 import pytest
 
-from common.alive import judge, worker
+from common.alive import beside, heartbeat, judge, worker
 from tests.jobs import ROOT
 from tests.ranks import TWO, run_variant
 
@@ -104,6 +105,19 @@ def test_what_a_watcher_has_slept_is_no_time_of_its_worker(tmp_path, at):
         clock[0] += seconds
         watched.look()
         assert watched.status()["idle"] == idle
+
+
+@pytest.mark.parametrize("code, seen", [(0, 0), (3, 3), (None, 0), ("why", 1), (-1, 255)])
+def test_how_a_rank_has_ended_is_known_also_where_the_temporary_disk_is_full(tmp_path, monkeypatch, code, seen):
+    watched = worker.Worker(0, str(tmp_path / "worker"))
+    monkeypatch.setattr(heartbeat, "_single_rank", watched.files)
+    if not (rank := os.fork()):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file can be written to
+        heartbeat._pulse.cache_clear()
+        heartbeat.report_end(code)
+        os._exit(0)
+    os.waitpid(rank, 0)
+    assert beside.Rank(rank, watched, None).poll() == seen
 
 
 def test_a_signal_without_a_name_is_named_by_its_number(tmp_path):

@@ -35,9 +35,9 @@ CRASHES = {
 class Rank:
     """The watched process, as its watcher sees it, with the methods of Popen that a Worker needs."""
 
-    def __init__(self, pid: int, files: str, orders: socket.socket):
+    def __init__(self, pid: int, worker: Worker, orders: socket.socket):
         self.pid = pid
-        self._files, self._orders = files, orders
+        self._worker, self._orders = worker, orders
         self._stops_well = False  # whether the process had a handler for SIGTERM at the last poll()
         self.doubt = ""  # for the log: another signal that may have ended the process, besides the one that poll() returns
 
@@ -51,9 +51,9 @@ class Rank:
                 caught = Path(f"/proc/{self.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
                 self._stops_well = bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
             return None
-        with contextlib.suppress(OSError, ValueError):
-            return int(Path(f"{self._files}.end").read_text())
-        stack = heartbeat.crash(self._files)
+        if ended := self._worker.pulse.get("ended"):
+            return ended - 1
+        stack = heartbeat.crash(self._worker.files)
         crashed = next((number for words, number in CRASHES.items() if words in stack), None)
         self.doubt = "" if crashed or self._stops_well else " or SIGKILL"
         return -(crashed or (signal.SIGKILL if self._stops_well else signal.SIGTERM))
@@ -128,7 +128,7 @@ def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) 
     sys.stderr.flush()
     if os.fork() == 0:
         mine.close()
-        worker.process = Rank(pid, worker.files, its)
+        worker.process = Rank(pid, worker, its)
         _watch(worker, watch, folder)
     its.close()
     return worker.files, Beside(mine, lost)

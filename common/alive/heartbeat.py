@@ -40,7 +40,7 @@ QUIET_SECONDS = 60  # so long after the end of a wait, another one for the same 
 _NAMES = list(PHASES)
 _FORM = struct.Struct("<2q")
 _NUMBER = struct.Struct("<q")
-_SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate(("wanted", "offered", "stop"))}
+_SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate(("wanted", "offered", "stop", "ended"))}
 _WAIT = struct.Struct("<3d160s")  # when it began, or 0; until when it is no hang, or its end; seconds before; for what
 _WAIT_AT = _FORM.size + len(_SLOTS) * _NUMBER.size
 _SIZE = _WAIT_AT + 2 * _WAIT.size
@@ -173,10 +173,10 @@ def crash(prefix: str) -> str:
 
 
 def report_end(code: object) -> None:
-    """Tell the watcher, if there is one, with which exit code this process ends."""
+    """Tell the watcher, if there is one, with which exit code this process ends, in "ended": 1 + the code."""
     if not has_parent() and _files():
-        with contextlib.suppress(OSError):
-            Path(f"{_files()}.end").write_text(str(code if isinstance(code, int) else int(code is not None)))
+        with contextlib.suppress(OSError):  # the watcher has ended, and has taken the memory with it
+            of_this_process().put("ended", 1 + (code if isinstance(code, int) else int(code is not None)) % 256)
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:
