@@ -46,7 +46,7 @@ def nobody_listens_any_more(monkeypatch):
         monkeypatch.setattr(moments.REPLACED, field.name, None)
     vars(STOPS).update(vars(Stops()))  # nor a stop
     monkeypatch.setattr(files, "CLAIMED", {})  # nor a folder that is its own
-    heartbeat._pulse.cache_clear()  # nor what it waits for
+    heartbeat._PULSES.clear()  # nor what it waits for
     monkeypatch.setenv(patience.VARIABLE, str(patience.DEFAULT))  # nor for how long
 
 

@@ -6,7 +6,6 @@ twice a second. The fault is a line of JSON, written once. Without a parent or a
 
 import contextlib
 import faulthandler
-import functools
 import json
 import mmap
 import os
@@ -45,6 +44,7 @@ _WAIT = struct.Struct("<3d160s")  # when it began, or 0; until when it is no han
 _WAIT_AT = _FORM.size + len(_SLOTS) * _NUMBER.size
 _SIZE = _WAIT_AT + 2 * _WAIT.size
 _single_rank: Optional[str] = None
+_PULSES: dict[Optional[str], "Pulse"] = {}  # {prefix: its memory}; a rank has that which it has made for its watcher
 
 
 class Pulse:
@@ -124,17 +124,14 @@ class Wait:
 
 def create(prefix: str) -> Pulse:
     Path(f"{prefix}.pulse").write_bytes(bytes(_SIZE))
-    return Pulse(prefix)
+    _PULSES[prefix] = Pulse(prefix)
+    return _PULSES[prefix]
 
 
 def of_this_process() -> Pulse:
     """Return the Pulse of this process's rank: its status, in memory that forked loader processes share."""
-    return _pulse(_files())
-
-
-@functools.lru_cache(1)
-def _pulse(prefix):
-    return Pulse(prefix)
+    prefix = _files()
+    return _PULSES.get(prefix) or _PULSES.setdefault(prefix, Pulse(prefix))
 
 
 def set_files_of_single_rank(prefix: str) -> None:
@@ -175,8 +172,7 @@ def crash(prefix: str) -> str:
 def report_end(code: object) -> None:
     """Tell the watcher, if there is one, with which exit code this process ends, in "ended": 1 + the code."""
     if not has_parent() and _files():
-        with contextlib.suppress(OSError):  # the watcher has ended, and has taken the memory with it
-            of_this_process().put("ended", 1 + (code if isinstance(code, int) else int(code is not None)) % 256)
+        of_this_process().put("ended", 1 + (code if isinstance(code, int) else int(code is not None)) % 256)
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:
