@@ -274,10 +274,16 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
     base, blocks = read(path) if path.exists() else (None, [])
     if base not in (None, BASE.read_text().split("\n")):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
-    if path.resolve().parent == JOBS and any("\n".join(block.text) not in text for block in blocks):
+    if path.resolve().parent == JOBS and _loses(blocks, text):
         raise BlockError(f"{path} would lose blocks that compose and rebase read from there: give another name")
     path.write_text(text)
     print(f"wrote {path}")
+
+
+def _loses(blocks: list[Block], text: str) -> bool:
+    """Whether a job with these blocks loses by becoming `text`: a block, or where it combines features, one of those."""
+    combines = len({block.tag for block in blocks}) > 1
+    return any((f"### {block.tag}: " if combines else "\n".join(block.text)) not in text for block in blocks)
 
 
 def run(options: argparse.Namespace) -> str:

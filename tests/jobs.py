@@ -11,7 +11,6 @@ import time
 import types
 from pathlib import Path
 
-import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +26,8 @@ NETWORK = ["--arch", "shufflenet_v2_x0_5"]
 
 def in_rehearsal(values, which):
     """The parameters of a test; those for which which() is true belong to make rehearsal."""
+    import pytest  # here, because tests.gpu runs where there is none
+
     return [pytest.param(value, marks=pytest.mark.rehearsal) if which(value) else value for value in values]
 
 

@@ -2,7 +2,9 @@
 
 import re
 
+from common.storage import download, etag
 from tests.benchmarks import __main__ as bench
+from tests.benchmarks import storage
 from tests.benchmarks.__main__ import RESULTS, fallen, recorded
 
 TABLE = """
@@ -38,3 +40,19 @@ def test_whatever_keeps_rows_is_started():
     assert {module for module, *_ in started.values()} == keep_rows
     for module, *options in started.values():
         assert all(f'"{option}"' in (folder / f"{module}.py").read_text() for option in options)
+
+
+def test_a_fetch_that_is_not_verified_takes_every_byte_for_right(monkeypatch):
+    """What the digests cost is measured against it."""
+    fetched = []
+
+    def fetch(*where):
+        hasher = etag.Hasher("0" * 32, 5, 5)
+        hasher.update(b"other")
+        fetched.append(hasher.matches() and download.hashlib.md5(b"other").hexdigest() == "0" * 32)
+
+    monkeypatch.setattr(storage, "ours", fetch)
+    storage.ours_unverified("large", "folder")
+    hasher = etag.Hasher("0" * 32, 5, 5)
+    hasher.update(b"other")
+    assert fetched == [True] and hasher.matches() is False

@@ -236,6 +236,16 @@ def test_what_somebody_wrote_is_never_lost(house, capsys, tmp_path):
     assert "exists and is not train.py with blocks" in capsys.readouterr().err and mine.read_text() == "my own work\n"
 
 
+def test_a_changed_block_comes_into_the_jobs_that_combine_it(house, capsys):
+    single, both = house / "train_ddp.py", house / "train_ddp_amp.py"
+    old = "    group.start_workers(args)\n"
+    single.write_text(single.read_text().replace(old, old + "    print(args.lr)\n"))
+    assert blocks.main(["compose", "DDP", "-o", str(both)]) == 2
+    assert "train_ddp_amp.py would lose blocks" in capsys.readouterr().err and "print(args.lr)" not in both.read_text()
+    assert blocks.main(["compose", "DDP", "AMP", "-o", str(both)]) == 0
+    assert both.read_text().replace("    print(args.lr)\n", "") == (ROOT / "jobs" / both.name).read_text()
+
+
 def test_the_file_that_a_feature_is_read_from_does_not_lose_it(house, capsys, tmp_path):
     job = house / "train_ddp.py"
     before = job.read_text()

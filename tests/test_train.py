@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common import VERSION, arguments
+from common.checkpoints import manifest
 from common.models.resnet import FEW, Across, resnet18
 from common.run import first_lines
 from common.run.run import Run
@@ -96,6 +97,11 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     use = f"cd {ROOT} && python -m launch export {out} --format torch"
     assert lines[-1] == f"next: with more --epochs the same command trains longer. A network for any program: {use}"
     assert re.search(r" in epoch (\d) \(epoch_\1\.pth\)\. last checkpoint ", lines[-3])
+
+
+def test_the_command_for_the_network_is_one_that_this_torch_can_do(monkeypatch):
+    monkeypatch.setattr(manifest.devices, "TORCH", (2, 5))
+    assert manifest.export_command("out").endswith("out --format onnx")
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):

@@ -97,7 +97,8 @@ def export_command(folder: str) -> Optional[str]:
     if not (root / "launch").is_dir():
         return None
     here = os.getcwd() == str(root)
-    words = ["python", "-m", "launch", "export", folder if here else os.path.abspath(folder), "--format", "torch"]
+    form = "torch" if devices.TORCH >= (2, 6) else "onnx"
+    words = ["python", "-m", "launch", "export", folder if here else os.path.abspath(folder), "--format", form]
     return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
 
 

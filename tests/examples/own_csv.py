@@ -11,7 +11,7 @@ loader = own_folder.loader
 
 
 def load(args):
-    folder = storage.fetch(args.data_url)
+    folder = storage.fetch(args.data_url, inputs=args.input_dir)
     tables = [read(os.path.join(folder, f"{split}.csv")) for split in ("train", "test")]
     classes = sorted({row["label"] for row in tables[0]})
     return tuple(own_folder.Pictures(*columns(folder, table, classes), classes) for table in tables)

@@ -30,7 +30,7 @@ class Arrays:
 def load(args):
     if not args.data_url:
         raise UserError("there are no data: give --data_url, a folder with train and test in it")
-    folder = storage.fetch(args.data_url)
+    folder = storage.fetch(args.data_url, inputs=args.input_dir)
     return Arrays(os.path.join(folder, "train")), Arrays(os.path.join(folder, "test"))
 
 

@@ -27,5 +27,5 @@ def read(path):
 
 
 def load(args):
-    folder = storage.fetch(args.data_url)
+    folder = storage.fetch(args.data_url, inputs=args.input_dir)
     return Digits(folder, "train"), Digits(folder, "t10k")

@@ -34,7 +34,7 @@ def decoded(path):
 
 
 def load(args):
-    folder = storage.fetch(args.data_url)
+    folder = storage.fetch(args.data_url, inputs=args.input_dir)
     if not all(os.path.isdir(os.path.join(folder, name)) for name in ("train", "test")):
         raise UserError(f"{folder} has no train/CLASS and test/CLASS")
     classes = sorted(os.listdir(os.path.join(folder, "train")))
