@@ -281,7 +281,7 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
 
 
 def _loses(blocks: list[Block], text: str) -> bool:
-    """Whether a job with these blocks loses by becoming `text`: a block, or where it combines features, one of those."""
+    """Return whether `text` lacks a block of a job of one feature, or a feature of a job that combines several."""
     combines = len({block.tag for block in blocks}) > 1
     return any((f"### {block.tag}: " if combines else "\n".join(block.text)) not in text for block in blocks)
 

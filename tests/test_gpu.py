@@ -146,13 +146,13 @@ os.kill(os.getpid(), signal.SIGABRT)
     assert row["verdict"] == "cut off" and row["figures"] == {"first": "7 images/s"}
 
 
-@pytest.mark.rehearsal
 def test_the_slices_run_where_pytest_is_missing():
     program = "import sys; sys.modules['pytest'] = None; import tests.gpu.__main__, tests.gpu.rows, tests.gpu.runs"
     done = subprocess.run([sys.executable, "-c", program], cwd=runner.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.rehearsal
 def test_a_row_without_a_gpu_fails_with_its_reason(tmp_path):
     row = runner.result_of("quality", PATIENCE, tmp_path / "quality", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert row["verdict"] == "failed" and row["why"]
