@@ -110,6 +110,7 @@ def pattern(path):
     """The path as another run has it: without the time, the process and what is drawn at random."""
     path = re.sub(r"(/\.(?:start|rank_\d+))-[0-9a-f]{12}", r"\1-*", path)
     path = re.sub(r"(events\.out\.tfevents)\.[^/]*", r"\1.*", path)
+    path = re.sub(r"(/logs/anyrank)_[a-z0-9_]{8}", r"\1_*", path)
     return re.sub(r"(tmp/[a-z-]*?-?)[^/.]*(?=/|$)", r"\1*", path) if path.startswith("tmp/") else path
 
 

@@ -117,10 +117,13 @@ def problems_of_fault(point, code, printed, log):
 
 def may_be_silent(point, recorded):
     """A sync of a folder, which a run does not need, since some mounted stores cannot; the file by which Python tries a folder
-    for temporary files before it takes another one."""
+    for temporary files before it takes another one, and the one without a name by which a start tries the output folder before
+    it takes one with a name; what stays in a temporary folder."""
     if point.operation == "fsync":
         return any(f" {point.path}/" in line for line in recorded["log"])
-    return point.path == "tmp/*" and point.operation in ("open", "write", "unlink")
+    if point.operation == "unlink":
+        return point.path.startswith("tmp/")
+    return (point.operation, point.path) in {("open", "out"), ("open", "tmp/*"), ("write", "tmp/*")}
 
 
 def wrong_files(point, folder, recorded, when):
