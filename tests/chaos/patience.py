@@ -28,7 +28,7 @@ from tests.test_packed import contents, settings, write_tree
 
 RANKS = {1: [], 2: ["--nproc_per_node", "2"]}
 # Small batches, so that what is read ahead is no whole epoch: then an evaluation would wait, which may take an hour.
-JOB = [*SMALL, "--workers", "1", "--batch_size", "2", "--lr", "0.01", "--epochs", "8"]
+JOB = [*SMALL, "--workers", "1", "--batch_size", "4", "--lr", "0.01", "--epochs", "8"]
 AFTER = 4  # requests of the store: the pack, which passes through, is all asked for in the first epoch
 SHARE, SLACK = 1.2, 30  # of --patience, and seconds: what hangs is found after a fifth of it, and a last attempt takes its time
 
