@@ -75,6 +75,11 @@ class Fixed:
 
     def meet(self, run: Any) -> None:
         """Begin to exchange with the other ranks what is due. Called when the run has been restored."""
+        if self.size > 1:
+            from common.ranks import buckets
+
+            for warning in buckets.fix_all():
+                run.say(warning)
         self.agreement.begin()
 
     def form_again(self) -> None:
