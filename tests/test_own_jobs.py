@@ -111,6 +111,19 @@ ACCUMULATED = """            (loss / 3).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 """
+SECOND = """
+class Second(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift, self.unused = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, images, both):
+        means = images.mean(dim=(2, 3))
+        shift = self.shift(means) + self.unused(means) if both else self.shift(means)
+        return images + shift[:, :, None, None]
+"""
+IN_TWO = """            loss = loss_fn(model(second(images, run.total_steps % 3 == 0)), labels)
+"""
 STATE = """
 class Generator:
     def __init__(self):
@@ -173,6 +186,39 @@ ROWS = {
     "gradients that are accumulated and enumerated": {
         "head": "optimizer.zero_grad()\nnumber = -1", "step": "            number += 1\n" + ACCUMULATED,
     },
+    "two optimizers, of which one steps each fourth step": {
+        "made": "weights = list(model.parameters())\noptimizer = torch.optim.SGD(weights[:-2], lr=0.1, momentum=0.9)\n"
+        "second = torch.optim.Adam(weights[-2:], lr=0.01)",
+        "saved": ", second=second", "rate": "",
+        "step": STEP + "            if (run.total_steps + 1) % 4 == 3:\n                second.step()\n"
+                       "                second.zero_grad()\n",
+    },
+    "two optimizers that step in turns": {
+        "made": "weights = list(model.parameters())\noptimizer = torch.optim.SGD(weights[:-2], lr=0.1, momentum=0.9)\n"
+        "second = torch.optim.Adam(weights[-2:], lr=0.01)\noptimizer.zero_grad()",
+        "saved": ", second=second", "rate": "",
+        "step": "            loss.backward()\n            steps = (optimizer, second)[run.total_steps % 2]\n"
+                "            steps.step()\n            steps.zero_grad()\n",
+    },
+    "a second network that accumulates": {
+        "imports": SECOND,
+        "made": "second = Second()\nof_second = torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)",
+        "saved": ", second=second, of_second=of_second", "rate": "",
+        "step": IN_TWO + STEP + "            if run.total_steps % 3 == 1:\n                of_second.step()\n"
+                                "                of_second.zero_grad()\n",
+    },
+    "gradients that are zeroed in place": {
+        "imports": SECOND, "made": "second = Second()\nof_second = torch.optim.AdamW(second.parameters(), lr=0.1)",
+        "saved": ", second=second, of_second=of_second", "rate": "",
+        "step": IN_TWO + "            of_second.zero_grad(set_to_none=False)\n" + STEP + "            of_second.step()\n",
+    },
+    "gradients that are kept and made smaller": {
+        "step": STEP.replace("optimizer.zero_grad()", "for weight in model.parameters():\n"
+                             "                weight.grad = None if weight.grad is None else weight.grad * 0.5"),
+    },
+    "gradients that are used in the next step": {
+        "step": "            optimizer.step()\n            optimizer.zero_grad()\n            loss.backward()\n",
+    },
     "a data set that draws": {"imports": NOISY, "data": "train_loader = cifar10.loader(Noisy(train_set), train_sampler, device, "
                               "args.augment, args.seed, args.workers)"},
     "a data set that draws in processes": {
@@ -205,6 +251,8 @@ ROWS = {
 }  # fmt: skip
 
 
+# Killed where gradients wait, or are 0 and not None.
+KILLED_IN_BETWEEN = ["two optimizers, of which one steps each fourth step", "gradients that are zeroed in place"]
 IN_EVERY_TEST = ["groups that are added, a layer an epoch", "averages"]  # the others do the same in more ways
 
 
@@ -236,6 +284,8 @@ def newest(folder):
 
 def moments(row):
     """Two moments of a run of 12 steps, in the order in which it comes to them."""
+    if row in KILLED_IN_BETWEEN:
+        return ["late 5", "late 10"]
     passed = []
     for step in range(1, 12):
         between = ["before", "evaluation", "tail", "head"] if step in (4, 8) else []
@@ -346,7 +396,7 @@ def take_a_step(part, model, images):
 
 def saved(run):
     """Its state, as a checkpoint gives it back."""
-    state = checkpoint.snapshot({**parts.states(run), "run": {"history": [], **parts.of_the_run(run, gradients_wait=False)}})
+    state = checkpoint.snapshot({**parts.states(run), "run": {"history": [], **parts.of_the_run(run)}})
     checkpoint.require_plain(state)
     return read(bytes(checkpoint.encode(state)), verified=True)
 

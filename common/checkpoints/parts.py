@@ -50,11 +50,10 @@ def states(run: Any) -> dict[str, Any]:
     return {"model": run.model.state_dict(), **{name: _state(part) for name, part in run.parts.items()}}
 
 
-def of_the_run(run: Any, gradients_wait: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds of the parts in addition to their states; `gradients_wait`: also accumulated gradients."""
-    gradients = {name: weight.grad for name, weight in _weights(run).items() if gradients_wait and weight.grad is not None}
+def of_the_run(run: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds of the parts in addition to their states."""
     added = {name: _added(run, name) for name in optimizers(run)}
-    return {"made": _plain(run.made), "frozen": _frozen(run), "groups": run.groups, "added": added, "gradients": gradients}
+    return {"made": _plain(run.made), "frozen": _frozen(run), "groups": run.groups, "added": added}
 
 
 def fingerprint(value: Any) -> Any:
@@ -69,14 +68,12 @@ def fingerprint(value: Any) -> Any:
 def restore(run: Any, state: dict, path: str, within_epoch: bool) -> None:
     """Restore the parts; `within_epoch`: without this epoch's parameter groups, which the job adds again before run.steps()."""
     run.model.load_state_dict(state["model"])
-    kept, weights = state["run"], _weights(run)
+    kept, weights = state["run"], named_weights(run)
     before = kept.get("made", {})  # checkpoints of version 0.2.0 lack it
     if before.get("model") == run.made["model"]:
         for name, weight in weights.items():
             weight.requires_grad_(name not in kept["frozen"])
     run.groups = kept.get("groups", run.groups)  # counted when the epoch began
-    for name, gradient in kept.get("gradients", {}).items():
-        weights[name].grad = gradient.to(weights[name].device)
     for name in sorted(run.parts, key=lambda name: is_schedule(run.parts[name])):  # schedules last: they set rates
         part, saved = run.parts[name], state.get(name)
         if saved is None or (isinstance(saved, dict) and not saved):
@@ -100,7 +97,7 @@ def _restore_optimizer(run, name, state, path, within_epoch):
             "give it the groups of before, or another --output_dir"
         )
     if "made" in kept:
-        made, before, weights = run.made[name], kept["made"][name], _weights(run)
+        made, before, weights = run.made[name], kept["made"][name], named_weights(run)
         groups = groups[: kept["groups"][name]] if within_epoch else groups
         for names, options in zip(kept["added"][name][known - len(before) :], groups[known:]):
             part.add_param_group({**options, "params": [weights[one] for one in names]})
@@ -135,7 +132,7 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _weights(run):
+def named_weights(run: Any) -> dict[str, torch.nn.Parameter]:
     """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
     others = {name: part for name, part in run.parts.items() if isinstance(part, torch.nn.Module)}
     named = {f"{name}.{key}": weight for name, part in others.items() for key, weight in part.named_parameters()}
@@ -143,12 +140,12 @@ def _weights(run):
 
 
 def _frozen(run):
-    return [name for name, weight in _weights(run).items() if not weight.requires_grad]
+    return [name for name, weight in named_weights(run).items() if not weight.requires_grad]
 
 
 def _added(run, name):
     """Return, for each parameter group that optimizer `name` has got since Run.resume(), the names of its weights."""
-    names = {weight: one for one, weight in _weights(run).items()}
+    names = {weight: one for one, weight in named_weights(run).items()}
     groups = [group["params"] for group in run.parts[name].param_groups[len(run.made[name]) :]]
     if any(weight not in names for group in groups for weight in group):
         raise UserError(

@@ -36,6 +36,7 @@ from common.errors import STOP_SIGNALS
 from common.moments import REPLACED
 from common.run import first_lines
 from common.run.clock import Clock
+from common.run.gradients import Gradients
 from common.run.losses import Losses, Scaler
 from common.run.observers import Facts, Observer, Observers
 from common.run.peers import Fixed
@@ -44,7 +45,6 @@ from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
-MOST_WAITED = 100  # steps without an update of the weights, after which a save or a stop waits no longer for one
 
 
 class Run:
@@ -91,7 +91,6 @@ class Run:
         self.restored: Any = None  # the checkpoint, until run.steps() of an epoch that an earlier start has begun
         self._ended: Optional[bool] = None  # whether an ended epoch was a whole one, until its checkpoint is made
         self._due = [0.0, 0.0, 0.0]  # what the peers have agreed on (Fixed.due), kept until the weights are updated
-        self._without_update = 0  # steps
         self._profile: Any = None
         if prof:
             from common.run.timing import Profile
@@ -170,6 +169,7 @@ class Run:
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
         self.made, self.groups = parts.made(self), parts.groups(self)
+        self.gradients = Gradients(parts.named_weights(self), parts.optimizers(self))
         found = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
         if found:
             self.load(*found)
@@ -181,8 +181,6 @@ class Run:
         if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
             raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
         moments.listen(types.SimpleNamespace(returned=self._leave))
-        for optimizer in parts.optimizers(self).values():
-            optimizer.register_step_post_hook(self._updated)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
         writes = self.side_files.writes
@@ -232,6 +230,7 @@ class Run:
         if self.restored and self.position.consumed:
             self.load(*self.restored, again=True)
         self.loader, self.restored = loader, None
+        self.gradients.look()
         batches = iter(loader)
         while not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.enter("data")
@@ -277,7 +276,7 @@ class Run:
         self.evidence.note_step_counts(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
-        self._without_update += 1
+        self.gradients.count_step()
         self.peers.counted()
         trained = self.position.samples_seen - self.plan.resumed_at.samples_seen
         line_is_due = self.clock.stepped(self.sampler.global_batch, trained)
@@ -301,11 +300,11 @@ class Run:
         self.enter("step")
 
     def _keep_up(self):
-        """Save or stop if that is due; while gradients accumulate, first wait for the update, for MOST_WAITED steps at most."""
+        """Save or stop if that is due; while gradients accumulate, first wait for the update of the weights."""
         stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
         self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
-        if self._gradients_wait() and self._without_update <= MOST_WAITED:
+        if self.gradients.should_wait():
             return
         (stop_signal, hours_over, save), self._due = self._due, [0.0, 0.0, 0.0]
         if save and not self.plan.epoch_is_over(self.position):
@@ -357,6 +356,7 @@ class Run:
         """Restore the run from a checkpoint. `again`: once more, as the job may have changed the parts before run.steps()."""
         self.restored = None if again else (state, about, path)
         parts.restore(self, state, path, within_epoch=about["consumed"] > 0 and not again)
+        self.gradients.load_state_dict(state["run"])
         self.position = Position.of(about)
         self.saving.id = about.get("run", self.saving.id)
         self.losses.load_state_dict(state["run"])
@@ -382,16 +382,8 @@ class Run:
         self.saving.require_published()
 
     def state(self) -> dict:
-        of_the_run = parts.of_the_run(self, self._gradients_wait())
-        return {**parts.states(self), "run": {**self.losses.state_dict(), "history": self.results.history, **of_the_run}}
-
-    def _updated(self, *_):
-        self._without_update = -1  # run.step() makes it 0
-
-    def _gradients_wait(self):
-        """Whether gradients of earlier steps wait for an optimizer's step; False if the run has no optimizer."""
-        known = self.groups and self._without_update > 0  # without an optimizer, no update would be noticed
-        return bool(known) and any(weight.grad is not None for weight in self.model.parameters())
+        of_the_run = {**self.losses.state_dict(), **self.gradients.state_dict(), **parts.of_the_run(self)}
+        return {**parts.states(self), "run": {**of_the_run, "history": self.results.history}}
 
     # --- Ending ---
 

@@ -1,0 +1,203 @@
+"""Which gradients a checkpoint holds, for each thing that a loop may do with them (common/run/gradients.py)."""
+
+import pytest
+import torch
+
+from common.run.gradients import MOST_WAITED, Gradients
+
+
+class Loop:
+    """A network of two layers, of which a step may leave out the second, with an optimizer for each layer or one for both."""
+
+    def __init__(self, optimizers=1):
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)})
+        groups = [self.layers.parameters()] if optimizers == 1 else [layer.parameters() for layer in self.layers.values()]
+        self.optimizers = {f"optimizer {number}": torch.optim.SGD(group, lr=0.1) for number, group in enumerate(groups)}
+        self.gradients = Gradients(dict(self.layers.named_parameters()), self.optimizers)
+        self.gradients.look()
+
+    def backward(self, second=True):
+        layers = self.layers.values() if second else [self.layers["first"]]
+        images = torch.ones(1, 2)
+        for layer in layers:
+            images = layer(images)
+        images.sum().backward()
+
+    def update(self, number=0):
+        self.optimizers[f"optimizer {number}"].step()
+
+    def zero(self, number=0, to_none=True):
+        self.optimizers[f"optimizer {number}"].zero_grad(set_to_none=to_none)
+
+    def saved(self):
+        """Of which layers a checkpoint that is made now has the gradients."""
+        return sorted({name.partition(".")[0] for name in self.gradients.state_dict()["gradients"]})
+
+    def of_each_step(self, step, steps=6):
+        """(the layers whose gradients a checkpoint has, whether it is made) after each step."""
+        found = []
+        for number in range(steps):
+            step(number)
+            self.gradients.count_step()
+            found.append((self.saved(), not self.gradients.should_wait()))
+        return found
+
+    def hooks(self):
+        return sum(len(weight._backward_hooks or ()) for weight in self.layers.parameters())
+
+
+BOTH = ["first", "second"]
+
+
+def test_an_ordinary_loop_saves_none_once_it_is_known_and_is_no_longer_looked_at():
+    loop = Loop()
+
+    def step(_):
+        loop.zero()
+        loop.backward()
+        loop.update()
+
+    assert loop.of_each_step(step) == [(BOTH, True), *[([], True)] * 5]
+    assert loop.hooks() == 0
+
+
+def test_a_loop_that_discards_them_after_its_update_saves_none():
+    loop = Loop()
+
+    def step(_):
+        loop.backward()
+        loop.update()
+        loop.zero()
+
+    assert loop.of_each_step(step) == [([], True)] * 6
+    assert loop.hooks() == 0
+
+
+@pytest.mark.parametrize("zeroed_first", [True, False])
+def test_accumulated_ones_are_saved_and_a_save_waits_for_the_update(zeroed_first):
+    loop = Loop()
+
+    def step(number):
+        if zeroed_first and number % 3 == 0:
+            loop.zero()
+        loop.backward()
+        if number % 3 == 2:
+            loop.update()
+            if not zeroed_first:
+                loop.zero()
+
+    first, second = loop.of_each_step(step, 3), loop.of_each_step(step, 3)
+    assert first == [(BOTH, False), (BOTH, False), (BOTH if zeroed_first else [], True)]
+    assert second == [(BOTH, False), (BOTH, False), ([], True)]
+
+
+def test_those_that_are_zeroed_in_place_are_saved_also_of_a_weight_that_a_step_does_not_use():
+    loop = Loop()
+
+    def step(number):
+        loop.zero(to_none=False)
+        loop.backward(second=number == 0)
+        loop.update()
+
+    assert loop.of_each_step(step) == [(BOTH, True)] * 6
+    assert not loop.layers["second"].weight.grad.any()
+
+
+def test_those_that_the_next_step_uses_before_it_discards_them_are_saved():
+    loop = Loop()
+
+    def step(_):
+        loop.update()
+        loop.zero()
+        loop.backward()
+
+    assert loop.of_each_step(step) == [(BOTH, True)] * 6
+
+
+def test_each_optimizer_waits_for_itself():
+    loop = Loop(optimizers=2)
+
+    def step(number):
+        loop.zero(0)
+        loop.backward()
+        loop.update(0)
+        if number % 3 == 2:
+            loop.update(1)
+            loop.zero(1)
+
+    loop.of_each_step(step, 3)
+    assert loop.of_each_step(step, 3) == [(["second"], False), (["second"], False), ([], True)]
+
+
+def test_optimizers_that_never_have_none_together_are_saved_when_fewest_wait():
+    loop = Loop(optimizers=2)
+    loop.layers["second"].weight.requires_grad_(False)  # leaves 2 gradients in the second, and 6 in the first
+
+    def step(number):
+        loop.backward()
+        loop.update(number % 2)
+        loop.zero(number % 2)
+
+    found = loop.of_each_step(step, 8)
+    assert [saved for saved, _ in found] == [["second"], ["first"]] * 4
+    assert [made for _, made in found[4:]] == [True, False] * 2
+
+
+def test_an_optimizer_that_is_no_longer_used_keeps_nobody_waiting():
+    loop = Loop(optimizers=2)
+
+    def step(number):
+        loop.zero(0)
+        loop.backward(second=number == 0)
+        loop.update(0)
+        if number == 0:
+            loop.update(1)
+
+    assert [made for _, made in loop.of_each_step(step)] == [True] * 6
+
+
+def test_a_save_waits_for_no_more_than_so_many_steps():
+    loop = Loop()
+    found = loop.of_each_step(lambda _: loop.backward(), 2 * MOST_WAITED + 2)
+    assert [number for number, (_, made) in enumerate(found) if made] == [MOST_WAITED, 2 * MOST_WAITED + 1]
+
+
+def test_what_a_loop_does_is_known_after_a_restart_and_seen_anew():
+    def step(_):
+        loop.zero()
+        loop.backward()
+        loop.update()
+
+    loop = Loop()
+    loop.of_each_step(step)
+    state = loop.gradients.state_dict()
+    assert state == {"gradients": {}, "gradients_waiting": [], "gradients_kept": []}
+    loop = Loop()
+    loop.gradients.load_state_dict(state)
+    assert loop.of_each_step(step) == [([], True)] * 6
+
+    def changed(_):
+        loop.zero(to_none=False)
+        loop.backward()
+        loop.update()
+
+    loop = Loop()
+    loop.gradients.load_state_dict(state)
+    assert loop.of_each_step(changed) == [([], True), *[(BOTH, True)] * 5]
+
+
+def test_none_and_0_come_back_as_they_were():
+    loop, other = Loop(), Loop()
+    loop.backward(second=False)
+    loop.zero(to_none=False)
+    other.backward()
+    other.gradients.load_state_dict(loop.gradients.state_dict())
+    assert not other.layers["first"].weight.grad.any() and other.layers["second"].weight.grad is None
+
+
+def test_accumulated_ones_of_0_3_0_come_back_and_wait():
+    loop = Loop()
+    loop.gradients.load_state_dict({"gradients": {"first.bias": torch.ones(2)}})
+    assert loop.layers["first"].bias.grad.tolist() == [1, 1]
+    assert loop.gradients.should_wait() and loop.saved() == ["first"]
