@@ -5,10 +5,13 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
 import weakref
+from collections.abc import Iterable
+from multiprocessing import queues
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,9 +21,10 @@ from torch.utils.data._utils import collate, worker
 from common import malloc, progress
 from common.alive.stops import STOPS
 from common.devices.diagnosis import KILLED
-from common.errors import STOP_SIGNALS, TrainingFailed
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line
 from common.files import scratch_folder
 
+SHARED_MEMORY = "/dev/shm"
 STOP_SECONDS = 1  # longest wait for workers to end when the job is told to stop
 LITTLE = 1 << 30  # bytes of /dev/shm per rank that suffice for the batches of loader processes; a container often has 64 MiB
 COLLATED = collate.default_collate_fn_map  # torch documents this registry for custom collate functions
@@ -28,6 +32,11 @@ ORIGINAL = COLLATED[torch.Tensor]
 
 
 def worker_batches(data_set: Any, workers: int, prefetch: int, **how: Any) -> "WorkerBatches":
+    if os.path.isdir(SHARED_MEMORY) and not os.access(SHARED_MEMORY, os.W_OK):
+        raise UserError(
+            f"{SHARED_MEMORY} cannot be written to, and loader processes keep their locks there: mount it writable, or give "
+            "--workers 0"
+        )
     if has_little_shared_memory():
         _advise_more()
     loader = WorkerBatches(
@@ -105,6 +114,8 @@ def begin_worker(_worker: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _but_for_a_lost_reader
+    of_all_queues: Any = queues.Queue
+    of_all_queues._on_queue_feeder_error = _send_error_instead
 
 
 def _but_for_a_lost_reader(kind, error, trace):
@@ -113,10 +124,56 @@ def _but_for_a_lost_reader(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
 
 
-def has_little_shared_memory() -> bool:
-    if not os.path.isdir("/dev/shm"):
+def _send_error_instead(queue: Any, error: Exception, unsent: Any) -> None:
+    """Send an error in place of a batch that cannot be sent. Python would print it and forget the batch, for which the training
+    would wait for ever. A thread of Python calls it (tried with 3.9 to 3.13): `unsent` is (number, batch), or bytes."""
+    if isinstance(unsent, bytes):  # the reader was lost
+        _but_for_a_lost_reader(type(error), error, error.__traceback__)
+        return
+    number, batch = unsent
+    queue.put((number, _cannot_send(batch, error)))
+
+
+def _cannot_send(batch: Any, error: Exception) -> Exception:
+    *content, ids = batch
+    if _can_be_pickled(content):  # so it is not the data set's fault
+        return TrainingFailed(f"a loader process cannot send a batch, {one_line(error)}: give fewer --workers, or --workers 0")
+    (_, *path), culprit = _find_unsendable(content)
+    places = [key for key in path if isinstance(key, int) and key < len(ids)]
+    sample = f"sample {ids[places[0]]}" if places else f"one of samples {', '.join(str(int(each)) for each in ids)}"
+    part = "".join(f"[{key!r}]" for key in path) + " of its batch" if path else "a batch"
+    return UserError(
+        f"{sample}: {part}, a {type(culprit).__name__}, cannot be sent by a loader process ({one_line(error)}): let the data "
+        "set give tensors, numbers and texts, or give --workers 0"
+    )
+
+
+def _find_unsendable(value: Any) -> tuple[list, Any]:
+    """Return where in `value` the first part is that cannot be pickled, as keys from outside to inside, and that part."""
+    parts: Iterable = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    for key, part in parts:
+        if not _can_be_pickled(part):
+            path, culprit = _find_unsendable(part)
+            return [key, *path], culprit
+    return [], value
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
         return False
-    of_it = os.statvfs("/dev/shm")
+    return True
+
+
+def has_little_shared_memory() -> bool:
+    if not os.path.isdir(SHARED_MEMORY):
+        return False
+    of_it = os.statvfs(SHARED_MEMORY)
     return of_it.f_blocks * of_it.f_frsize < LITTLE * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

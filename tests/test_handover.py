@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from common.errors import UserError
 from datasets import loader, processes
 from datasets.sampler import InOrder
 from tests.chaos.victims import digest
@@ -92,6 +93,24 @@ def test_little_is_less_than_a_gibibyte_for_each_rank(monkeypatch):
     assert of(64 << 20) and not of(1 << 30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert of(1 << 30) and not of(2 << 30)
+
+
+def test_loader_processes_without_a_place_for_their_locks_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: path != "/dev/shm")
+    with pytest.raises(UserError, match="/dev/shm cannot be written to, and loader processes keep their locks there: mount it"):
+        processes.worker_batches(Everything(), 1, 1)
+
+
+@pytest.mark.rehearsal
+def test_a_read_only_dev_shm_is_named(tmp_path):
+    namespaces()
+    words = command("train", *TINY, "--workers", 1, "--output_dir", tmp_path / "out")
+    script = f"mount -t tmpfs -o ro none /dev/shm\nexec {shlex.join(map(str, words))}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", script], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "error: /dev/shm cannot be written to" in done.stderr
 
 
 @pytest.mark.rehearsal

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from common import arguments, cores, devices
-from common.errors import SampleError, TrainingFailed, is_victim
+from common.errors import SampleError, TrainingFailed, UserError, is_victim
 from common.run import clock, timing
 from common.run.observers import console
 from datasets import cifar10, imagenet
@@ -101,6 +101,31 @@ def test_a_data_set_that_draws_beside_the_steps_is_told_once_and_only_it(capsys,
 def test_a_sample_that_cannot_be_loaded_is_named():
     with pytest.raises(SampleError, match="sample 7: ValueError: no such word"):
         loaded(1, data_set=Words(bad=7))
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "named"),
+    [
+        (list, r"sample 7: \[2\]\['file'\] of its batch, a lock,"),
+        (
+            lambda samples: {"files": [sample["file"] for sample in samples]},
+            r"sample 7: \['files'\]\[2\] of its batch, a lock,",
+        ),
+        (lambda samples: threading.Lock(), r"one of samples \d+, \d+, \d+, \d+: a batch, a lock,"),
+    ],
+    ids=["samples as they are", "by name", "in its collate_fn"],
+)
+def test_what_a_loader_process_cannot_send_is_named(collate_fn, named):
+    class Files(Words):
+        def __getitem__(self, number):
+            return {"file": threading.Lock() if number == 7 else number}
+
+    sampler = EpochSampler(20, 4, seed=3)
+    sampler.start_at(1, 0)
+    loader = SampleLoader(Files(), sampler, CPU, 1, collate_fn)
+    batches = iter(loader)
+    with pytest.raises(UserError, match=f"{named} cannot be sent by a loader process .cannot pickle '_thread.lock' object.: "):
+        list(batches)
 
 
 def test_a_data_set_that_gives_many_samples_at_once_is_asked_once_for_each_batch():
