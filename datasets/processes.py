@@ -5,7 +5,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -126,45 +125,54 @@ def _but_for_a_lost_reader(kind, error, trace):
 
 def _send_error_instead(queue: Any, error: Exception, unsent: Any) -> None:
     """Send an error in place of a batch that cannot be sent. Python would print it and forget the batch, for which the training
-    would wait for ever. A thread of Python calls it (tried with 3.9 to 3.13): `unsent` is (number, batch), or bytes."""
-    if isinstance(unsent, bytes):  # the reader was lost
+    would wait for ever. A thread of Python calls it, tried with 3.9 to 3.13, with (number, batch); or with bytes if its reader
+    was lost."""
+    if not isinstance(unsent, tuple):
         _but_for_a_lost_reader(type(error), error, error.__traceback__)
         return
     number, batch = unsent
-    queue.put((number, _cannot_send(batch, error)))
+    text = f"a loader process cannot send a batch ({one_line(error)}): "
+    try:
+        queue.put((number, _error_about(batch, text)))
+    except Exception:  # whatever is in it, the training must not wait for it
+        queue.put((number, TrainingFailed(f"{text}give --workers 0")))
 
 
-def _cannot_send(batch: Any, error: Exception) -> Exception:
+def _error_about(batch: Any, text: str) -> Exception:
     *content, ids = batch
-    if _can_be_pickled(content):  # so it is not the data set's fault
-        return TrainingFailed(f"a loader process cannot send a batch, {one_line(error)}: give fewer --workers, or --workers 0")
-    (_, *path), culprit = _find_unsendable(content)
-    places = [key for key in path if isinstance(key, int) and key < len(ids)]
+    path, culprit = _find_unsendable(content)
+    if not path or (isinstance(culprit, torch.Tensor) and not culprit.requires_grad):  # so it is not the data set's fault
+        return TrainingFailed(f"{text}give fewer --workers, or --workers 0")
+    places = [key for key, of_how_many in path if of_how_many == len(ids)]
     sample = f"sample {ids[places[0]]}" if places else f"one of samples {', '.join(str(int(each)) for each in ids)}"
-    part = "".join(f"[{key!r}]" for key in path) + " of its batch" if path else "a batch"
+    part = "".join(f"[{key!r}]" for key, _ in path[1:])
+    where = f"{part} of its batch is" if part else "the batch is"
     return UserError(
-        f"{sample}: {part}, a {type(culprit).__name__}, cannot be sent by a loader process ({one_line(error)}): let the data "
-        "set give tensors, numbers and texts, or give --workers 0"
+        f"{sample}: {text}{where} a {type(culprit).__name__}; let the data set give tensors, numbers and texts, or give "
+        "--workers 0"
     )
 
 
-def _find_unsendable(value: Any) -> tuple[list, Any]:
-    """Return where in `value` the first part is that cannot be pickled, as keys from outside to inside, and that part."""
+def _find_unsendable(value: Any) -> tuple[list[tuple[Any, int]], Any]:
+    """Return the first part of `value` that cannot be pickled, and before it the way to it from outside to inside: the key in
+    each dict or list, with the length of the list, 0 for a dict."""
     parts: Iterable = ()
+    length = 0
     if isinstance(value, dict):
         parts = value.items()
     elif isinstance(value, (list, tuple)):
         parts = enumerate(value)
+        length = len(value)
     for key, part in parts:
-        if not _can_be_pickled(part):
+        if not _can_be_sent(part):
             path, culprit = _find_unsendable(part)
-            return [key, *path], culprit
+            return [(key, length), *path], culprit
     return [], value
 
 
-def _can_be_pickled(value: Any) -> bool:
+def _can_be_sent(value: Any) -> bool:
     try:
-        pickle.dumps(value)
+        ForkingPickler.dumps(value)
     except Exception:
         return False
     return True

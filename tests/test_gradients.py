@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from common.run.gradients import MOST_WAITED, Gradients
+from common.checkpoints import checkpoint
+from common.ranks import collectives
+from common.run.gradients import MOST_WAITED, USES_SEEN, Gradients, of_this_rank
+from common.tensors import read
 
 
 class Loop:
@@ -15,7 +18,7 @@ class Loop:
         groups = [self.layers.parameters()] if optimizers == 1 else [layer.parameters() for layer in self.layers.values()]
         self.optimizers = {f"optimizer {number}": torch.optim.SGD(group, lr=0.1) for number, group in enumerate(groups)}
         self.gradients = Gradients(dict(self.layers.named_parameters()), self.optimizers)
-        self.gradients.look()
+        self.gradients.observe()
 
     def backward(self, second=True):
         layers = self.layers.values() if second else [self.layers["first"]]
@@ -34,13 +37,15 @@ class Loop:
         """Of which layers a checkpoint that is made now has the gradients."""
         return sorted({name.partition(".")[0] for name in self.gradients.state_dict()["gradients"]})
 
-    def of_each_step(self, step, steps=6):
-        """(the layers whose gradients a checkpoint has, whether it is made) after each step."""
+    def of_each_step(self, step, steps=6, after_it=lambda number: None):
+        """(the layers whose gradients a checkpoint has, whether it is made) after each step; `after_it`: what follows run.step()"""
         found = []
         for number in range(steps):
+            self.gradients.begin_step()
             step(number)
-            self.gradients.count_step()
-            found.append((self.saved(), not self.gradients.should_wait()))
+            self.gradients.end_step()
+            after_it(number)
+            found.append((self.saved(), not self.gradients.update_wait()))
         return found
 
     def hooks(self):
@@ -58,7 +63,7 @@ def test_an_ordinary_loop_saves_none_once_it_is_known_and_is_no_longer_looked_at
         loop.backward()
         loop.update()
 
-    assert loop.of_each_step(step) == [(BOTH, True), *[([], True)] * 5]
+    assert loop.of_each_step(step, USES_SEEN + 1) == [(BOTH, True), *[([], True)] * USES_SEEN]
     assert loop.hooks() == 0
 
 
@@ -70,7 +75,7 @@ def test_a_loop_that_discards_them_after_its_update_saves_none():
         loop.update()
         loop.zero()
 
-    assert loop.of_each_step(step) == [([], True)] * 6
+    assert loop.of_each_step(step, USES_SEEN) == [([], True)] * USES_SEEN
     assert loop.hooks() == 0
 
 
@@ -90,6 +95,49 @@ def test_accumulated_ones_are_saved_and_a_save_waits_for_the_update(zeroed_first
     first, second = loop.of_each_step(step, 3), loop.of_each_step(step, 3)
     assert first == [(BOTH, False), (BOTH, False), (BOTH if zeroed_first else [], True)]
     assert second == [(BOTH, False), (BOTH, False), ([], True)]
+
+
+def test_a_loop_that_discards_them_only_now_and_then_keeps_them():
+    loop = Loop()
+
+    def step(number):
+        if number % 2:
+            loop.zero()
+        loop.backward()
+        loop.update()
+
+    assert loop.of_each_step(step) == [(BOTH, True), ([], True), *[(BOTH, True)] * 4]
+
+
+def test_an_update_after_the_step_was_counted_is_one():
+    loop = Loop()
+
+    def update(_):
+        loop.update()
+        loop.zero()
+
+    assert loop.of_each_step(lambda _: loop.backward(), after_it=update) == [([], True)] * 6
+
+
+def test_an_update_between_two_steps_does_not_hide_that_the_next_one_accumulates():
+    loop = Loop()
+
+    def step(number):
+        if number % 2 == 0:
+            loop.zero()
+        loop.backward()
+        if number % 2:
+            loop.update()
+
+    loop.of_each_step(step, 4)
+    loop.update()  # as after the loop over run.steps()
+    assert loop.of_each_step(step, 2)[0] == (BOTH, False)
+
+
+def test_an_optimizer_that_nobody_sees_step_keeps_a_save_waiting_once():
+    loop = Loop()
+    found = loop.of_each_step(lambda _: loop.backward(), 3 * MOST_WAITED)
+    assert [number for number, (_, made) in enumerate(found) if not made] == list(range(MOST_WAITED))
 
 
 def test_those_that_are_zeroed_in_place_are_saved_also_of_a_weight_that_a_step_does_not_use():
@@ -157,12 +205,6 @@ def test_an_optimizer_that_is_no_longer_used_keeps_nobody_waiting():
     assert [made for _, made in loop.of_each_step(step)] == [True] * 6
 
 
-def test_a_save_waits_for_no_more_than_so_many_steps():
-    loop = Loop()
-    found = loop.of_each_step(lambda _: loop.backward(), 2 * MOST_WAITED + 2)
-    assert [number for number, (_, made) in enumerate(found) if made] == [MOST_WAITED, 2 * MOST_WAITED + 1]
-
-
 def test_what_a_loop_does_is_known_after_a_restart_and_seen_anew():
     def step(_):
         loop.zero()
@@ -172,7 +214,7 @@ def test_what_a_loop_does_is_known_after_a_restart_and_seen_anew():
     loop = Loop()
     loop.of_each_step(step)
     state = loop.gradients.state_dict()
-    assert state == {"gradients": {}, "gradients_waiting": [], "gradients_kept": []}
+    assert not any(state.values())
     loop = Loop()
     loop.gradients.load_state_dict(state)
     assert loop.of_each_step(step) == [([], True)] * 6
@@ -196,8 +238,34 @@ def test_none_and_0_come_back_as_they_were():
     assert not other.layers["first"].weight.grad.any() and other.layers["second"].weight.grad is None
 
 
-def test_accumulated_ones_of_0_3_0_come_back_and_wait():
+def test_accumulated_ones_of_0_3_0_come_back():
     loop = Loop()
-    loop.gradients.load_state_dict({"gradients": {"first.bias": torch.ones(2)}})
+    saved = {"gradients": {"first.bias": torch.ones(2)}}
+    loop.gradients.load_state_dict(saved)
+    assert loop.layers["first"].bias.grad.tolist() == [1, 1] and loop.saved() == ["first"]
+    loop.zero(to_none=False)
+    loop.gradients.load_state_dict(saved)  # once more, as before the first step
     assert loop.layers["first"].bias.grad.tolist() == [1, 1]
-    assert loop.gradients.should_wait() and loop.saved() == ["first"]
+
+
+def test_sparse_ones_come_back():
+    def made():
+        torch.manual_seed(0)
+        layer = torch.nn.Embedding(5, 2, sparse=True)
+        return layer, Gradients({"weight": layer.weight}, {"optimizer": torch.optim.SparseAdam(layer.parameters())})
+
+    layer, gradients = made()
+    layer(torch.tensor([3, 1, 3])).sum().backward()
+    state = checkpoint.snapshot(gradients.state_dict())
+    checkpoint.require_plain({"run": state})
+    other, gradients = made()
+    gradients.load_state_dict(read(bytes(checkpoint.encode(state)), verified=True))
+    assert other.weight.grad.is_sparse and torch.equal(other.weight.grad.to_dense(), layer.weight.grad.to_dense())
+
+
+def test_other_ranks_than_before_get_the_mean(monkeypatch):
+    of_ranks = [{"weight": torch.tensor([number])} for number in (1.0, 2.0, 6.0)]
+    for rank, size, expected in ((1, 3, 2.0), (0, 2, 3.0), (1, 2, 3.0)):
+        monkeypatch.setattr(collectives, "rank_and_size", lambda rank=rank, size=size: (rank, size))
+        assert of_this_rank(of_ranks)["weight"].item() == expected
+        assert of_this_rank(of_ranks[:1])["weight"].item() == 1.0

@@ -1,6 +1,7 @@
 """What stands between the batches and the network: the thread that works ahead, the phases of the log, memory over epochs."""
 
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
@@ -104,18 +105,21 @@ def test_a_sample_that_cannot_be_loaded_is_named():
 
 
 @pytest.mark.parametrize(
-    ("collate_fn", "named"),
+    ("collate_fn", "sample", "part"),
     [
-        (list, r"sample 7: \[2\]\['file'\] of its batch, a lock,"),
+        (list, "sample 7", r"\[2\]\['file'\] of its batch is a lock;"),
         (
-            lambda samples: {"files": [sample["file"] for sample in samples]},
-            r"sample 7: \['files'\]\[2\] of its batch, a lock,",
+            lambda samples: {"files": [each["file"] for each in samples]},
+            "sample 7",
+            r"\['files'\]\[2\] of its batch is a lock;",
         ),
-        (lambda samples: threading.Lock(), r"one of samples \d+, \d+, \d+, \d+: a batch, a lock,"),
+        (lambda samples: [0, [each["file"] for each in samples]], "sample 7", r"\[1\]\[2\] of its batch is a lock;"),
+        (lambda samples: threading.Lock(), r"one of samples \d+, \d+, \d+, \d+", "the batch is a lock;"),
+        (lambda samples: torch.ones(1, requires_grad=True) * 2, r"one of samples .*", "the batch is a Tensor;"),
     ],
-    ids=["samples as they are", "by name", "in its collate_fn"],
+    ids=["samples as they are", "by name", "in a list", "in its collate_fn", "a tensor that was computed"],
 )
-def test_what_a_loader_process_cannot_send_is_named(collate_fn, named):
+def test_what_a_loader_process_cannot_send_is_named(collate_fn, sample, part):
     class Files(Words):
         def __getitem__(self, number):
             return {"file": threading.Lock() if number == 7 else number}
@@ -124,8 +128,18 @@ def test_what_a_loader_process_cannot_send_is_named(collate_fn, named):
     sampler.start_at(1, 0)
     loader = SampleLoader(Files(), sampler, CPU, 1, collate_fn)
     batches = iter(loader)
-    with pytest.raises(UserError, match=f"{named} cannot be sent by a loader process .cannot pickle '_thread.lock' object.: "):
+    with pytest.raises(UserError, match=rf"{sample}: a loader process cannot send a batch \(.*\): {part}"):
         list(batches)
+
+
+def test_an_error_that_a_loader_process_cannot_send_ends_the_job(monkeypatch):
+    class Broken(Words):
+        def __getitem__(self, number):
+            raise OSError(errno.EIO, "the disk is broken", threading.Lock())
+
+    loader = SampleLoader(Broken(), EpochSampler(20, 4, seed=3), CPU, 1)
+    with pytest.raises(TrainingFailed, match=r"a loader process cannot send a batch \(.*\): give --workers 0"):
+        list(loader)
 
 
 def test_a_data_set_that_gives_many_samples_at_once_is_asked_once_for_each_batch():

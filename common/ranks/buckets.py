@@ -5,11 +5,12 @@ the last bits. DDP fills its buckets anew after the first backward pass of a pro
 the weights: it would add the first step of each start in another order than all later ones. So here DDP gets a first backward
 pass of zeros before the first step. It comes to the weights in the reverse of their order, as that of most networks does.
 
-Uses what DDP itself calls of its reducer: prepare_for_backward, _autograd_hook and _get_ddp_logging_data, tried with torch 2.1
-and 2.15.
+Uses what DDP itself calls of its reducer, prepare_for_backward and _autograd_hook, and its _comm_hooks and
+_get_ddp_logging_data; tried with torch 2.1 and 2.15.
 """
 
 import gc
+import hashlib
 from typing import Any
 
 import torch
@@ -23,22 +24,47 @@ ALIKE_IN_ANY_ORDER = 2  # ranks: a + b is b + a
 
 
 def fix_all() -> list[str]:
-    """Fix the buckets of each network of this process that is in DistributedDataParallel on a CPU, and return warnings. All
-    ranks call it before the first step. On other devices equal bits are not promised, so there it does nothing."""
+    """Fix the buckets of the networks in DistributedDataParallel over all ranks, if there are three or more, on CPUs: on other
+    devices equal bits are not promised. Return warnings about networks that keep theirs. All ranks call it before the first
+    step."""
     if collectives.rank_and_size()[1] <= ALIKE_IN_ANY_ORDER:
         return []
+    networks = [network for network in _networks_over_all_ranks() if not devices.is_accelerator(network.device)]
+    if not _are_the_same_on_all_ranks(networks):
+        return [_warning("the ranks have different networks in DistributedDataParallel")]
     warnings = []
-    for network in _all_networks():
-        if devices.is_accelerator(network.device):
-            continue
+    for network in networks:
+        name = f"{type(network.module).__name__} is in DistributedDataParallel"
         if network.static_graph:
-            warnings.append(
-                f"warning: {type(network.module).__name__} is in DistributedDataParallel with static_graph=True, which adds "
-                "the first steps of each start in another order: a restart changes bits"
-            )
+            warnings.append(_warning(f"{name} with static_graph=True"))
+        elif network._comm_hooks:  # which might not expect zeros
+            warnings.append(_warning(f"{name} with a communication hook"))
         elif not network.find_unused_parameters:  # with it, DDP keeps its first buckets
             fix(network)
     return warnings
+
+
+def _warning(what: str) -> str:
+    return f"warning: {what}, so the first step of each start is added in another order: a restart changes bits"
+
+
+def _networks_over_all_ranks() -> list[DistributedDataParallel]:
+    """Return them in the same order on each rank; a script may have some that its Run does not know."""
+    gc.collect()  # a network that nobody uses any more would be found on some ranks alone
+    found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    of_all_ranks = [network for network in found if network.process_group.size() == collectives.rank_and_size()[1]]
+    return sorted(of_all_ranks, key=_shapes)
+
+
+def _shapes(network: DistributedDataParallel) -> list[tuple[int, ...]]:
+    return [tuple(weight.shape) for weight in network.module.parameters()]
+
+
+def _are_the_same_on_all_ranks(networks: list[DistributedDataParallel]) -> bool:
+    shapes = repr([_shapes(network) for network in networks])
+    digest = int.from_bytes(hashlib.sha256(shapes.encode()).digest()[:6], "big")  # as many bits as float64 has exactly
+    largest, least = collectives.reduce([digest, -digest], "MAX")
+    return largest == -least
 
 
 def fix(network: DistributedDataParallel) -> None:
@@ -51,16 +77,20 @@ def fix(network: DistributedDataParallel) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:  # DDP expects that its gradients are, too
             module.weight.grad = torch.zeros_like(module.weight).to_sparse()
 
-    network.reducer.prepare_for_backward([])  # as at the end of a forward pass
-    count = network._get_ddp_logging_data()["num_parameter_tensors"]
-    _FirstPass.apply(network.reducer, count, torch.zeros((), requires_grad=True)).backward()
+    _run_backward_pass_of_zeros(network)
 
     for weight, gradient in zip(weights, gradients):
         weight.grad = gradient
 
 
-class _FirstPass(torch.autograd.Function):
-    """A backward pass in which DDP is told that the gradients of all weights have come, that of the last weight first."""
+def _run_backward_pass_of_zeros(network: DistributedDataParallel) -> None:
+    network.reducer.prepare_for_backward([])  # as at the end of a forward pass
+    count = network._get_ddp_logging_data()["num_parameter_tensors"]
+    _AllWeights.apply(network.reducer, count, torch.zeros((), requires_grad=True)).backward()
+
+
+class _AllWeights(torch.autograd.Function):
+    """Tells DDP in its backward pass that the gradients of all weights have come, that of the last weight first."""
 
     @staticmethod
     def forward(ctx: Any, reducer: Any, count: int, loss: torch.Tensor) -> torch.Tensor:
@@ -70,14 +100,6 @@ class _FirstPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        for number in reversed(range(ctx.count)):
-            ctx.reducer._autograd_hook(number)
+        for index in reversed(range(ctx.count)):
+            ctx.reducer._autograd_hook(index)
         return None, None, None
-
-
-def _all_networks() -> list[DistributedDataParallel]:
-    """Return the networks in DDP over all ranks, also those that no Run knows, in the same order on each rank."""
-    gc.collect()  # a network that nobody uses any more would be found on some ranks alone
-    found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    of_all_ranks = [network for network in found if network.process_group.size() == collectives.rank_and_size()[1]]
-    return sorted(of_all_ranks, key=lambda network: [tuple(weight.shape) for weight in network.module.parameters()])

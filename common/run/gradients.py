@@ -1,154 +1,235 @@
-"""The gradients that a checkpoint has to hold: all but those that the next step makes anew.
+"""The gradients that a checkpoint has to hold: all but those that the loop discards before the next step uses them.
 
 Most loops discard the gradients of a step before they compute the next ones. Others accumulate them over several steps, keep
 them, or zero them in place, which is not the same as None to an optimizer. What a loop does with the gradient of each weight is
-looked at in the first steps of a start; until it is known, the gradient is saved.
+seen in the first steps of a start; until it is known, the gradient is saved.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-MOST_WAITED = 100  # steps in which a save or a stop waits for a moment with fewer accumulated gradients
+from common.ranks import collectives
+
+MOST_WAITED = 100  # steps that a save or a stop waits for one after which fewer gradients are accumulated
+USES_SEEN = 8  # uses of an old gradient of a weight that are looked at
+
+Saved = dict[str, Any]  # {name of a weight: its gradient, a tensor, or the parts of a sparse one}
 
 
 class Gradients:
-    """Knows which optimizers have gradients of earlier steps, and which weights still have one when the next step uses it."""
+    """Decides which gradients a checkpoint holds, and whether a save should wait for a step after which it holds fewer."""
 
     def __init__(self, weights: Mapping[str, torch.nn.Parameter], optimizers: Mapping[str, Optimizer]):
         """`weights`: those of all networks that the run saves. `optimizers`: all of the run's."""
         self._weights = weights
         self._optimizers = optimizers
-        self._waiting: set[str] = set()  # optimizers with gradients that came after their last step
+        self._discarded = Discarded(weights, optimizers)
+        self._accumulating: set[str] = set()  # optimizers that have got gradients in a step without stepping in it
         self._stepped: set[str] = set()  # optimizers that have stepped in this step of the run
-        self._versions = {name: self._version(name) for name in optimizers}  # of their gradients, after the step before
-
-        self._made_anew: set[str] = set()  # weights whose gradient is discarded before it is used again
-        self._hooks: dict[str, Any] = {}  # of the weights that are looked at
-        self._known: set[str] = set()  # weights of which this start has seen what the loop does
-        self._unused: set[str] = set()  # weights with a gradient of the step before that was not used again so far
-        self._came: set[str] = set()  # weights that have got a gradient in this step
-
+        self._expected_to_step = set(optimizers)  # soon; some have ways of their own to step, which nobody sees
+        self._versions = {name: self._versions_of(name) for name in optimizers}  # of the gradients, after the step before
         self._steps_waited = 0
-        self._fewest = float("inf")  # gradients that were waiting after a step, lately
-        self._not_yet_stepped = set(optimizers)  # since that is counted
-
+        self._fewest = float("inf")  # accumulated gradients after a step, since they are counted
+        self._stepped_meanwhile: set[str] = set()  # optimizers, since then
+        self._of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
+        self._is_collected = False  # whether the line above is up to date
         for name, optimizer in optimizers.items():
-            optimizer.register_step_pre_hook(functools.partial(self._before_step_of, name))
             optimizer.register_step_post_hook(functools.partial(self._after_step_of, name))
+
+    # --- The course of a step ---
+
+    def observe(self) -> None:
+        """See in the next steps what the loop does with gradients that have not been seen often enough."""
+        self._discarded.observe()
+
+    def begin_step(self) -> None:
+        self._stepped.clear()
+
+    def end_step(self) -> None:
+        """Note which optimizers accumulate. Called when the run has counted a step."""
+        self.invalidate_collected()
+        for name in self._optimizers:
+            if name not in self._stepped and self._may_have_new_gradients(name):
+                self._accumulating.add(name)
+            if len(self._optimizers) > 1:
+                self._versions[name] = self._versions_of(name)
+        self._discarded.end_step(self._accumulated_weights())
+
+    def _after_step_of(self, name: str, *_: Any) -> None:
+        self._accumulating.discard(name)
+        self._stepped.add(name)
+        self._expected_to_step.add(name)
+        self._stepped_meanwhile.add(name)
+
+    def _may_have_new_gradients(self, name: str) -> bool:
+        """Whether an optimizer has got gradients in this step. Those of a single optimizer are not compared, to save time."""
+        if len(self._optimizers) > 1:
+            return self._versions_of(name) != self._versions[name]
+        return any(weight.grad is not None for weight in weights_of(self._optimizers[name]))
+
+    def _versions_of(self, name: str) -> list[tuple[int, int]]:
+        gradients = [weight.grad for weight in weights_of(self._optimizers[name])]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+
+    def _accumulated_weights(self) -> set[torch.Tensor]:
+        return {
+            weight for name in self._accumulating for weight in weights_of(self._optimizers[name]) if weight.grad is not None
+        }
+
+    def update_wait(self) -> bool:
+        """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated. Called
+        once after each step."""
+        if not self._accumulating <= self._expected_to_step:
+            return False
+        accumulated = sum(weight.numel() for weight in self._accumulated_weights())
+        self._fewest = min(self._fewest, accumulated)
+        fewest_is_known = self._accumulating <= self._stepped_meanwhile
+        if accumulated == 0 or (fewest_is_known and accumulated == self._fewest):
+            self._steps_waited = 0
+            return False
+        self._steps_waited += 1
+        if self._steps_waited > MOST_WAITED:
+            self._expected_to_step -= self._accumulating - self._stepped_meanwhile
+            self._steps_waited = 0
+            self._fewest = float("inf")
+            self._stepped_meanwhile.clear()
+            return False
+        return True
 
     # --- What a checkpoint holds ---
 
-    def state_dict(self) -> dict[str, Any]:
-        waiting = {weight for name in self._waiting for weight in self._weights_of(name)}
+    def collect(self) -> None:
+        """Bring the gradients of the other ranks to rank 0 if they are not the same, as under no_sync(). All ranks call it
+        before a save. Until the next step or end of an epoch it does nothing, so rank 0 may save alone in an evaluation."""
+        if not self._is_collected and collectives.rank_and_size()[1] > 1:
+            from common.ranks import differing
+
+            self._of_other_ranks = differing.of_other_ranks(self._to_save())
+        self._is_collected = True
+
+    def invalidate_collected(self) -> None:
+        self._is_collected = False
+
+    def _to_save(self) -> Saved:
+        """Return the gradients that are accumulated or that the loop is not known to discard."""
+        accumulated = self._accumulated_weights()
         return {
-            "gradients": {
-                name: weight.grad
-                for name, weight in self._weights.items()
-                if weight.grad is not None and (weight in waiting or name not in self._made_anew)
-            },
-            "gradients_waiting": sorted(self._waiting),
-            "gradients_kept": sorted(self._weights.keys() - self._made_anew),
+            name: plain(weight.grad)
+            for name, weight in self._weights.items()
+            if weight.grad is not None and (weight in accumulated or name not in self._discarded.names)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        gradients = self._to_save()
+        return {
+            "gradients": gradients,
+            "gradients_of_other_ranks": self._of_other_ranks if gradients else [],
+            "gradients_accumulating": sorted(self._accumulating),
+            "gradients_kept": sorted(self._weights.keys() - self._discarded.names),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        gradients = state.get("gradients", {})
+        gradients = of_this_rank([state.get("gradients", {}), *state.get("gradients_of_other_ranks", [])])
         for name, weight in self._weights.items():
-            weight.grad = gradients[name].to(weight.device) if name in gradients else None
-        self._waiting = set(state.get("gradients_waiting", self._optimizers if gradients else ()))  # 0.3.0 did not save it
-        self._made_anew = self._weights.keys() - set(state.get("gradients_kept", self._weights))
-        self._versions = {name: self._version(name) for name in self._optimizers}
+            weight.grad = gradient_of(gradients[name], weight.device) if name in gradients else None
+        accumulating = state.get("gradients_accumulating", self._optimizers if gradients else ())  # 0.3.0 did not save it
+        self._accumulating = self._optimizers.keys() & set(accumulating)
+        self._discarded.names = self._weights.keys() - set(state.get("gradients_kept", self._weights))
+        self._versions = {name: self._versions_of(name) for name in self._optimizers}
 
-    # --- When to save ---
 
-    def should_wait(self) -> bool:
-        """Whether a save or a stop should wait for a later step, after which fewer gradients wait for their optimizer; after
-        MOST_WAITED steps it should not. Called once after each step."""
-        waiting = sum(
-            weight.grad.numel() for name in self._waiting for weight in self._weights_of(name) if weight.grad is not None
-        )
-        self._fewest = min(self._fewest, waiting)
-        self._steps_waited += 1
-        if self._steps_waited > MOST_WAITED:
-            self._fewest = float("inf")
-            self._not_yet_stepped = set(self._optimizers)
-        elif waiting and (self._not_yet_stepped & self._waiting or waiting > self._fewest):
-            return True
-        self._steps_waited = 0
-        return False
+class Discarded:
+    """Sees which weights' gradients a loop discards before it uses them again, by hooks that end after some uses."""
 
-    # --- What the loop does ---
+    def __init__(self, weights: Mapping[str, torch.nn.Parameter], optimizers: Mapping[str, Optimizer]):
+        self.names: set[str] = set()  # of these weights
+        self._weights = weights
+        self._name_of: dict[torch.Tensor, str] = {weight: name for name, weight in weights.items()}
+        self._uses_left = dict.fromkeys(weights, USES_SEEN)
+        self._seen: set[str] = set()  # weights of which this start has seen a use
+        self._hooks: dict[str, Any] = {}
+        self._got_gradient: set[str] = set()  # weights that have got a gradient in this step
+        self._unused: set[str] = set()  # weights with a gradient of an earlier step that this step has not used so far
+        for optimizer in optimizers.values():
+            optimizer.register_step_pre_hook(self._before_step)
 
-    def look(self) -> None:
-        """Look in the next steps at what the loop does with the gradients of the weights that were not yet looked at."""
+    def observe(self) -> None:
         for name, weight in self._weights.items():
-            if weight.requires_grad and name not in self._hooks and name not in self._known:
-                self._hooks[name] = weight.register_hook(functools.partial(self._before_gradient_of, name))
+            if weight.requires_grad and self._uses_left[name] and name not in self._hooks:
+                self._hooks[name] = weight.register_hook(functools.partial(self._before_gradient, name))
 
-    def count_step(self) -> None:
-        """Take note of a step that the run has counted."""
-        for name in self._optimizers:
-            if name in self._stepped:
-                self._waiting.discard(name)
-            elif self._has_changed(name):
-                self._waiting.add(name)
-            if len(self._optimizers) > 1:
-                self._versions[name] = self._version(name)
-        self._stepped.clear()
-        if self._hooks:
-            self._choose_what_to_look_at()
-
-    def _choose_what_to_look_at(self) -> None:
-        waiting = {weight for name in self._waiting for weight in self._weights_of(name)}
-        self._unused.clear()
-        for name in list(self._hooks):
-            weight = self._weights[name]
-            if weight.grad is None and name in self._came:  # discarded already
-                self._note_use(name)
-            if name in self._known:
-                self._hooks.pop(name).remove()
-            elif weight.grad is not None and weight not in waiting:
-                self._unused.add(name)
-        self._came.clear()
-
-    def _has_changed(self, name: str) -> bool:
-        """Whether the optimizer has got gradients in this step. Those of a single optimizer are not compared, to save time."""
-        if len(self._optimizers) > 1:
-            return self._version(name) != self._versions[name]
-        return any(weight.grad is not None for weight in self._weights_of(name))
-
-    def _version(self, name: str) -> list[tuple[int, int]]:
-        gradients = [weight.grad for weight in self._weights_of(name)]
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
-
-    def _weights_of(self, name: str) -> Iterator[torch.Tensor]:
-        for group in self._optimizers[name].param_groups:
-            yield from group["params"]
-
-    def _before_gradient_of(self, name: str, _gradient: torch.Tensor) -> None:
-        self._came.add(name)
+    def _before_gradient(self, name: str, _gradient: torch.Tensor) -> None:
+        """Hook, called before a gradient is added to the old one."""
+        self._got_gradient.add(name)
         if name in self._unused:
             self._note_use(name)
 
-    def _before_step_of(self, name: str, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no new ones."""
         if self._unused:
-            of_this_optimizer = set(self._weights_of(name))
-            for unused in [unused for unused in self._unused if self._weights[unused] in of_this_optimizer]:
-                if self._weights[unused].grad is not None:
-                    self._note_use(unused)
+            for weight in weights_of(optimizer):
+                name = self._name_of.get(weight, "")
+                if name in self._unused and weight.grad is not None:
+                    self._note_use(name)
 
     def _note_use(self, name: str) -> None:
-        """Take note whether the gradient of the step before is there, now that it is used or another one is added to it."""
+        """Note whether the old gradient of this weight is still there. If it was there once, it is one that the loop keeps."""
         self._unused.discard(name)
-        self._known.add(name)
-        if self._weights[name].grad is None:
-            self._made_anew.add(name)
-        else:
-            self._made_anew.discard(name)
+        self._uses_left[name] -= 1
+        if self._weights[name].grad is not None:
+            self.names.discard(name)
+            self._uses_left[name] = 0
+        elif name not in self._seen:
+            self.names.add(name)
+        self._seen.add(name)
 
-    def _after_step_of(self, name: str, *_: Any) -> None:
-        self._stepped.add(name)
-        self._not_yet_stepped.discard(name)
+    def end_step(self, accumulated: Set[torch.Tensor]) -> None:
+        """Choose the weights whose gradient the next step should not use, as their optimizer has; remove hooks that have seen
+        enough."""
+        self._unused.clear()
+        for name in list(self._hooks):
+            weight = self._weights[name]
+            if weight.grad is None and name in self._got_gradient:
+                self._note_use(name)  # discarded within the step
+            if not self._uses_left[name]:
+                self._hooks.pop(name).remove()
+            elif weight.grad is not None and weight not in accumulated:
+                self._unused.add(name)
+        self._got_gradient.clear()
+
+
+def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def plain(gradient: torch.Tensor) -> Any:
+    """Return a gradient as a checkpoint can hold it."""
+    if not gradient.is_sparse:
+        return gradient
+    return {"indices": gradient._indices(), "values": gradient._values(), "size": list(gradient.shape)}
+
+
+def gradient_of(saved: Any, device: torch.device) -> torch.Tensor:
+    """Return a copy of what plain() has made of a gradient: the checkpoint may be loaded again."""
+    if isinstance(saved, torch.Tensor):
+        return saved.to(device, copy=True)
+    indices, values = (saved[part].to(device, copy=True) for part in ("indices", "values"))
+    return torch.sparse_coo_tensor(indices, values, saved["size"])
+
+
+def of_this_rank(of_ranks: Sequence[Saved]) -> Saved:
+    """Return this rank's gradients. `of_ranks`: those of all ranks of the start before, or of rank 0 alone if all are the same.
+    If there are more or fewer ranks now, each gets the mean, as DistributedDataParallel takes the mean, too."""
+    rank, size = collectives.rank_and_size()
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    if len(of_ranks) == size:
+        return of_ranks[rank]
+    common = set.intersection(*(set(gradients) for gradients in of_ranks))
+    dense = [name for name in common if isinstance(of_ranks[0][name], torch.Tensor)]
+    return {name: torch.stack([gradients[name] for gradients in of_ranks]).mean(dim=0) for name in dense}

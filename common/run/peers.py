@@ -75,12 +75,19 @@ class Fixed:
 
     def meet(self, run: Any) -> None:
         """Begin to exchange with the other ranks what is due. Called when the run has been restored."""
+        self.agreement.begin()
+
+    def before_first_step(self, say: Callable[[str], None]) -> None:
+        """Let DistributedDataParallel add the ranks' gradients in the order of every other start. All ranks call it."""
         if self.size > 1:
             from common.ranks import buckets
 
             for warning in buckets.fix_all():
-                run.say(warning)
-        self.agreement.begin()
+                say(warning)
+
+    def agree_on_any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank. All ranks call it."""
+        return bool(collectives.reduce([value], "MAX")[0]) if self.size > 1 else value
 
     def form_again(self) -> None:
         """Do nothing, as these ranks never change. In an elastic job, form the group again after ranks have changed."""

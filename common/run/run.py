@@ -89,6 +89,7 @@ class Run:
         self.groups: dict[str, int] = {}  # of the weights of each optimizer, when the epoch began
         self.changed: dict[str, str] = {}  # settings of the parts that differ from the checkpoint
         self.restored: Any = None  # the checkpoint, until run.steps() of an epoch that an earlier start has begun
+        self._has_begun = False  # whether there was a step in this start
         self._ended: Optional[bool] = None  # whether an ended epoch was a whole one, until its checkpoint is made
         self._due = [0.0, 0.0, 0.0]  # what the peers have agreed on (Fixed.due), kept until the weights are updated
         self._profile: Any = None
@@ -230,7 +231,10 @@ class Run:
         if self.restored and self.position.consumed:
             self.load(*self.restored, again=True)
         self.loader, self.restored = loader, None
-        self.gradients.look()
+        if not self._has_begun:
+            self.peers.before_first_step(self.say)
+            self._has_begun = True
+        self.gradients.observe()
         batches = iter(loader)
         while not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.enter("data")
@@ -239,6 +243,7 @@ class Run:
             self.enter("step")
             self.clock.transferred(loader.transfer_seconds(), loader.beside)
             self.evidence.note_step_begins(self.position.epoch, self.position.consumed)
+            self.gradients.begin_step()
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
                 if self.shares.interrupted:
@@ -253,10 +258,10 @@ class Run:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
                 self._keep_up()
-        self.losses.all_reduce()  # in the evaluation, rank 0 may have to save without the other ranks
+        self._gather()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or self.plan.epoch_is_over(self.position)):
             self.save()  # the epoch is incomplete, and the next start continues it from here
-        self._fingerprint = parts.fingerprint(parts.states(self))
+        self._fingerprint = self._mark()
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
         self.allow_stop(evaluates=True)
         self.enter("evaluate")
@@ -276,7 +281,7 @@ class Run:
         self.evidence.note_step_counts(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
-        self.gradients.count_step()
+        self.gradients.end_step()
         self.peers.counted()
         trained = self.position.samples_seen - self.plan.resumed_at.samples_seen
         line_is_due = self.clock.stepped(self.sampler.global_batch, trained)
@@ -304,7 +309,10 @@ class Run:
         stop_signal, hours_over, save = self.peers.due()
         by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
         self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
-        if self.gradients.should_wait():
+        waits = self.gradients.update_wait()
+        if any(self._due):
+            waits = self.peers.agree_on_any(waits)
+        if waits:
             return
         (stop_signal, hours_over, save), self._due = self._due, [0.0, 0.0, 0.0]
         if save and not self.plan.epoch_is_over(self.position):
@@ -321,6 +329,7 @@ class Run:
         if not self.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self.evaluates = STOPS.may_end = False  # until what belongs to this epoch is complete
+        self.gradients.invalidate_collected()  # lines between run.steps() and here may have computed others
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
@@ -368,7 +377,7 @@ class Run:
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Save in the background, unless done already, in a trial or with --checkpoints false. Every rank has to call this."""
         self.losses.check(self.args.lr, self.saving.last_good)
-        self.losses.all_reduce()
+        self._gather()
         self.peers.agreement.saved()
         if not self.side_files.writes:
             return  # a trial writes nothing, and rank 0 writes for all
@@ -380,6 +389,16 @@ class Run:
         self.enter("save")
         self.saving.save(self.state, manifest.of_run(self), weights_of_epoch)
         self.saving.require_published()
+
+    def _gather(self):
+        """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it, if there was a step since they did."""
+        self.losses.all_reduce()
+        if self.args.checkpoints and not self.trial:
+            self.gradients.collect()
+
+    def _mark(self):
+        """Return what differs if something was changed that a checkpoint holds."""
+        return parts.fingerprint([parts.states(self), self.gradients.state_dict()])
 
     def state(self) -> dict:
         of_the_run = {**self.losses.state_dict(), **self.gradients.state_dict(), **parts.of_the_run(self)}
@@ -399,7 +418,7 @@ class Run:
 
     def stop(self, why: str, code: int) -> None:
         # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
-        if not self.evaluates or self._fingerprint == parts.fingerprint(parts.states(self)):
+        if not self.evaluates or self._fingerprint == self._mark():
             self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)

@@ -4,7 +4,8 @@
     python -m tests.chaos.kill --job pack --runs 5        one of them; with --results FILE a later call goes on
 
 Each run is killed with SIGKILL 1 to 3 times, at a moment drawn at random: after some time, or the moment an unfinished file
-appears. Then it is left to finish. What is killed, and what is compared, is in victims.py.
+appears; three times in four not before it has saved something. Then it is left to finish. A kill counts if the next start has
+gone on from a checkpoint. What is killed, and what is compared, is in victims.py.
 """
 
 import argparse
@@ -89,8 +90,10 @@ def kill_once(victim, folder, draw, seconds):
     """Start it and kill it at a random moment; returns where the kill fell: "save", "run" or "late"."""
     start, deadline = Start(victim, folder), time.monotonic() + draw.uniform(0, seconds)
     in_save = draw.random() < 0.5
+    has_saved = draw.random() < 0.25
     while not start.ended():
-        if time.monotonic() >= deadline and (not in_save or victim.unfinished(folder)):
+        has_saved = has_saved or victim.has_saved(folder)
+        if has_saved and time.monotonic() >= deadline and (not in_save or victim.unfinished(folder)):
             start.kill(draw)
             return "save" if victim.unfinished(folder) else "run"
         time.sleep(POLL_SECONDS)
@@ -108,7 +111,7 @@ def finish(victim, folder):
 
 
 def one_run(victim, expected, seconds, draw, folder):
-    """{outcome, kills}"""
+    """{outcome, kills, and of these starts, one after each kill, how many went on from a checkpoint}"""
     folder.mkdir()
     kills = []
     count = draw.randrange(1, 4)
@@ -116,10 +119,16 @@ def one_run(victim, expected, seconds, draw, folder):
         kills.append(kill_once(victim, folder, draw, 0.8 * seconds / count))
         victim.lose(folder, draw)
     found = finish(victim, folder)
+    gone_on = sum(went_on(folder, start) for start, kill in enumerate(kills, 1) if kill != "late")
     if isinstance(found, str):
-        return {"outcome": found, "kills": kills}
+        return {"outcome": found, "kills": kills, "gone_on": gone_on}
     differ = sorted({name for name, _ in expected.items() ^ found.items()})
-    return {"outcome": f"DIFFERENT: {', '.join(differ)}"[:300] if differ else "SAME", "kills": kills}
+    return {"outcome": f"DIFFERENT: {', '.join(differ)}"[:300] if differ else "SAME", "kills": kills, "gone_on": gone_on}
+
+
+def went_on(folder, start):
+    """Whether this start of a run, counted from 0, has gone on from a checkpoint."""
+    return any("going on from" in path.read_text() for path in folder.glob(f"log-{start}-*.1"))
 
 
 def trials(name, options, results, temporary):
@@ -145,7 +154,11 @@ def trials(name, options, results, temporary):
                 with options.results.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
             kills = found["kills"]
-            print(f"{name}, run {number}: killed {len(kills)} times ({', '.join(kills)}): {found['outcome']}", flush=True)
+            print(
+                f"{name}, run {number}: killed {len(kills)} times ({', '.join(kills)}), went on from a checkpoint "
+                f"{found['gone_on']} times: {found['outcome']}",
+                flush=True,
+            )
             if found["outcome"] != "SAME":
                 print(printed(folder))
             shutil.rmtree(folder)
@@ -159,14 +172,17 @@ def printed(folder):
 
 
 def table(results):
-    rows = ["| what is killed | runs | the same in the end | killed while it writes a file | at another moment | too late |",
-            "|---|---|---|---|---|---|"]  # fmt: skip
+    columns = ["what is killed", "runs", "the same in the end", "kills after which a checkpoint was gone on from, and runs with one",
+               "killed while it writes a file", "at another moment", "too late"]  # fmt: skip
+    rows = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for name in VICTIMS:
         mine = [row for row in results if row["job"] == name]
         falls = [kill for row in mine for kill in row["kills"]]
         same = sum(row["outcome"] == "SAME" for row in mine)
         counts = " | ".join(str(falls.count(fall)) for fall in ("save", "run", "late"))
-        rows += [f"| {name} | {len(mine)} | {same} | {counts} |"] if mine else []
+        gone_on = [row["gone_on"] for row in mine if row["gone_on"]]
+        if mine:
+            rows.append(f"| {name} | {len(mine)} | {same} | {sum(gone_on)} in {len(gone_on)} | {counts} |")
     return "\n".join(rows)
 
 

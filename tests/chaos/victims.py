@@ -57,6 +57,10 @@ class Job:
         """Whether a file is being written."""
         return any((folder / "out" / "checkpoints").glob("*.unfinished"))
 
+    def has_saved(self, folder):
+        """Whether there is something that a start could go on from."""
+        return any((folder / "out" / "checkpoints").glob("*.json"))
+
     def endings(self, folder):
         """The words of the starts that are left to finish, one after another."""
         yield self.words(folder)
@@ -67,12 +71,20 @@ class Job:
 
 
 class Ranks(Job):
-    """Two processes, as a platform starts one for each GPU. All of them are killed, or one and then the rest."""
+    """So many processes on so many nodes, as a platform starts one for each GPU. All are killed, or one and then the rest."""
 
-    def environments(self, ranks=2):
-        size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    def __init__(self, name, *options, ranks=2, nodes=1):
+        super().__init__(name, *options)
+        self._ranks, self._nodes = ranks, nodes
+
+    def environments(self):
+        return self._of(self._ranks)
+
+    def _of(self, ranks):
+        on_a_node = ranks // self._nodes
+        size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(on_a_node)}
         shared = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % on_a_node)} for rank in range(ranks)]
 
 
 class Changing(Ranks):
@@ -80,10 +92,10 @@ class Changing(Ranks):
 
     def __init__(self, name, *options):
         super().__init__(name, *options)
-        self._ranks = itertools.cycle([2, 1, 3])
+        self._numbers = itertools.cycle([2, 1, 3])
 
     def environments(self):
-        return super().environments(next(self._ranks))
+        return self._of(next(self._numbers))
 
 
 class Ray(Job):
@@ -115,6 +127,9 @@ class Pack(Job):
 
     def unfinished(self, folder):
         return any((folder / "out").glob("*.unfinished"))
+
+    def has_saved(self, folder):
+        return (folder / "out").exists()
 
     def result(self, folder):
         files = (path for path in (folder / "out").rglob("*") if path.is_file())
@@ -155,6 +170,9 @@ class Published(Job):
     def unfinished(self, folder):
         """Whether the bucket is being changed."""
         return (folder / "changing").exists()
+
+    def has_saved(self, folder):
+        return bool(self._client.list_objects_v2(Bucket="data", Prefix=f"{folder.name}/checkpoints/").get("Contents"))
 
     def endings(self, folder):
         yield self.words(folder)
@@ -229,6 +247,9 @@ def write_result(victim, folder):
 VICTIMS = {
     "train": Job("train"),
     "train_ddp_amp": Ranks("train_ddp_amp", "--batch_size", "16"),
+    "train_ddp, 3 processes": Ranks("train_ddp", "--batch_size", "8", "--max_samples", "192", ranks=3),
+    "train_ddp_amp, 4 processes": Ranks("train_ddp_amp", "--batch_size", "8", "--max_samples", "192", ranks=4),
+    "train_ddp, 2 x 2 processes": Ranks("train_ddp", "--batch_size", "8", "--max_samples", "192", ranks=4, nodes=2),
     "train_ddp_exact": Changing("train_ddp_exact", "--batch_size", "8", "--shares", "4"),
     "train_dp": Job("train_dp"),
     "train_dpex": Ray("train_dpex", "--workers", "1"),

@@ -1,0 +1,34 @@
+"""What each rank has of its own, such as gradients that were not yet averaged: brought to rank 0."""
+
+import hashlib
+import io
+from typing import Any
+
+import torch
+
+from common import tensors
+from common.ranks import collectives
+
+
+def of_other_ranks(own: Any) -> list[Any]:
+    """Return, on rank 0, what the other ranks have, from rank 1 on; an empty list if all have the same, and on the other ranks.
+    `own`: tensors and plain values. A collective of all ranks."""
+    rank, size = collectives.rank_and_size()
+    file = io.BytesIO()
+    torch.save(_without_views(own), file)
+    content = file.getvalue()
+    digest = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")  # as many bits as float64 has exactly
+    largest, least = collectives.reduce([digest, -digest], "MAX")
+    if largest == -least:
+        return []
+    received = (collectives.broadcast(content, source) for source in range(1, size))
+    return [tensors.read(each, verified=True) for each in received if rank == 0]
+
+
+def _without_views(value: Any) -> Any:
+    """Return a copy whose tensors have storages of their own, as torch.save() would save the whole of each storage."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _without_views(item) for key, item in value.items()}
+    return value
