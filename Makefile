@@ -36,12 +36,13 @@ test: lint
 rehearsal: $(VENV)/ready
 	$(BIN)/python -m tests -m rehearsal $(ONLY:%=tests/test_%*.py)
 
-# All of it, or what FAULT names: a program (kill, store, ray, disk, strangers, elastic, frozen, patience,
+# All of it, or what FAULT names: a program (kill, resumes, store, ray, disk, strangers, elastic, frozen, patience,
 # arriving) or a row of the last one. disk and the last one keep their rows between
 # calls: make chaos FAULT="rank killed" TRIALS=5 fills one of them.
 chosen = $(filter $(1),$(or $(FAULT),$(1)))
 chaos: $(VENV)/ready
 	$(if $(call chosen,kill),$(BIN)/python -m tests.chaos.kill --runs $(or $(TRIALS),100) --seed 1)
+	$(if $(call chosen,resumes),$(BIN)/python -m tests.chaos.resumes)
 	$(if $(call chosen,store),$(BIN)/python -m tests.chaos.store --trials $(or $(TRIALS),100) --seed 1)
 	$(if $(call chosen,ray),$(BIN)/python -m tests.chaos.ray --trials $(or $(TRIALS),20) --seed 1)
 	$(if $(call chosen,disk),$(BIN)/python -m tests.chaos.disk --seed 1)
@@ -50,7 +51,7 @@ chaos: $(VENV)/ready
 	$(if $(call chosen,frozen),$(BIN)/python -m tests.chaos.frozen --trials $(or $(TRIALS),100) --seed 1)
 	$(if $(call chosen,patience),$(BIN)/python -m tests.chaos.patience)
 	$(if $(call chosen,arriving),$(BIN)/python -m tests.chaos.arriving --trials $(or $(TRIALS),50))
-	$(if $(filter-out kill store ray disk strangers elastic frozen patience arriving,$(or $(FAULT),all)),$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)"))
+	$(if $(filter-out kill resumes store ray disk strangers elastic frozen patience arriving,$(or $(FAULT),all)),$(BIN)/python -m tests.chaos.faults --trials $(or $(TRIALS),20) $(if $(FAULT),--fault "$(FAULT)"))
 
 # Faults in the code of a room, one at a time: make mutants ROOM=common/storage N=40 SEED=1
 mutants: $(VENV)/ready

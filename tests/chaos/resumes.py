@@ -78,13 +78,15 @@ def dies_at(place, rank, step):
 
 
 def in_a_save(folder):
-    """Rank 0 is killed while it writes a checkpoint, after another one."""
-    words = words_of(DDP, "3")
+    """Rank 0 is killed while it writes a checkpoint, after another one. A wide network takes some milliseconds to be written."""
+    words = words_of([*DDP, "--epochs", 2, "--width", 32], "3")
     undisturbed, broken = whole(folder, words), folder / "broken"
     process = start(broken, words)
     wait_for(has_saved(broken), process, "a checkpoint")
-    wait_for(lambda: any(broken.glob("out/checkpoints/*.unfinished")), process, "an unfinished file")
-    os.kill(workers_of(children(process))[0], signal.SIGKILL)
+    writer = workers_of(children(process))[0]
+    while not any(broken.glob("out/checkpoints/*.unfinished")):
+        assert process.poll() is None, "the job ended before an unfinished file was seen"
+    os.kill(writer, signal.SIGKILL)
     code = process.wait(PATIENCE)
     assert_goes_on_to(broken, words, undisturbed)
     return f"exit code {code}"
