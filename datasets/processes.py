@@ -131,25 +131,24 @@ def _send_error_instead(queue: Any, error: Exception, unsent: Any) -> None:
         _but_for_a_lost_reader(type(error), error, error.__traceback__)
         return
     number, batch = unsent
-    text = f"a loader process cannot send a batch ({one_line(error)}): "
     try:
-        queue.put((number, _error_about(batch, text)))
+        queue.put((number, _error_about(batch, one_line(error))))
     except Exception:  # whatever is in it, the training must not wait for it
-        queue.put((number, TrainingFailed(f"{text}give --workers 0")))
+        queue.put((number, TrainingFailed(f"a loader process cannot send a batch ({one_line(error)}): give --workers 0")))
 
 
-def _error_about(batch: Any, text: str) -> Exception:
+def _error_about(batch: Any, why: str) -> Exception:
     *content, ids = batch
     path, culprit = _find_unsendable(content)
     if not path or (isinstance(culprit, torch.Tensor) and not culprit.requires_grad):  # so it is not the data set's fault
-        return TrainingFailed(f"{text}give fewer --workers, or --workers 0")
+        return TrainingFailed(f"a loader process cannot send a batch ({why}): give fewer --workers, or --workers 0")
     places = [key for key, of_how_many in path if of_how_many == len(ids)]
     sample = f"sample {ids[places[0]]}" if places else f"one of samples {', '.join(str(int(each)) for each in ids)}"
     part = "".join(f"[{key!r}]" for key, _ in path[1:])
     where = f"{part} of its batch is" if part else "the batch is"
     return UserError(
-        f"{sample}: {text}{where} a {type(culprit).__name__}; let the data set give tensors, numbers and texts, or give "
-        "--workers 0"
+        f"{sample}: a loader process cannot send a batch ({why}): {where} a {type(culprit).__name__}; let the data set give "
+        "tensors, numbers and texts, or give --workers 0"
     )
 
 

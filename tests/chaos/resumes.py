@@ -168,7 +168,7 @@ def parent(number, ranks="3"):
     """The parent of a node gets this signal; where that stops it, it wakes up after 9 s."""
 
     def row(folder):
-        words = words_of([*DDP, "--epochs", 60], ranks)
+        words = words_of([*DDP, "--epochs", 30], ranks)
         undisturbed, broken = whole(folder, words), folder / "broken"
         process = start(broken, words)
         wait_for(has_saved(broken, 2), process, "two checkpoints")
@@ -189,7 +189,7 @@ def parent(number, ranks="3"):
 
 def elastic_and_exact(folder):
     """Two nodes, of which each may be lost; all are killed, and another start goes on."""
-    words = words_of([*EXACT, "--epochs", 20], "2 x 2")
+    words = words_of([*EXACT, "--epochs", 8], "2 x 2")
     undisturbed, broken = whole(folder, words), folder / "broken"
     process = start(broken, words)
     wait_for(has_saved(broken, 2), process, "two checkpoints")
@@ -241,7 +241,7 @@ def two_starts_in_a_bucket(folder):
     try:
 
         def words(name):
-            return [*words_of([*DDP, "--epochs", 60], "3")[:-1], f"s3://data/{name}"]
+            return [*words_of([*DDP, "--epochs", 15], "3")[:-1], f"s3://data/{name}"]
 
         finish(folder / "whole", words("whole"), **store.environment)
         first = start(folder / "first", words("broken"), **store.environment)
@@ -250,7 +250,7 @@ def two_starts_in_a_bucket(folder):
         family = [first.pid, *children(first)]
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
-        said = finish(folder / "second", [*words("broken"), "--run_epochs", 10], **store.environment)
+        said = finish(folder / "second", [*words("broken"), "--run_epochs", 3], **store.environment)
         assert "going on from" in said, said
         for pid in reversed(family):
             os.kill(pid, signal.SIGCONT)
