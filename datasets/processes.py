@@ -142,8 +142,8 @@ def _error_about(batch: Any, why: str) -> Exception:
     path, culprit = _find_unsendable(content)
     if not path or (isinstance(culprit, torch.Tensor) and not culprit.requires_grad):  # so it is not the data set's fault
         return TrainingFailed(f"a loader process cannot send a batch ({why}): give fewer --workers, or --workers 0")
-    places = [key for key, of_how_many in path if of_how_many == len(ids)]
-    sample = f"sample {ids[places[0]]}" if places else f"one of samples {', '.join(str(int(each)) for each in ids)}"
+    places = [key for key, length in path if length == len(ids)]
+    sample = f"sample {ids[places[0]]}" if len(places) == 1 else f"one of samples {', '.join(str(int(each)) for each in ids)}"
     part = "".join(f"[{key!r}]" for key, _ in path[1:])
     where = f"{part} of its batch is" if part else "the batch is"
     return UserError(

@@ -49,6 +49,8 @@ class Loop:
         return found
 
     def hooks(self):
+        """Those that the next step will call."""
+        self.gradients.begin_step()
         return sum(len(weight._backward_hooks or ()) for weight in self.layers.parameters())
 
 
@@ -116,7 +118,8 @@ def test_an_update_after_the_step_was_counted_is_one():
         loop.update()
         loop.zero()
 
-    assert loop.of_each_step(lambda _: loop.backward(), after_it=update) == [([], True)] * 6
+    assert loop.of_each_step(lambda _: loop.backward(), USES_SEEN, after_it=update) == [([], True)] * USES_SEEN
+    assert loop.hooks() == 0
 
 
 def test_an_update_between_two_steps_does_not_hide_that_the_next_one_accumulates():
@@ -190,6 +193,22 @@ def test_optimizers_that_never_have_none_together_are_saved_when_fewest_wait():
     found = loop.of_each_step(step, 8)
     assert [saved for saved, _ in found] == [["second"], ["first"]] * 4
     assert [made for _, made in found[4:]] == [True, False] * 2
+
+
+def test_a_gradient_in_the_place_of_an_older_one_is_a_new_one():
+    """Of two optimizers the gradients are compared; memory that was freed is used again."""
+    loop = Loop(optimizers=2)
+
+    def step(number):
+        for optimizer in (0, 1):
+            loop.zero(optimizer)
+        loop.backward()
+        loop.update(0)
+        if number != USES_SEEN + 3:
+            loop.update(1)
+
+    found = loop.of_each_step(step, USES_SEEN + 5)
+    assert [saved for saved, _ in found[-3:]] == [[], ["second"], []]
 
 
 def test_an_optimizer_that_is_no_longer_used_keeps_nobody_waiting():
@@ -268,4 +287,5 @@ def test_other_ranks_than_before_get_the_mean(monkeypatch):
     for rank, size, expected in ((1, 3, 2.0), (0, 2, 3.0), (1, 2, 3.0)):
         monkeypatch.setattr(collectives, "rank_and_size", lambda rank=rank, size=size: (rank, size))
         assert of_this_rank(of_ranks)["weight"].item() == expected
+        assert of_this_rank([{}, {}, *of_ranks[:2]])["weight"].item() == 0.75  # one that a rank has not is 0 there
         assert of_this_rank(of_ranks[:1])["weight"].item() == 1.0

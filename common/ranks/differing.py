@@ -21,8 +21,12 @@ def of_other_ranks(own: Any) -> list[Any]:
     largest, least = collectives.reduce([digest, -digest], "MAX")
     if largest == -least:
         return []
-    received = (collectives.broadcast(content, source) for source in range(1, size))
-    return [tensors.read(each, verified=True) for each in received if rank == 0]
+    found = []
+    for source in range(1, size):
+        received = collectives.broadcast(content, source)
+        if rank == 0:
+            found.append(tensors.read(received, verified=True))
+    return found
 
 
 def _without_views(value: Any) -> Any:

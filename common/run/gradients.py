@@ -6,6 +6,7 @@ seen in the first steps of a start; until it is known, the gradient is saved.
 """
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from common.ranks import collectives
 
-MOST_WAITED = 100  # steps that a save or a stop waits for one after which fewer gradients are accumulated
+MOST_WAITED = 100  # steps in a row that accumulate gradients, after which a save or a stop waits no longer
 USES_SEEN = 8  # uses of an old gradient of a weight that are looked at
 
 Saved = dict[str, Any]  # {name of a weight: its gradient, a tensor, or the parts of a sparse one}
@@ -30,11 +31,11 @@ class Gradients:
         self._discarded = Discarded(weights, optimizers)
         self._accumulating: set[str] = set()  # optimizers that have got gradients in a step without stepping in it
         self._stepped: set[str] = set()  # optimizers that have stepped in this step of the run
-        self._expected_to_step = set(optimizers)  # soon; some have ways of their own to step, which nobody sees
+        self._expected_to_step = set(optimizers)  # those worth waiting for; some step in ways of their own, which nobody sees
         self._versions = {name: self._versions_of(name) for name in optimizers}  # of the gradients, after the step before
         self._steps_waited = 0
-        self._fewest = float("inf")  # accumulated gradients after a step, since they are counted
-        self._stepped_meanwhile: set[str] = set()  # optimizers, since then
+        self._fewest = float("inf")  # elements of accumulated gradients after any step, since this was set anew
+        self._stepped_meanwhile: set[str] = set()  # optimizers that have stepped since that was set anew
         self._of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
         self._is_collected = False  # whether the line above is up to date
         for name, optimizer in optimizers.items():
@@ -48,6 +49,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         self._stepped.clear()
+        self._discarded.begin_step(self._accumulated_weights())
 
     def end_step(self) -> None:
         """Note which optimizers accumulate. Called when the run has counted a step."""
@@ -57,7 +59,6 @@ class Gradients:
                 self._accumulating.add(name)
             if len(self._optimizers) > 1:
                 self._versions[name] = self._versions_of(name)
-        self._discarded.end_step(self._accumulated_weights())
 
     def _after_step_of(self, name: str, *_: Any) -> None:
         self._accumulating.discard(name)
@@ -71,9 +72,10 @@ class Gradients:
             return self._versions_of(name) != self._versions[name]
         return any(weight.grad is not None for weight in weights_of(self._optimizers[name]))
 
-    def _versions_of(self, name: str) -> list[tuple[int, int]]:
+    def _versions_of(self, name: str) -> list[tuple[Any, int]]:
+        """Return what differs later if an optimizer has got gradients since."""
         gradients = [weight.grad for weight in weights_of(self._optimizers[name])]
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+        return [(Same(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def _accumulated_weights(self) -> set[torch.Tensor]:
         return {
@@ -88,7 +90,8 @@ class Gradients:
         accumulated = sum(weight.numel() for weight in self._accumulated_weights())
         self._fewest = min(self._fewest, accumulated)
         fewest_is_known = self._accumulating <= self._stepped_meanwhile
-        if accumulated == 0 or (fewest_is_known and accumulated == self._fewest):
+        is_at_minimum = fewest_is_known and accumulated == self._fewest
+        if accumulated == 0 or is_at_minimum:
             self._steps_waited = 0
             return False
         self._steps_waited += 1
@@ -104,7 +107,7 @@ class Gradients:
 
     def collect(self) -> None:
         """Bring the gradients of the other ranks to rank 0 if they are not the same, as under no_sync(). All ranks call it
-        before a save. Until the next step or end of an epoch it does nothing, so rank 0 may save alone in an evaluation."""
+        before a save. Further calls do nothing until invalidate_collected(), so rank 0 may save alone in an evaluation."""
         if not self._is_collected and collectives.rank_and_size()[1] > 1:
             from common.ranks import differing
 
@@ -112,6 +115,7 @@ class Gradients:
         self._is_collected = True
 
     def invalidate_collected(self) -> None:
+        self._of_other_ranks = []
         self._is_collected = False
 
     def _to_save(self) -> Saved:
@@ -124,10 +128,9 @@ class Gradients:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        gradients = self._to_save()
         return {
-            "gradients": gradients,
-            "gradients_of_other_ranks": self._of_other_ranks if gradients else [],
+            "gradients": self._to_save(),
+            "gradients_of_other_ranks": self._of_other_ranks,
             "gradients_accumulating": sorted(self._accumulating),
             "gradients_kept": sorted(self._weights.keys() - self._discarded.names),
         }
@@ -143,7 +146,7 @@ class Gradients:
 
 
 class Discarded:
-    """Sees which weights' gradients a loop discards before it uses them again, by hooks that end after some uses."""
+    """Sees which weights' gradients a loop discards before it uses them again. Its hooks of weights end after some uses."""
 
     def __init__(self, weights: Mapping[str, torch.nn.Parameter], optimizers: Mapping[str, Optimizer]):
         self.names: set[str] = set()  # of these weights
@@ -169,7 +172,8 @@ class Discarded:
             self._note_use(name)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no new ones."""
+        """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no new ones, unless
+        it has a closure that discards them."""
         if self._unused:
             for weight in weights_of(optimizer):
                 name = self._name_of.get(weight, "")
@@ -178,28 +182,39 @@ class Discarded:
 
     def _note_use(self, name: str) -> None:
         """Note whether the old gradient of this weight is still there. If it was there once, it is one that the loop keeps."""
+        is_kept = self._weights[name].grad is not None
         self._unused.discard(name)
-        self._uses_left[name] -= 1
-        if self._weights[name].grad is not None:
+        if is_kept:
             self.names.discard(name)
             self._uses_left[name] = 0
-        elif name not in self._seen:
-            self.names.add(name)
+        else:
+            self._uses_left[name] -= 1
+            if name not in self._seen:
+                self.names.add(name)
         self._seen.add(name)
 
-    def end_step(self, accumulated: Set[torch.Tensor]) -> None:
-        """Choose the weights whose gradient the next step should not use, as their optimizer has; remove hooks that have seen
-        enough."""
+    def begin_step(self, accumulated: Set[torch.Tensor]) -> None:
+        """Choose the gradients to watch: old ones that their optimizer has already applied. Remove the hooks that have seen
+        enough. `accumulated`: weights whose old gradient their optimizer still has to apply."""
         self._unused.clear()
         for name in list(self._hooks):
             weight = self._weights[name]
             if weight.grad is None and name in self._got_gradient:
                 self._note_use(name)  # discarded within the step
-            if not self._uses_left[name]:
+            if self._uses_left[name] <= 0:
                 self._hooks.pop(name).remove()
             elif weight.grad is not None and weight not in accumulated:
                 self._unused.add(name)
         self._got_gradient.clear()
+
+
+class Same(weakref.ref):
+    """A weak reference that is equal only to one to the same object."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self() is not None and self() is other()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -230,6 +245,8 @@ def of_this_rank(of_ranks: Sequence[Saved]) -> Saved:
         return of_ranks[0]
     if len(of_ranks) == size:
         return of_ranks[rank]
-    common = set.intersection(*(set(gradients) for gradients in of_ranks))
-    dense = [name for name in common if isinstance(of_ranks[0][name], torch.Tensor)]
-    return {name: torch.stack([gradients[name] for gradients in of_ranks]).mean(dim=0) for name in dense}
+    means: Saved = {}
+    for name in {name for gradients in of_ranks for name in gradients}:
+        there = [gradient_of(gradients[name], torch.device("cpu")) for gradients in of_ranks if name in gradients]
+        means[name] = plain(sum(there[1:], start=there[0]) / len(of_ranks))
+    return means

@@ -85,9 +85,9 @@ class Fixed:
             for warning in buckets.fix_all():
                 say(warning)
 
-    def agree_on_any(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank. All ranks call it."""
-        return bool(collectives.reduce([value], "MAX")[0]) if self.size > 1 else value
+    def all_agree(self, value: bool) -> bool:
+        """Return whether `value` is true on all ranks, which all call this."""
+        return bool(collectives.reduce([value], "MIN")[0]) if self.size > 1 else value
 
     def form_again(self) -> None:
         """Do nothing, as these ranks never change. In an elastic job, form the group again after ranks have changed."""

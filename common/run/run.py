@@ -311,7 +311,7 @@ class Run:
         self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
         waits = self.gradients.update_wait()
         if any(self._due):
-            waits = self.peers.agree_on_any(waits)
+            waits = self.peers.all_agree(waits)
         if waits:
             return
         (stop_signal, hours_over, save), self._due = self._due, [0.0, 0.0, 0.0]

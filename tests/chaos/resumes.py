@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.chaos.victims import digest
+from tests.chaos.victims import digest, unfinished
 from tests.jobs import PATIENCE, ROOT, final_state, wait_for
 from tests.objectstore import ObjectStore, free_port
 from tests.ranks import children, workers_of
@@ -84,7 +84,7 @@ def in_a_save(folder):
     process = start(broken, words)
     wait_for(has_saved(broken), process, "a checkpoint")
     writer = workers_of(children(process))[0]
-    while not any(broken.glob("out/checkpoints/*.unfinished")):
+    while not unfinished(broken / "out"):
         assert process.poll() is None, "the job ended before an unfinished file was seen"
     os.kill(writer, signal.SIGKILL)
     code = process.wait(PATIENCE)

@@ -20,6 +20,11 @@ SMALL = ["--custom_data", "true", "--max_samples", "512", "--batch_size", "32", 
 START_SECONDS = 600  # after which a start that hangs is ended
 
 
+def unfinished(output):
+    """The files of checkpoints and weights that are being written in a job's output folder."""
+    return [path for path in output.glob("**/.start-*/*.unfinished") if ".pt" in path.name]
+
+
 class Job:
     """A training job: the bits of weights, optimizer, position and metrics."""
 
@@ -54,8 +59,8 @@ class Job:
         )
 
     def unfinished(self, folder):
-        """Whether a file is being written."""
-        return any((folder / "out" / "checkpoints").glob("*.unfinished"))
+        """Whether a checkpoint is being written, in the subfolder of this start."""
+        return bool(unfinished(folder / "out"))
 
     def has_saved(self, folder):
         """Whether there is something that a start could go on from."""
