@@ -250,7 +250,7 @@ def two_starts_in_a_bucket(folder):
         family = [first.pid, *children(first)]
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
-        said = finish(folder / "second", [*words("broken"), "--run_epochs", 3], **store.environment)
+        said = finish(folder / "second", [*words("broken"), "--max_steps", 100], **store.environment)
         assert "going on from" in said, said
         for pid in reversed(family):
             os.kill(pid, signal.SIGCONT)
