@@ -5,8 +5,8 @@ the last bits. DDP fills its buckets anew after the first backward pass of a pro
 the weights: it would add the first step of each start in another order than all later ones. So here DDP gets a first backward
 pass of zeros before the first step. It comes to the weights in the reverse of their order, as that of most networks does.
 
-Uses what DDP itself calls of its reducer, prepare_for_backward and _autograd_hook, and its _comm_hooks and
-_get_ddp_logging_data; tried with torch 2.1 and 2.15.
+Uses what DDP itself calls of its reducer, prepare_for_backward and _autograd_hook, and its _get_ddp_logging_data; tried with
+torch 2.1 and 2.15.
 """
 
 import gc
@@ -37,7 +37,7 @@ def fix_all() -> list[str]:
         name = f"{type(network.module).__name__} is in DistributedDataParallel"
         if network.static_graph:
             warnings.append(_warning(f"{name} with static_graph=True"))
-        elif network._comm_hooks:  # which might not expect zeros
+        elif network._get_ddp_logging_data().get("comm_hook"):  # which might not expect zeros
             warnings.append(_warning(f"{name} with a communication hook"))
         elif not network.find_unused_parameters:  # with it, DDP keeps its first buckets
             fix(network)
