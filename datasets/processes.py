@@ -125,8 +125,8 @@ def _but_for_a_lost_reader(kind, error, trace):
 
 def _send_error_instead(queue: Any, error: Exception, unsent: Any) -> None:
     """Send an error in place of a batch that cannot be sent. Python would print it and forget the batch, for which the training
-    would wait for ever. A thread of Python calls it, tried with 3.9 to 3.13, with (number, batch); or with bytes if its reader
-    was lost."""
+    would wait for ever. Python's thread that fills the queue calls it, tried with 3.11, with (number, batch); with bytes if the
+    reader was lost."""
     if not isinstance(unsent, tuple):
         _but_for_a_lost_reader(type(error), error, error.__traceback__)
         return

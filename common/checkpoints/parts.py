@@ -68,7 +68,8 @@ def fingerprint(value: Any) -> Any:
 def restore(run: Any, state: dict, path: str, within_epoch: bool) -> None:
     """Restore the parts; `within_epoch`: without this epoch's parameter groups, which the job adds again before run.steps()."""
     run.model.load_state_dict(state["model"])
-    kept, weights = state["run"], named_weights(run)
+    kept = state["run"]
+    weights = named_weights(run)
     before = kept.get("made", {})  # checkpoints of version 0.2.0 lack it
     if before.get("model") == run.made["model"]:
         for name, weight in weights.items():
@@ -97,7 +98,9 @@ def _restore_optimizer(run, name, state, path, within_epoch):
             "give it the groups of before, or another --output_dir"
         )
     if "made" in kept:
-        made, before, weights = run.made[name], kept["made"][name], named_weights(run)
+        made = run.made[name]
+        before = kept["made"][name]
+        weights = named_weights(run)
         groups = groups[: kept["groups"][name]] if within_epoch else groups
         for names, options in zip(kept["added"][name][known - len(before) :], groups[known:]):
             part.add_param_group({**options, "params": [weights[one] for one in names]})

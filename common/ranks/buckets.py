@@ -10,7 +10,6 @@ torch 2.1 and 2.15.
 """
 
 import gc
-import hashlib
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def fix_all() -> list[str]:
     if collectives.rank_and_size()[1] <= ALIKE_IN_ANY_ORDER:
         return []
     networks = [network for network in _networks_over_all_ranks() if not devices.is_accelerator(network.device)]
-    if not _are_the_same_on_all_ranks(networks):
+    if not collectives.are_equal(repr([_shapes(network) for network in networks]).encode()):
         return [_warning("the ranks have different networks in DistributedDataParallel")]
     warnings = []
     for network in networks:
@@ -58,13 +57,6 @@ def _networks_over_all_ranks() -> list[DistributedDataParallel]:
 
 def _shapes(network: DistributedDataParallel) -> list[tuple[int, ...]]:
     return [tuple(weight.shape) for weight in network.module.parameters()]
-
-
-def _are_the_same_on_all_ranks(networks: list[DistributedDataParallel]) -> bool:
-    shapes = repr([_shapes(network) for network in networks])
-    digest = int.from_bytes(hashlib.sha256(shapes.encode()).digest()[:6], "big")  # as many bits as float64 has exactly
-    largest, least = collectives.reduce([digest, -digest], "MAX")
-    return largest == -least
 
 
 def fix(network: DistributedDataParallel) -> None:

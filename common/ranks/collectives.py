@@ -147,15 +147,20 @@ def _tensor(content):
     return torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8))
 
 
+def are_equal(content: bytes) -> bool:
+    """Whether all ranks have the same bytes. All ranks call it, for one all_reduce."""
+    digest = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1  # as an int64
+    extremes = torch.tensor([digest, -digest])
+    distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=GROUP.control())
+    return bool(extremes[0] == -extremes[1])
+
+
 def require_equal(facts: dict) -> None:
     """Raise UserError on every rank, naming two that differ, unless all have the same facts. Equal ones take one all_reduce."""
     if distributed.get_world_size() == 1:
         return
     mine = {name: str(value) for name, value in facts.items()}
-    digest = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:8], "big") >> 1  # as an int64
-    extremes = torch.tensor([digest, -digest])
-    distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=GROUP.control())
-    if extremes[0] == -extremes[1]:
+    if are_equal(json.dumps(mine).encode()):
         return
     own = json.dumps({**mine, "host": socket.gethostname()}).encode()
     first = json.loads(broadcast(own))

@@ -73,7 +73,7 @@ class Gradients:
         return any(weight.grad is not None for weight in weights_of(self._optimizers[name]))
 
     def _versions_of(self, name: str) -> list[tuple[Any, int]]:
-        """Return what differs later if an optimizer has got gradients since."""
+        """Return references to an optimizer's gradients, and their versions, which differ later if it has got new ones."""
         gradients = [weight.grad for weight in weights_of(self._optimizers[name])]
         return [(Same(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
@@ -209,7 +209,7 @@ class Discarded:
 
 
 class Same(weakref.ref):
-    """A weak reference that is equal only to one to the same object."""
+    """A weak reference, equal to another one only while both refer to the same object: equal tensors are not the same."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and self() is not None and self() is other()
@@ -230,7 +230,7 @@ def plain(gradient: torch.Tensor) -> Any:
 
 
 def gradient_of(saved: Any, device: torch.device) -> torch.Tensor:
-    """Return a copy of what plain() has made of a gradient: the checkpoint may be loaded again."""
+    """Return the gradient of which plain() has made `saved`, as a copy, since the checkpoint may be loaded once more."""
     if isinstance(saved, torch.Tensor):
         return saved.to(device, copy=True)
     indices, values = (saved[part].to(device, copy=True) for part in ("indices", "values"))
