@@ -134,7 +134,7 @@ REFUSED = {
     "two labels": (tar_of(*GOOD, ("daisy/0.cls", b"1"), ("daisy/0.cls", b"1")), "daisy/0 has two of cls"),
     "a long label": (tar_of(*GOOD, ("daisy/0.cls", bytes(2 << 20))), "daisy/0.cls is too long for a label"),
     "no number": (tar_of(*GOOD, ("daisy/0.json", b'{"label": [1]}')), "label in daisy/0.json is neither a number nor a name"),
-    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999, and 100000 names of classes"),
+    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999 (a.tar:0.jpg), and 100000 names of classes"),
     "no class": (tar_of(("0.jpg", PICTURE)), "has no picture with a class"),
     "no picture": (tar_of(("0.txt", b"x")), "has no picture with a class"),
     "cut off": (tar_of(*GOOD)[:5000], "cannot be read: it is cut off"),
@@ -244,8 +244,8 @@ def test_keys_that_begin_anew_in_each_shard_are_different_samples(tmp_path):
 def test_names_of_classes_are_those_of_the_file_or_the_file_is_refused(tmp_path):
     folder, names = write_tars(tmp_path / "shards", a=tar_of(*GOOD)), tmp_path / "names"
     for content, said in (
-        ("daisy\nrose\n", "has class tulip, and 2 names of classes: give --classes FILE"),
-        ("daisy\n\nrose\ntulip", "has an empty line"),
+        ("daisy\nrose\n", "has class tulip (a.tar:tulip/0.jpg), and 2 names of classes: give --classes FILE"),
+        ("daisy\n\nrose\ntulip", "has an empty name of a class"),
         ("rose\nrose\ntulip", "or a name twice"),
         ("雏菊".encode("gb18030"), "has no names of classes"),
     ):
@@ -423,9 +423,7 @@ def test_other_tables_are_refused_in_a_line(parquet, flowers, tmp_path, monkeypa
     tables = write_tables(parquet, flowers, tmp_path / "tables", names=False)
     assert "--form 256 is for pictures in folders" in run(tables, tmp_path / "pack", "--form", 256, check=2).stderr
     (tmp_path / "names").write_text("daisy\nrose\n")
-    assert (
-        "has class 2, and 2 names of classes" in run(tables, tmp_path / "pack", "--classes", tmp_path / "names", check=2).stderr
-    )
+    assert "tables has class 2 (" in run(tables, tmp_path / "pack", "--classes", tmp_path / "names", check=2).stderr
     whole = (tables / "train-00000-of-00002.parquet").read_bytes()
     (tables / "train-00000-of-00002.parquet").write_bytes(whole[: len(whole) // 2])
     (line,) = run(tables, tmp_path / "other", check=2).stderr.splitlines()

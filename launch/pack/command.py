@@ -81,7 +81,7 @@ def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> 
         raise UserError(f"--form {options.form} is for pictures in folders: leave it out")
     os.makedirs(folder, exist_ok=True)
     with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
-        made, classes, identity = parquet.plan(paths, options.shard_mb)
+        made, classes, identity = parquet.plan(paths, options.shard_mb, options.classes)
         _clear(folder, dict.fromkeys(splits.SPLITS, identity), options.overwrite)
         missing = [rows for rows in made if not os.path.exists(os.path.join(folder, rows.name))]
         _need_space(folder, sum(rows.size for rows in missing))

@@ -14,8 +14,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 import numpy as np
 
@@ -29,19 +28,17 @@ from common.world.folders import is_bucket
 from datasets import untrusted
 from datasets.crc import crc32
 from datasets.photos import files, packed, splits, tree
+from launch.pack import labels
 from launch.pack.threads import in_threads
 
 PICTURES = (*(ending[1:] for ending in files.EXTENSIONS), "gif", "img")  # as a pack has them, too
-LABELS = ("cls", "json")
 WINDOW = 4 << 20  # bytes that are read at a time
 LONGEST_LABEL = 1 << 20  # bytes
-MOST_CLASSES = 100_000  # where nothing names them
 WORDS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "eval"), "test": ("test", "testing")}
-NAMES = "classnames.txt"  # the file beside the shards that names their classes, one a line
 
 Part = Callable[[int, int], bytes]  # the bytes of a shard, from where and how many
-Label = Union[int, str, None]
-Row = tuple[Label, str, int, int, int, tree.Verdict]  # label, name, place and length of a picture, its checksum, what it is
+# Label, name, place and length of a picture, its checksum, what it is.
+Row = tuple[Optional[labels.Label], str, int, int, int, tree.Verdict]
 
 
 @dataclasses.dataclass
@@ -63,7 +60,10 @@ def index(
     if not options.overwrite and sizes.keys() & {packed.index_path("", split) for split in splits.SPLITS}:
         raise UserError(f"{one_line(place)} has an index: give --overwrite true to replace it")
     names = names or by_split(sorted(name for name in sizes if name.endswith(".tar")), place)
-    classes = _class_names(options.classes, part_of(NAMES)(0, sizes[NAMES]) if NAMES in sizes else b"") or classes
+    if options.classes:
+        classes = labels.read_names(options.classes)
+    elif labels.NAMES in sizes:
+        classes = labels.names_in(part_of(labels.NAMES)(0, sizes[labels.NAMES]), labels.NAMES) or classes
     shards = [name for of_split in names.values() for name in of_split]
     found: dict[str, Indexed] = {}
 
@@ -73,8 +73,12 @@ def index(
 
     progress = Progress("indexing", len(shards), "shards", sum(sizes[name] for name in shards))
     in_threads(options.workers, work, shards, progress)
-    labels = {row[0] for shard in found.values() for row in shard.rows if not isinstance(row[-1], str)} - {None}
-    classes, numbers = _numbered(labels, classes, place)
+    examples: dict[labels.Label, str] = {}
+    for shard in shards:
+        for label, name, *_, verdict in found[shard].rows:
+            if label is not None and not isinstance(verdict, str):
+                examples.setdefault(label, f"{shard}:{name}")
+    classes, numbers = labels.number_classes(examples, classes, place)
     parts = {split: _part(place, [found[name] for name in of_split], classes, numbers) for split, of_split in names.items()}
     if "val" not in parts:
         parts = dict(zip(splits.SPLITS, splits.hold_out(parts["train"], options.seed)))
@@ -173,12 +177,12 @@ def _read(path, name, size, part) -> Indexed:
             if kind == "picture":
                 verdict = tree.judge_open(io.BytesIO(content), f"{path}:{member}")
                 its[kind] = member, place, len(content), crc32(content), verdict
-            elif kind in LABELS:
-                its[kind] = _said(member, kind, content)
+            elif kind in labels.FILES:
+                its[kind] = _label(member, kind, content)
             else:
                 its[kind] = None  # such as KEY.mask.png
         none = 0, 0, 0, "without a picture KEY.jpg, or of another kind"
-        rows = [(_label(key, its), *its.get("picture", (key, *none))) for key, its in samples.items()]
+        rows = [(_label_of(key, its), *its.get("picture", (key, *none))) for key, its in samples.items()]
     except (*untrusted.DAMAGES, bucket.ObjectChanged) as error:
         reason = one_line(error) or "it changes while it is read"
         raise UserError(f"{one_line(path)} cannot be read: {reason[:200]}; make or fetch it again") from None
@@ -194,67 +198,26 @@ def _key_and_kind(member):
 
 def _is_wanted(member):
     kind = _key_and_kind(member)[1].rpartition(".")[2]
-    return not os.path.basename(member).startswith(".") and kind in (*PICTURES, *LABELS)
+    return not os.path.basename(member).startswith(".") and kind in (*PICTURES, *labels.FILES)
 
 
-def _said(member, kind, content) -> Label:
-    """Return the label in KEY.cls or KEY.json; None if there is none, "" for -1."""
+def _label(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
+    """Return the label in KEY.cls or KEY.json; None if there is none."""
+    name = one_line(member)[:80]
     if len(content) > LONGEST_LABEL:
-        raise ValueError(f"{one_line(member)[:80]} is too long for a label")
-    said: Any = content.decode().strip()
-    if kind == "json":
-        row = json.loads(said)
-        said = row.get("label") if isinstance(row, dict) else None
-    if isinstance(said, float) and said.is_integer():
-        said = int(said)
-    if isinstance(said, bool) or not isinstance(said, (int, str, type(None))):
-        raise ValueError(f"the label in {one_line(member)[:80]} is neither a number nor a name")
-    if re.fullmatch("-?[0-9]{1,9}", str(said)):
-        said = int(str(said))
-    return {"": None, -1: ""}.get(said, said)
+        raise ValueError(f"{name} is too long for a label")
+    text = content.decode("utf-8-sig")
+    if kind == "cls":
+        return labels.read(text, name)
+    row: object = json.loads(text)
+    return labels.read(row.get("label") if isinstance(row, dict) else None, name)
 
 
-def _label(key, its) -> Label:
-    label = its.get("cls", its.get("json"))
-    if label is None and "cls" not in its:
-        label = os.path.basename(os.path.dirname(key))
-    return None if label == "" else label
+def _label_of(key: str, its: dict[str, Any]) -> Optional[labels.Label]:
+    return labels.of_sample(key, {ending: its[ending] for ending in labels.FILES if ending in its})
 
 
 # --- All shards together -----------------------------------------------------------------------------------------------
-
-
-def _class_names(path, beside):
-    """Return the names of --classes, or of the file beside the shards."""
-    try:
-        content = Path(path).read_bytes() if path else beside
-        names = [line.strip() for line in content.decode("utf-8-sig").rstrip().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{one_line(path or NAMES)} has no names of classes ({one_line(error)}): one a line, in UTF-8"
-        ) from None
-    if "" in names or len({*names}) < len(names):
-        raise UserError(f"{one_line(path or NAMES)} has an empty line, or a name twice: give each class its own line")
-    return names
-
-
-def _numbered(labels, classes, place):
-    """Return (names of the classes, {label: its number}). A label is a name or, if it is none of the names, a number."""
-    if not labels:
-        raise UserError(f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder in its name")
-    numbers = [label for label in labels if isinstance(label, int)]
-    if not classes and len(numbers) < len(labels):
-        classes = sorted(map(str, labels))
-    elif not classes:
-        classes = [str(number) for number in range(min(max(numbers) + 1, MOST_CLASSES))]
-    named = {name: number for number, name in enumerate(classes)}
-    found: dict[Label, Any] = {label: named.get(str(label), label) for label in labels}
-    for label, number in found.items():
-        if not isinstance(number, int) or number >= len(classes):
-            raise UserError(
-                f"{one_line(place)} has class {one_line(label)[:80]}, and {len(classes)} names of classes: give --classes FILE"
-            )
-    return classes, found
 
 
 def _part(place, shards, classes, numbers) -> packed.Packed:

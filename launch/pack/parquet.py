@@ -10,11 +10,12 @@ import hashlib
 import importlib
 import json
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Optional
 
 from common.errors import UserError, of_a_file, one_line
 from common.files import MIB, TEMPORARY, create
-from launch.pack import index, shards
+from launch.pack import index, labels, shards
 from launch.pack.threads import Done
 
 ENDING = ".parquet"
@@ -43,27 +44,26 @@ def files_of(root: str) -> list[str]:
     return next(filter(None, (sorted(glob.glob(f"{glob.escape(root)}{below}/*{ENDING}")) for below in ("", "/data"))), [])
 
 
-def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]:
-    """Return (the shards to make, names of the classes as the files say them, a digest of the setting and the files).
+def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tuple[list[Rows], list[str], str]:
+    """Return (the shards to make, names of the classes, a digest of the setting and the files).
 
-    The digest has the names, sizes and labels of the files, not the pictures, which are long.
+    The names are those of `classes_file`, else those that the files say. The digest has the names, sizes and labels of the
+    files, not the pictures, which are long.
     """
     made: list[Rows] = []
-    classes: list[str] = []
+    classes = _common_classes(paths)
+    if classes_file:
+        classes = labels.read_names(classes_file)
+    examples: dict[labels.Label, str] = {}
     digest = hashlib.sha256(str(shard_mb).encode())
     for split, of_split in index.by_split(paths, os.path.dirname(paths[0]) or ".").items():
         made.append(Rows(split, f"{split}-000000.tar", 0))
         begun = len(made) - 1
         for path in of_split:
             with _opened(path) as file:
-                names = _classes(file.schema_arrow)
-                if classes and names != classes:
-                    raise UserError(
-                        f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together"
-                    )
-                classes = names
-                labels = _of_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()
-                digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), labels]).encode())
+                of_rows = _of_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()
+                examples.update(dict.fromkeys(_labels_in({*of_rows}, path), path))
+                digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), of_rows]).encode())
                 for number in range(file.num_row_groups):
                     group, last = file.metadata.row_group(number), made[-1]
                     if last.groups and last.size + group.total_byte_size > shard_mb * MIB:
@@ -72,7 +72,30 @@ def plan(paths: list[str], shard_mb: float) -> tuple[list[Rows], list[str], str]
                     last.groups.append((path, number))
                     last.count += group.num_rows
                     last.size += group.total_byte_size + PER_ROW * group.num_rows
+    labels.number_classes(examples, classes, os.path.dirname(paths[0]) or ".")  # an error before hours of work
     return made, classes, digest.hexdigest()
+
+
+def _common_classes(paths: list[str]) -> list[str]:
+    """Return the names of the classes, in which all files have to agree; [] if they name none."""
+    names = []
+    for path in paths:
+        with _opened(path) as file:
+            names.append(_classes(file.schema_arrow))
+        if names[-1] != names[0]:
+            raise UserError(f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together")
+    labels.require_different(names[0], paths[0])
+    return names[0]
+
+
+def _labels_in(values: set[Optional[int]], path: str) -> Iterator[labels.Label]:
+    for value in values:
+        try:
+            label = labels.read(value, one_line(path))
+        except ValueError as error:
+            raise UserError(f"{error}: correct the table") from None
+        if label is not None and label != labels.NO_CLASS:
+            yield label
 
 
 def write(rows: Rows, folder: str, done: Done) -> None:
@@ -121,9 +144,10 @@ def _of_arrow(path, read):
         raise of_a_file(error, text) if isinstance(error, OSError) else UserError(text) from None
 
 
-def _classes(schema) -> list[str]:
+def _classes(schema: Any) -> list[str]:
     """Return the names of the classes in what Hugging Face's datasets keeps with the columns; [] without it."""
-    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"]["label"]["names"]
-        return [str(name) for name in names]
+        if isinstance(names, list):
+            return [str(name) for name in names]
     return []
