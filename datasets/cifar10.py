@@ -10,7 +10,7 @@ import torch
 from common import arguments, moments
 from common.ranks.barrier import on_every_rank
 from common.world.folders import is_address
-from datasets import crops
+from datasets import crops, digests
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -67,6 +67,10 @@ class ImageArrays:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def digest(self) -> dict[str, str]:
+        """Return what tells these images from others."""
+        return {"list": digests.of(self.labels.numpy()), "bytes": digests.of(self.images.permute(0, 2, 3, 1).numpy())}
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(epoch_and_ids[1])

@@ -79,7 +79,7 @@ def main():
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
     # The run: shows progress, saves, and stops when it is told to.
-    run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
+    run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), optimizer=optimizer)
     ### AMP: the scale is part of what a restart goes on from ###
     run.register(scaler=scaler)
     ### end AMP ###

@@ -113,7 +113,7 @@ def main():
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
 
     # The run: shows progress, saves, and stops when it is told to.
-    run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)
+    run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), optimizer=optimizer)
     ### EXACT: run.steps() gives one of this rank's shares after the other; a run keeps their number ###
     run.register(shares=shares)
     ### end EXACT ###

@@ -107,11 +107,11 @@ def main():
 
     classes = [*val_set.classes, *(f"output {number}" for number in range(len(val_set.classes), args.num_classes or 0))]
     if args.evaluate:
-        return evaluate_alone(args, network, val_loader, classes, autocast)
+        return evaluate_alone(args, network, val_loader, val_set.classes, classes, autocast)
 
-    run = Run(args, train_sampler, model, classes=classes, test_samples=0 if args.training_only else len(val_set),
-              patience=args.early_stopping_patience, prof=args.prof, best_by=args.best_by,
-              optimizer=optimizer, scaler=scaler)  # fmt: skip
+    run = Run(args, train_sampler, model, data_set=train_set, classes=classes,
+              test_samples=0 if args.training_only else len(val_set), patience=args.early_stopping_patience,
+              prof=args.prof, best_by=args.best_by, optimizer=optimizer, scaler=scaler)  # fmt: skip
     if ema:
         run.register(ema=ema)
     if shares:
@@ -331,9 +331,13 @@ def learning_rate(args, peak, epochs):
     return args.end_lr + (peak - args.end_lr) * factor
 
 
-def evaluate_alone(args, network, loader, classes, autocast):
-    """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json."""
-    about = about_weights(local_weights(args.weights, args.input_dir, say)) if args.weights else {}
+def evaluate_alone(args, network, loader, data_classes, classes, autocast):
+    """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json.
+
+    `classes`: the names of all outputs of the network, of which the data may have fewer.
+    """
+    path = local_weights(args.weights, args.input_dir, say) if args.weights else ""
+    about = about_weights(path) if args.weights else {}
     if not args.weights:
         found = barrier.from_rank_0(lambda: restore.to_evaluate(args, print))
         if not found:
@@ -344,6 +348,7 @@ def evaluate_alone(args, network, loader, classes, autocast):
             trained = about["arguments"].get(name, vars(args)[name])
             if trained != vars(args)[name] and distributed.get_rank() == 0:
                 say(f"warning: its run had --{name} {trained}, and this is evaluated with {vars(args)[name]}")
+    restore.refuse_other_classes(about.get("classes", ()), data_classes, args.weights or path)
     scores, latency = evaluate(network, loader, classes, autocast)
     if distributed.get_rank() == 0:
         metrics = {**named(scores, args.best_by), **latency}

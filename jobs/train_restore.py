@@ -68,7 +68,7 @@ def main():
     autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
-    run = Run(args, train_sampler, model, test_samples=len(test_set), best_by="psnr", best_is="highest",
+    run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), best_by="psnr", best_is="highest",
               optimizer=optimizer, scaler=scaler)  # fmt: skip
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:

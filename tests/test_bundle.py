@@ -333,9 +333,7 @@ def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
 
 def test_a_traceback_names_the_line_of_the_repository(empty):
     lines = (ROOT / "common" / "run" / "run.py").read_text().split("\n")
-    number = next(
-        number for number, line in enumerate(lines, 1) if line.strip() == "self.saving = Saving(args, classes, self.say)"
-    )
+    number = next(number for number, line in enumerate(lines, 1) if line.strip() == "self.parts = {}")
 
     def change(text):
         return text.replace(lines[number - 1], lines[number - 1] + "; 1 / 0")

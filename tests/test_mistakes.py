@@ -21,7 +21,7 @@ from tests.ranks import free_port
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
 STEPS = "for images, labels in run.steps(train_loader):"
 BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
-RUN = "run = Run(args, train_sampler, model, classes=train_set.classes, test_samples=len(test_set), optimizer=optimizer)"
+RUN = "run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), optimizer=optimizer)"
 
 
 @pytest.fixture

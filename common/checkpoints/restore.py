@@ -3,29 +3,40 @@
 import argparse
 import hashlib
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
 
 from common.checkpoints import checkpoint
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.ranks.barrier import from_rank_0
 from common.world.folders import is_bucket
 
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
 
-def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, parts: dict) -> dict:
+def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, parts: dict, classes: Sequence[str]) -> dict:
     """Return what two starts must have in common to belong to one run, as values that an error can quote."""
     tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
-    return {
+    known = {
         "model": f"{type(model).__name__} of {parameters:,} parameters ({digest})",
         "data set": f"{'synthetic' if args.input.synthetic else 'real'}, {sampler.num_samples} samples",
         "seed": args.seed,
         "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
     }
+    return {**known, **_in_short(classes)}
+
+
+def _in_short(classes: Sequence[str]) -> dict[str, str]:
+    """Return, for an identity, a short text that differs if one of the names does; nothing if the classes have no names."""
+    if not classes:
+        return {}
+    digest = hashlib.sha256(repr([*classes]).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    first = ", ".join(one_line(name)[:40] for name in classes[:3])
+    return {"list of classes": f"{first}{' and so on' if len(classes) > 3 else ''} ({len(classes)}, {digest})"}
 
 
 def create_momentum_buffers(parts: dict) -> None:
@@ -50,7 +61,7 @@ def find_checkpoint(args: argparse.Namespace, places: list, ours: dict, say: Cal
         found = checkpoint.newest(folder, say)
         # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.
         if found and (args.resume != "never" or found[1].get("job", "") == here.job_id):
-            refuse_another_run(found[1]["identity"], ours, f"checkpoint {found[2]}")
+            refuse_another_run(found[1], ours, f"checkpoint {found[2]}")
             return found
     if args.resume == "never":
         if has_run and not args.overwrite:
@@ -73,7 +84,7 @@ def find_checkpoint(args: argparse.Namespace, places: list, ours: dict, say: Cal
                 "or first delete that run with --resume never --overwrite true"
             )
     if found:
-        refuse_another_run(found[1]["identity"], ours, f"checkpoint {found[2]}")
+        refuse_another_run(found[1], ours, f"checkpoint {found[2]}")
     return found
 
 
@@ -139,10 +150,23 @@ def _inside(path, folder):
     return os.path.dirname(os.path.realpath(path)) == os.path.realpath(folder)
 
 
-def refuse_another_run(theirs, ours, path):
-    different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in ours if ours[what] != theirs.get(what)]
+def refuse_another_run(about: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> None:
+    """Raise UserError unless the checkpoint at `path` is of a run of this identity(). `about`: its manifest."""
+    theirs = {**_in_short(about.get("classes", ())), **about["identity"]}
+    # Before 0.4.0 the classes were not in the identity, and a script may name them later.
+    both = [what for what in ours if what in theirs or what != "list of classes"]
+    different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in both if ours[what] != theirs.get(what)]
     if different:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(different)}; "
             "give another --output_dir, or --resume never --overwrite true"
+        )
+
+
+def refuse_other_classes(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
+    """Raise UserError if the first outputs of the weights at `path` are not for the classes of the data, which are `ours`."""
+    if theirs and [*theirs[: len(ours)]] != [*ours]:
+        (before,), (here,) = _in_short(theirs).values(), _in_short(ours).values()
+        raise UserError(
+            f"{path} was trained on other classes: {before} there, and {here} here: give --data_url with the classes of before"
         )

@@ -9,7 +9,7 @@ import errno
 import functools
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
 from common import files
@@ -26,6 +26,7 @@ class Saving:
         self.id = uuid.uuid4().hex  # of the run; a later start takes it from the checkpoint
         self.identity: dict[str, Any] = {}  # what two starts must have in common to be one run
         self.classes = list(classes)
+        self.samples: Mapping[str, str] = {}  # digests of the data set, by which a later start sees other samples
         self.goes_on = False  # whether there is a checkpoint to go on from
         self.saved_at: Optional[Position] = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")

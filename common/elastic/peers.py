@@ -95,7 +95,7 @@ class Elastic(Fixed):
         if self._together and about["total_steps"] == run.position.total_steps:
             self._behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
             return
-        restore.refuse_another_run(about["identity"], run.saving.identity, "what the other nodes train")
+        restore.refuse_another_run(about, run.saving.identity, "what the other nodes train")
         run.load(given["state"], about, "the state of the other nodes")
         self._counted = given["counted"]
 

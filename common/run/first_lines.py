@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import torch
@@ -60,6 +60,15 @@ def _course(run):
     )
 
 
+def _other_samples(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning if a digest of the data set differs from that in the checkpoint."""
+    if any(before[what] != now[what] for what in before.keys() & now.keys()):
+        yield (
+            "warning: these are not the samples that the run was trained on before, though as many: it goes on with them; give "
+            "--data_url with those of before to go on with them, or --resume never --overwrite true to begin anew"
+        )
+
+
 def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
     """Yield the first lines of the log. `found`: the checkpoint that was restored; `attempt`: in which steps starts died."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
@@ -77,6 +86,7 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         within = f"epoch {run.epoch + 1}, after {run.position.consumed} of its samples"
         place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
         yield f"going on from {path}: {place}, step {run.total_steps}"
+        yield from _other_samples(about.get("samples", {}), run.saving.samples)
         yield _course(run)
         factor = global_batch / args.batch_size
         if not has_process_group() and factor != 1:

@@ -54,6 +54,7 @@ class Run:
         sampler: Any,
         model: torch.nn.Module,
         *,
+        data_set: Optional[object] = None,
         classes: Sequence[str] = (),
         test_samples: int = 0,
         best_by: str = "accuracy",
@@ -62,7 +63,8 @@ class Run:
         prof: Optional[int] = None,
         **saved: Any,
     ):
-        """`classes`: their names, stored in checkpoints. `test_samples`: samples of an evaluation, to estimate its time.
+        """`data_set`: what is trained on, of which checkpoints store the `classes` and the `digest()`, if it has them.
+        `classes`: their names, if it has none, or others. `test_samples`: samples of an evaluation, to estimate its time.
         `best_by`: the metric by which the best checkpoint is kept; `best_is`: "highest" (unset), or "lowest", as for a loss.
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `saved`: other objects with a state_dict, saved under these names."""
@@ -82,7 +84,8 @@ class Run:
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
-        self.saving = Saving(args, classes, self.say)
+        self._data_set = data_set
+        self.saving = Saving(args, classes or getattr(data_set, "classes", ()), self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.evaluates = False  # from the end of steps() to end_epoch()
         self.made: dict[str, Any] = {}  # settings of the parts as this start has made them, before a checkpoint is loaded
@@ -168,7 +171,10 @@ class Run:
         """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither."""
         restore.create_momentum_buffers(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
-        self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts)
+        self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts, self.saving.classes)
+        digest = getattr(self._data_set, "digest", None)
+        if digest and self.peers.may_write:
+            self.saving.samples = digest()
         self.made, self.groups = parts.made(self), parts.groups(self)
         self.gradients = Gradients(parts.named_weights(self), parts.optimizers(self))
         found = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)

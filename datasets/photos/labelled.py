@@ -47,6 +47,9 @@ class Photos:
             used[place], images[place] = self._picture(int(number), epoch, windows[place], flips[place])
         return images, torch.from_numpy(self.tree.labels[used]), torch.from_numpy(ids)
 
+    def digest(self) -> dict[str, str]:
+        return self.tree.digest()
+
     def file_of(self, number: int) -> str:
         """Return the path of a sample's file below the folder of the tree, for reports of wrong predictions."""
         return self.tree.names[number]

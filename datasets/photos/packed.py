@@ -57,6 +57,15 @@ class Packed(tree.Tree):
     number: np.ndarray  # of a sample in the pack
     arrival: Any  # datasets.photos.arrival.Arrival while the shards come from a bucket, else None
 
+    def crc(self, number: int) -> int:
+        return int(self.checksum[number])
+
+    def digest(self) -> dict[str, str]:
+        known = super().digest()
+        if self.form != "original":
+            del known["bytes"]  # they are not those of the files
+        return known
+
     def place(self, number: int) -> str:
         """Return the path of the shard that holds a sample."""
         return os.path.join(self.folder, self.shards[self.shard[number]]["name"])

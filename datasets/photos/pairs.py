@@ -13,7 +13,8 @@ import torch
 
 from common.errors import UserError, one_line
 from common.progress import warn
-from datasets import synthetic
+from datasets import digests, synthetic
+from datasets.crc import crc32
 from datasets.crops import uniform
 from datasets.photos import decode, files, tree
 
@@ -62,6 +63,17 @@ class Pairs:
 
     def read(self, number: int) -> list[bytes]:
         return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
+
+    def _crc(self, number: int) -> int:
+        try:
+            return crc32(b"".join(self.read(number)))
+        except OSError:  # it is reported when the pair is needed
+            return 0
+
+    def digest(self) -> dict[str, str]:
+        """Return what tells these pairs from others."""
+        listed = digests.of(self.names, self.widths, self.heights)
+        return {"list": listed, "bytes": digests.of_some(len(self), self._crc)}
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""

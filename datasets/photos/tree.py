@@ -24,6 +24,8 @@ from common.files import write_atomically
 from common.progress import Progress, say
 from common.storage import once
 from common.world.folders import INPUT_DIR
+from datasets import digests
+from datasets.crc import crc32
 from datasets.photos import files, remarks
 
 if TYPE_CHECKING:
@@ -80,6 +82,20 @@ class Tree:
     def content(self, number: int) -> "Content":
         """Return what a sample's picture is decoded from: here, the bytes of its file."""
         return self.read(number)
+
+    def crc(self, number: int) -> int:
+        """Return the CRC-32 of a sample's file; 0 for one that cannot be read, which is reported when it is needed."""
+        try:
+            return crc32(files.read(self.path(number)))
+        except OSError:
+            return 0
+
+    def digest(self) -> dict[str, str]:
+        """Return what tells these pictures from others, equal for files and for a pack of them."""
+        return {
+            "list": digests.of(self.names, self.labels, self.widths, self.heights),
+            "bytes": digests.of_some(len(self), self.crc),
+        }
 
     def pick(self, numbers: np.ndarray) -> "Tree":
         """Return a tree with these samples only, in this order."""
