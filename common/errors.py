@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Optional, Union
 
 from common.secrets import mask
@@ -66,6 +67,19 @@ def require_folder(name: str, folder: str, advice: str) -> None:
         raise of_a_file(
             error, f"{name} {one_line(folder)} cannot be read ({error.strerror}): make it readable, or {advice}"
         ) from None
+
+
+@contextlib.contextmanager
+def nothing_in_the_way(path: str) -> Iterator[None]:
+    """Raise a UserError that names what is in the way if the block finds a folder where a file belongs, or the reverse."""
+    try:
+        yield
+    except IsADirectoryError:
+        raise UserError(f"{one_line(path)} is a folder, and a file belongs there: move it away") from None
+    except (NotADirectoryError, FileExistsError):
+        while not os.path.lexists(path):  # the file may be where a folder above it belongs
+            path = os.path.dirname(path)
+        raise UserError(f"{one_line(path)} is a file, and a folder belongs there: move it away") from None
 
 
 class SampleError(Exception):

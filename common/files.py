@@ -11,6 +11,7 @@ import fcntl
 import glob
 import hashlib
 import io
+import json
 import os
 import secrets
 import shutil
@@ -19,7 +20,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import BinaryIO, Union
+from typing import Any, BinaryIO, Union
 
 from common.errors import UserError
 
@@ -213,6 +214,15 @@ def contents(path: str) -> bytes:
     """Return the bytes of a regular file; OSError for anything else."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_note(path: str) -> dict[str, Any]:
+    """Return the JSON object in a file of ours; {} if it is missing, damaged or of another kind: what it says is found anew."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        note = json.loads(contents(path))
+        if isinstance(note, dict):
+            return note
+    return {}
 
 
 def sha256(path: str) -> str:

@@ -72,6 +72,32 @@ def test_on_a_store_that_knows_no_locks_the_lease_is_a_file_of_this_machine(monk
     assert done == [1]
 
 
+def test_who_looks_is_not_taken_for_a_holder_by_others_who_look_or_want_it(tmp_path):
+    path = str(tmp_path / "work")
+    held = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_SH)  # somebody is looking just now
+    assert once.is_free(path)
+    os.close(held)
+    over, seen = threading.Event(), []
+
+    def look():
+        while not over.is_set():
+            seen.append(once.is_free(path))
+
+    lookers = [threading.Thread(target=look) for _ in range(2)]
+    for looker in lookers:
+        looker.start()
+    for _ in range(200):
+        with once.locked(path, "somebody else holds it"):
+            pass
+    over.set()
+    for looker in lookers:
+        looker.join()
+    with once.locked(path, "somebody else holds it"):
+        assert not once.is_free(path)
+    assert once.is_free(path) and seen
+
+
 def test_alone_or_refused(tmp_path):
     path = str(tmp_path / "x")
     for _ in range(2):

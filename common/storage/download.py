@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
 from common.alive.patience import Patience, Say
-from common.errors import TrainingFailed, UserError, of_a_file, one_line
+from common.errors import TrainingFailed, UserError, nothing_in_the_way, of_a_file, one_line
 from common.files import create, refuse_link
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore, ranges
@@ -32,7 +32,8 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
     `only`: names in the folder; other objects are not fetched.
     """
     bucket = Bucket(url, say)
-    os.makedirs(folder, exist_ok=True)
+    with nothing_in_the_way(folder):
+        os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as known:
         there = listing.everything(bucket, tell)
         wanted = there if only is None else [item for item in there if bucket.relative(item.key) in only]
@@ -111,7 +112,8 @@ class Transfer:
                 for task in [objects.submit(self._large, *pair) for pair in self._grown]:
                     task.result()
             except OSError as error:
-                raise of_a_file(error, f"cannot write to {self._folder}: {one_line(error.strerror)}") from None
+                place = error.filename2 or error.filename or self._folder
+                raise of_a_file(error, f"cannot write to {one_line(place)}: {one_line(error.strerror)}") from None
             finally:
                 self._patience.give_up()
                 self._requests.shutdown(cancel_futures=True)

@@ -8,18 +8,21 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
 from common.alive import heartbeat
-from common.errors import TrainingFailed, UserError, one_line
+from common.errors import TrainingFailed, UserError, nothing_in_the_way, one_line
 from common.files import refuse_link
 from common.progress import LINE_SECONDS, TELL_SECONDS
 from common.secrets import mask
 
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.002
+DRAW = random.SystemRandom()  # not the generator from which a training draws
 
 
 class Lease:
@@ -50,7 +53,9 @@ def once_per_node(path: str, work: Callable[[Lease], object], what: str = "") ->
     `what`: those that want something else under the same lock do their own work afterwards.
     """
     began = time.monotonic()
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    folder = os.path.dirname(os.path.abspath(path))
+    with nothing_in_the_way(folder):
+        os.makedirs(folder, exist_ok=True)
     file = _lockable(path)
     lease = Lease(file)
     try:
@@ -101,10 +106,10 @@ def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
 
 
 def is_free(path: str) -> bool:
-    """Whether no process holds the lock of `path`."""
+    """Whether no process holds the lock of `path`. Others may ask at the same time, and do not take each other for holders."""
     file = _lockable(path)
     try:
-        return _take(file)
+        return _lock(file, fcntl.LOCK_SH)
     finally:
         os.close(file)
 
@@ -112,9 +117,10 @@ def is_free(path: str) -> bool:
 def _lockable(path: str) -> int:
     """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has no locks."""
     refuse_link(f"{path}.lock")
-    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with nothing_in_the_way(f"{path}.lock"):
+        file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        if _take(file):
+        if _lock(file, fcntl.LOCK_SH):
             fcntl.flock(file, fcntl.LOCK_UN)
         return file
     except OSError:
@@ -146,8 +152,18 @@ def boot_id() -> str:
 
 
 def _take(file: int) -> bool:
+    """Take the lock, unless another process holds it. Those that only look (is_free) let go at once, and are waited for."""
+    while not _lock(file, fcntl.LOCK_EX):
+        if not _lock(file, fcntl.LOCK_SH):
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(LOOK_SECONDS * DRAW.random())  # two that want it do not meet again
+    return True
+
+
+def _lock(file: int, kind: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

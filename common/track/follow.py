@@ -94,7 +94,7 @@ class Follower:
         told = {"run": start["run"]}
         for account in (next(rows(self.folder, self.record), {}), self._sender.told()):
             if account.get("run") == start["run"]:
-                known = {name: value for name, value in account.items() if value is not None}
+                known = {name: value for name, value in account.items() if isinstance(value, (int, float))}
                 told.update({name: value for name, value in known.items() if name not in told or value > told[name]})
         if told.get("since") != start["time"] and _has_gone_back(self.folder, start):
             told.update({kind: min(told.get(kind, 0), start["samples"]) for kind in ("steps", "epochs")}, since=start["time"])
@@ -117,11 +117,13 @@ def _has_gone_back(folder, start):
 
 
 def rows(folder, name):
-    """Yield the rows of a file of lines of JSON; none if there is no such file. Lines that are cut off are left out."""
+    """Yield the rows of a file of lines of JSON; none if there is no such file. Lines that are damaged are left out."""
     with contextlib.suppress(OSError), open_regular(os.path.join(folder, name)) as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
-                yield json.loads(line)
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
 
 
 def _steps(folder):

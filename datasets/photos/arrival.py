@@ -168,6 +168,8 @@ def begin(url: str, names: Sequence[str], inputs: str, starts: bool, keeps: bool
     with _fetching(url, folder) if starts else contextlib.nullcontext() as fetch:
         indexes = [packed.local_index(url, split, inputs) for split in names]
         parts = [packed.read_index(path, folder, split) for path, split in zip(indexes, names)]
+        for part in parts:
+            packed.refuse_folders(part)
         ends = np.cumsum([len(part) for part in parts]).tolist()
         path = os.path.abspath(fetcher.state_path(folder, indexes))
         try:

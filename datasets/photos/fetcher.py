@@ -36,7 +36,7 @@ import numpy as np
 from common.alive import patience
 from common.alive.patience import Patience
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count, one_line
-from common.files import MIB, contents, create, refuse_link, sha256, write_atomically
+from common.files import MIB, contents, create, read_note, refuse_link, sha256, write_atomically
 from common.progress import LINE_SECONDS
 from common.secrets import mask
 from common.storage import index, listing, once
@@ -134,7 +134,7 @@ class State:
 
     def failure(self, since: float, node: str = "") -> Optional[Exception]:
         """Return the error that has ended a fetcher after `since`, by time.monotonic(), of `node` if that is given."""
-        with contextlib.suppress(ValueError):  # there is none, or it is being written
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is being written
             note = json.loads(bytes(self._text))
             if note["at"] > since and note["node"] in (node or note["node"],):
                 return (UserError if note["code"] == 2 else TrainingFailed)(note["text"])
@@ -576,10 +576,8 @@ class _Checked:
 
     def __init__(self, folder: str) -> None:
         self._folder, self._path = folder, os.path.join(index.notes(folder), "arrived.json")
-        self._known: dict[str, Any] = {}
+        self._known = read_note(self._path)
         self._lock = threading.Lock()
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            self._known = dict(json.loads(contents(self._path)))
 
     def has(self, shard: ShardFile) -> bool:
         seen = self._seen(shard)

@@ -23,8 +23,8 @@ from typing import Any, Callable, ClassVar, Optional
 import numpy as np
 
 from common import storage
-from common.errors import TrainingFailed, UserError, one_line
-from common.files import sha256, write_atomically
+from common.errors import TrainingFailed, UserError, nothing_in_the_way, one_line
+from common.files import read_note, sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
 from common.world.folders import INPUT_DIR, is_bucket, is_fetchable_name, local_folder
@@ -163,9 +163,8 @@ def verify_once(files: Packed) -> None:
     path = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
 
     def work(held):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            if json.load(file) == _state(files):
-                return
+        if read_note(path) == _state(files):
+            return
         sizes = sum(shard["size"] for shard in files.shards)
         with ThreadPoolExecutor(8) as pool, Progress("verifying shards", len(files.shards), "shards", sizes, held.tell) as done:
             paths = [os.path.join(files.folder, shard["name"]) for shard in files.shards]
@@ -175,15 +174,27 @@ def verify_once(files: Packed) -> None:
                         f"{one_line(place)} is not the shard that the index names, though of its size: publish the pack again"
                     )
                 done.add(1, shard["size"])
-        write_atomically(path, json.dumps(_state(files)).encode())
+        with nothing_in_the_way(path):
+            write_atomically(path, json.dumps(_state(files)).encode())
 
     once.once_per_node(path, work)
 
 
-def _state(files):
+def _state(files: Packed) -> dict[str, list]:
     """Return, for each shard, its SHA-256 in the index and its file's size and time, by which a later call sees a change."""
-    found = [os.stat(os.path.join(files.folder, shard["name"])) for shard in files.shards]
-    return [[shard["sha256"], status.st_size, status.st_mtime_ns] for shard, status in zip(files.shards, found)]
+    known = {}
+    for shard in files.shards:
+        status = os.stat(os.path.join(files.folder, shard["name"]))
+        known[shard["name"]] = [shard["sha256"], status.st_size, status.st_mtime_ns]
+    return known
+
+
+def refuse_folders(files: Packed) -> None:
+    """Raise UserError if there is a folder where a shard belongs."""
+    for shard in files.shards:
+        path = os.path.join(files.folder, shard["name"])
+        if os.path.isdir(path):
+            raise UserError(f"{one_line(path)} is a folder, and a shard belongs there: move it away")
 
 
 # --- The bytes of a sample ---------------------------------------------------------------------------------------------
