@@ -187,7 +187,9 @@ class TransferClock:
     def read(self) -> float:
         """Return the seconds of work that was finished since the last call."""
         self._fold()
-        seconds, self._seconds = self._seconds, 0.0
+        with self._reading:
+            seconds = self._seconds
+            self._seconds = 0.0
         return seconds
 
 
@@ -261,7 +263,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
             return self._load(epoch, ids)
         except (UserError, TrainingFailed) as error:  # their texts already name the cause
             return error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a data set that calls sys.exit() would end a process without a word
             if is_of_the_system(error):
                 return error
             text = f"{self._culprit(epoch, ids)}: {type(error).__name__}: {one_line(error)[:300]}"
@@ -283,7 +285,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
         for number in range(len(ids)):
             try:
                 self._data_set[epoch, ids[number : number + 1]]
-            except Exception:
+            except (Exception, SystemExit):
                 return f"sample {ids[number]}"
         return f"one of samples {', '.join(map(str, ids))}"
 

@@ -314,8 +314,7 @@ def build_optimizer(args, network):
 
 def all_but_the_last_layer(network):
     """Return the weights that --freeze_epochs leaves as they are."""
-    names = [name for name, _ in network.named_parameters()]
-    last = names[-1].rpartition(".")[0] + "."
+    last = tuple(f"{name}." for name in classifiers.last_layers(network))
     return [weight for name, weight in network.named_parameters() if not name.startswith(last)]
 
 

@@ -298,6 +298,7 @@ def test_it_gives_up_when_nothing_gets_better(tmp_path):
         ([*SYNTHETIC, "--training_only", "true", "--early_stopping_patience", 1], "needs the accuracy that --training_only"),
         (SMALL, "there are no images: give --data_url"),
         ([*SYNTHETIC, "--evaluate", "true"], "--evaluate true has no weights: give --weights FILE, --resume PATH"),
+        ([*SYNTHETIC, "--weights", "none.pth"], "--weights none.pth does not exist: give a .pth, .pt or .safetensors file"),
         ([*SYNTHETIC, "--freeze_epochs", 1], "a network that has learnt before: give --weights FILE, too"),
         ([*SYNTHETIC, "--total_batch", 3, "--nproc_per_node", 2], "a global batch of 3 does not divide among 2 ranks"),
     ],

@@ -47,6 +47,15 @@ def test_it_stands_in_for_imagefolder(folder, server):
     assert np.array_equal(ours.folder.getPIL(path), Image.open(io.BytesIO(old)).convert("RGB"))
 
 
+def test_a_part_of_a_tree_has_none_of_what_was_fetched_ahead_for_the_whole(folder, server):
+    files = kspeed.through_cache(tree.load(str(folder / "train"), str(folder)), server.address)
+    files.cache.deadline = PATIENT
+    plain = [files.read(number) for number in range(len(files))]
+    files.prefetch([0, 1])
+    part = files.pick(np.array([5, 0]))
+    assert [part.read(0), part.read(1)] == [plain[5], plain[0]]
+
+
 def test_a_folder_that_cannot_be_listed_or_has_no_image_is_named(folder):
     (folder / "train" / "cat" / "more").mkdir(mode=0)
     with of_anybody(), pytest.raises(UserError, match=r"train/cat/more cannot be read \(Permission denied\)"):

@@ -220,6 +220,48 @@ def test_the_ids_are_those_of_the_batch_that_was_given(beside):
     assert not working()
 
 
+def test_seconds_are_read_and_added_under_one_lock(monkeypatch):
+    """The thread that loads adds to them while the training reads them: an addition between the two lines of a read is lost."""
+
+    class Watched(TransferClock):
+        touched: list = []
+
+        @property
+        def _seconds(self):
+            self.touched.append(self._reading.locked())
+            return 0.0
+
+        @_seconds.setter
+        def _seconds(self, _):
+            if hasattr(self, "_reading"):
+                self.touched.append(self._reading.locked())
+
+    clock = Watched(CPU)
+    event = types.SimpleNamespace(query=lambda: True, elapsed_time=lambda _: 5)
+    clock._events.append((event, event))
+    clock.read()
+    assert clock.touched and all(clock.touched)
+
+
+class Leaves:
+    """A data set that ends the process at sample 5."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        if number == 5:
+            sys.exit(3)
+        return torch.tensor(number)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_ends_the_process_is_an_error_that_names_the_sample(workers):
+    loader = SampleLoader(Leaves(), EpochSampler(8, 4, seed=0), CPU, workers)
+    with pytest.raises(SampleError, match="sample 5: SystemExit: 3"):
+        list(loader)
+
+
 # --- The processes that load --------------------------------------------------------------------------------------------
 
 

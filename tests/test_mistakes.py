@@ -21,6 +21,7 @@ from tests.ranks import free_port
 END = "        run.end_epoch(scores, accuracy=accuracy, loss=scores.loss)\n"
 STEPS = "for images, labels in run.steps(train_loader):"
 BACKWARD, STEP = "            loss.backward()\n", "            optimizer.step()\n"
+SHORT = "Short = type('Short', (), {'__init__': lambda self, _: None, '__iter__': lambda self: iter([]), 'transfer_seconds': None}); "
 RUN = "run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), optimizer=optimizer)"
 
 
@@ -50,6 +51,11 @@ def trained(tmp_path):
 )  # fmt: skip
 def test_a_loop_that_forgets_a_call_is_an_error_that_names_it(trained, changes, says):
     assert says in trained(*changes, check=1).stderr
+
+
+def test_a_loader_that_ends_too_early_is_an_error_that_says_where(trained):
+    said = trained((STEPS, "for images, labels in run.steps(Short(train_loader)):"), (RUN, SHORT + RUN), check=1).stderr
+    assert "error: RuntimeError: the loader ended after 0 of the " in said and "generator raised" not in said
 
 
 @pytest.mark.parametrize("leave", ["break", "sys.exit()"])

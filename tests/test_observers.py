@@ -11,7 +11,7 @@ from PIL import Image
 from common.checkpoints.manifest import Position
 from common.run.observers import Observer, Observers, console, of_a_rank
 from common.run.observers.files import Files
-from common.run.observers.journal import Journal
+from common.run.observers.journal import Journal, rate_before
 from common.run.observers.report import Report
 from common.run.observers.tensorboard import TensorBoard
 from common.run.scores import Scores
@@ -236,3 +236,20 @@ def test_its_report_has_the_scores_of_the_last_evaluation_and_its_console_the_wh
     assert (tmp_path / "report.json").exists()
     shown.epoch_ended(observed.facts(tmp_path, Position(epoch=1)), **observed.EPOCH)
     assert " seconds=7.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "rate"),
+    [
+        ("", None),
+        ('{"images_per_s": 10}\n', 10),
+        ('{"images_per_s": 10}\n{"images_per_s": 30}\n{"images_per_s": 20}\n', 20),
+        ('{"images_per_s": 10}\n{"images_per_s": 30}\n{"images_per', 20),
+        ('5\n[1]\nnull\n{"images_per_s": "x"}\n{"images_per_s": null}\n{"images_per_s": 10}\n{"loss": 1}\n', 10),
+        ("x" * (1 << 14) + '\n{"images_per_s": 10}\n', 10),
+    ],
+    ids=["none", "one", "three", "torn", "damaged", "long"],
+)
+def test_the_rate_of_the_last_start_is_that_of_all_whole_rows(tmp_path, content, rate):
+    (tmp_path / "speed.jsonl").write_text(content)
+    assert rate_before(str(tmp_path)) == rate

@@ -257,6 +257,12 @@ def test_a_job_of_ones_own_needs_none_of_the_flagships_options_to_go_on_with_its
     assert len(train_set) and args.best_by == "accuracy"
 
 
+def test_weights_that_are_not_there_are_missed_before_anything_is_said_of_them(shapes):
+    words = ["--data_url", shapes, *NETWORK, "--evaluate", "true", "--weights", "none.pth"]
+    done = run_job("train_imagenet", shapes.parent, *words, check=2)
+    assert "warning" not in done.stdout + done.stderr and "--weights none.pth does not exist" in done.stderr
+
+
 def test_an_evaluation_holds_out_what_the_run_did(shapes):
     """Not what another seed would, most of which it was trained on; of weights whatever the folder: what lies beside them says how."""
     words, network = ["--data_url", shapes, "--workers", 0, "--epochs", 1], [*NETWORK, "--image_size", 32]

@@ -278,6 +278,15 @@ def test_steps_that_a_restart_took_again_count_once_in_the_curves(tmp_path):
     assert found.seconds() == 110, "from each start to its last sign, not the hour between them"
 
 
+def test_a_start_that_died_before_its_first_row_went_back_all_the_same(tmp_path):
+    folder = made_up(tmp_path / "run", epochs=2, event=[])
+    again = {"event": "start", "ranks": 1, "goes_on_from": "/x/000000000500.pt"}
+    found = report.RunFiles.read(str(folder))
+    more = [{**again, "time": TIME + 3600, "samples": 500}, {**again, "time": TIME + 3700, "samples": 400}]
+    lines(folder / "journal.jsonl", [*found.journal[:2], *more])
+    assert [row["samples"] for row in report.RunFiles.read(str(folder)).trained()] == [100, 200, 300, 400]
+
+
 def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
     folder = made_up(tmp_path / "run", names=HOSTILE, event=[ended("failed", HOSTILE[0])], options={name: [name, name] for name in HOSTILE},
                      command=f"python x.py {HOSTILE[0]} {HOSTILE[1]}")  # fmt: skip

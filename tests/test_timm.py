@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoints import checkpoint
+from common.checkpoints import checkpoint, pretrained
 from common.errors import UserError
 from common.models import classifiers, of_timm
 from datasets import imagenet
@@ -19,7 +19,7 @@ from datasets.photos import decode, tree
 from launch import export
 from launch.export import command, preprocess, safetensors
 from tests.hostile import safe_of
-from tests.jobs import run_job
+from tests.jobs import module_of, run_job
 from tests.packages import python_package
 from tests.test_export import answers, preprocess_of
 from tests.test_imagenet import last_row, photographs  # noqa: F401 (a fixture)
@@ -145,6 +145,33 @@ def test_timms_own_weights_begin_a_run_and_the_head_of_other_classes_is_new(timm
     _, _, path = checkpoint.newest(str(tmp_path / "out" / "checkpoints"))
     kept = checkpoint.read(path)[0]["model"]
     assert all(torch.equal(kept[name], tensor) for name, tensor in theirs.state_dict().items() if not name.startswith("head."))
+
+
+HEADS = {
+    "test_vit": ["head"],
+    "deit_tiny_distilled_patch16_224": ["head", "head_dist"],
+    "levit_128s": ["head", "head_dist"],
+    "volo_d1_224": ["head", "aux_head"],
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_network_of_two_heads_has_two_last_layers(timm, name):
+    with torch.device("meta"):
+        network = timm.create_model(name, pretrained=False, num_classes=3)
+    assert sorted(classifiers.last_layers(network)) == sorted(HEADS[name])
+    frozen = {id(weight) for weight in module_of("train_imagenet").all_but_the_last_layer(network)}
+    trained = {key for key, weight in network.named_parameters() if id(weight) not in frozen}
+    assert {key.partition(".")[0] for key in trained} == {*HEADS[name]}
+
+
+def test_weights_of_other_classes_begin_a_network_of_two_heads(timm):
+    theirs, ours = (timm.create_model("deit_tiny_distilled_patch16_224", num_classes=count) for count in (7, 3))
+    heads = ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
+    assert sorted(pretrained.fit(ours, theirs.state_dict(), "w.pth", new_head=True)) == sorted(heads)
+    assert torch.equal(ours.cls_token, theirs.cls_token) and ours.head.weight.shape == (3, 192)
+    without = {name: tensor for name, tensor in theirs.state_dict().items() if name not in heads}
+    assert sorted(pretrained.fit(ours, without, "w.pth", new_head=True)) == sorted(heads)
 
 
 def test_a_wrong_name_and_a_missing_package_are_a_line(timm, monkeypatch):

@@ -17,6 +17,7 @@ from common.checkpoints import checkpoint, names
 from common.checkpoints.weights import BESIDE, DIGEST, beside, evaluated_weights, plain_name
 from common.errors import UserError, one_line
 from common.files import MIB, contents, open_regular
+from common.models import classifiers
 from common.ranks import collectives
 from common.world.folders import is_bucket, local_folder
 
@@ -92,6 +93,8 @@ def _weights(path):
 def local_weights(path: str, inputs: str, say: Callable) -> str:
     """Return `path`, or the local path of weights in a bucket: one process per node fetches them, their .sha256 and .json."""
     if not is_bucket(path):
+        if not os.path.exists(path):
+            raise UserError(f"--weights {path} does not exist: give a .pth, .pt or .safetensors file of this network")
         return path
     from common.storage import bucket, download, index, once
 
@@ -128,8 +131,8 @@ def _fits(name, value):
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
     """Load `state`, which was read from `path`; return the names of those that are not loaded.
 
-    With `new_head`, up to two may have other shapes, as for other classes, or the last layer may be missing, as where a network
-    learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
+    With `new_head`, the weight and the bias of each last layer may have other shapes, as for other classes, or be missing, as
+    where a network learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
     """
     own = network.state_dict()
     state = {plain_name(name, own): tensor for name, tensor in state.items()}
@@ -139,8 +142,9 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
         state = {of_timm.name_in_torchvision(name): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
-    last = list(own)[-1].rpartition(".")[0]
-    if new_head and state and not other_shapes and unmatched == [f"{last}.bias", f"{last}.weight"]:
+    last = classifiers.last_layers(network)
+    of_last = sorted(f"{layer}.{kind}" for layer in last for kind in ("bias", "weight"))
+    if new_head and state and not other_shapes and unmatched == of_last:
         network.load_state_dict(state, strict=False)
         return unmatched[::-1]
     other_classes = other_shapes and all(own[name].shape[1:] == state[name].shape[1:] for name in other_shapes)
@@ -150,7 +154,7 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
             f"{path} is for {theirs} classes, and here are {ours}: give --data_url with the classes that it was trained on, or "
             "--num_classes"
         )
-    if unmatched or (other_shapes and not (new_head and other_classes)) or len(other_shapes) > 2:
+    if unmatched or (other_shapes and not (new_head and other_classes)) or len(other_shapes) > len(of_last):
         names = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
             f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit; "

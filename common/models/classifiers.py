@@ -1,6 +1,7 @@
 """The networks that classify photographs, by name: torchvision's, timm/NAME, and resnext101_32x4d of NVIDIA's script."""
 
 import difflib
+from typing import Any
 
 import torch
 
@@ -40,6 +41,17 @@ def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = Fal
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(f"--arch {arch} takes no --image_size {image_size}: {error}") from None
     return network
+
+
+def last_layers(network: torch.nn.Module) -> list[str]:
+    """Return the names of the layers that give a score for each class: one, or two in some networks of timm."""
+    of_timm: Any = network if hasattr(network, "get_classifier") else None
+    if of_timm is None:
+        return [[name for name, _ in network.named_parameters()][-1].rpartition(".")[0]]
+    given = of_timm.get_classifier()
+    heads = [*given] if isinstance(given, tuple) else [given]
+    heads.append(getattr(network, "aux_head", None))  # of VOLO, which does not name it
+    return [name for name, module in network.named_modules() if any(module is head for head in heads)]
 
 
 def _named(arch, image_size, shallow=False):

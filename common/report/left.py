@@ -1,5 +1,6 @@
 """Read the files that a run has left in its folder. A file may be missing, cut off, of an older version, or untrusted."""
 
+import collections
 import contextlib
 import dataclasses
 import io
@@ -65,14 +66,14 @@ class RunFiles:
 
     def trained(self) -> list[dict]:
         """Return the rows of `speed`, without those of earlier starts past the sample from which a later start went on."""
-        starts, kept = self.events("start")[1:], []
-        for row in self.speed:
-            while starts and starts[0].get("time", 0) <= row.get("time", 0):
-                samples = starts.pop(0).get("samples", 0)
-                while kept and kept[-1].get("samples", 0) > samples:
-                    kept.pop()
-            kept.append(row)
-        return kept
+        kept: list[dict] = []
+        next_rows = collections.deque(self.speed)
+        for start in self.events("start")[1:]:
+            while next_rows and next_rows[0].get("time", 0) < start.get("time", 0):
+                kept.append(next_rows.popleft())
+            while kept and kept[-1].get("samples", 0) > start.get("samples", 0):
+                kept.pop()
+        return [*kept, *next_rows]
 
     def metrics(self) -> list[str]:
         """Return the names of the evaluation's metrics, in the order in which the epochs have them."""

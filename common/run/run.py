@@ -44,6 +44,7 @@ from common.run.plan import Plan, Results
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
+END = object()  # in place of a batch, where there is none
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
 
 
@@ -244,7 +245,13 @@ class Run:
         batches = iter(loader)
         while not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.enter("data")
-            batch = next(batches)
+            batch = next(batches, END)
+            if batch is END:
+                seen, expected = self.position.consumed, self.sampler.samples_per_epoch
+                raise RuntimeError(
+                    f"the loader ended after {seen} of the {expected} samples of this epoch: give it a batch for each of "
+                    "the sampler that Run() was given"
+                )
             STOPS.may_end, due = False, self.position.total_steps + 1
             self.enter("step")
             self.clock.transferred(loader.transfer_seconds(), loader.beside)

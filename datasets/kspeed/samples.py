@@ -89,7 +89,8 @@ class CachedTree(tree.Tree):
     in_files = False
 
     cache: SampleCache
-    prefetched: dict[int, Optional[bytes]] = dataclasses.field(default_factory=dict, repr=False)
+    # By the numbers of this tree, so that pick() does not take them along.
+    prefetched: dict[int, Optional[bytes]] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Ask the cache for these samples together, which costs less than one by one. read() then returns those found."""

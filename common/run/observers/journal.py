@@ -105,7 +105,20 @@ class Journal(Observer):
 def rate_before(folder: str) -> Optional[float]:
     """Return the median images per second in the last rows of speed.jsonl, from earlier starts; None if they tell none."""
     rates = []
-    with contextlib.suppress(OSError, ValueError, AttributeError), open_regular(os.path.join(folder, "speed.jsonl")) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        rates = [rate for line in file.readlines()[1:] if (rate := json.loads(line).get("images_per_s"))]
+    for line in _last_lines(os.path.join(folder, "speed.jsonl")):
+        with contextlib.suppress(ValueError, RecursionError):  # a line that was cut off by a kill
+            row = json.loads(line)
+            rate = row.get("images_per_s") if isinstance(row, dict) else None
+            if isinstance(rate, (int, float)) and rate > 0:
+                rates.append(rate)
     return statistics.median(rates) if rates else None
+
+
+def _last_lines(path: str) -> list[bytes]:
+    """Return the whole lines in the last TAIL bytes of a file; none if it cannot be read."""
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - TAIL)
+        file.seek(begin)
+        lines = file.readlines()
+        return lines[1:] if begin else lines
+    return []
