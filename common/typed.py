@@ -56,13 +56,21 @@ def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: b
             given.append(word)
         elif equals:
             given += _with_value(name, trimmed(value))
-        elif action.type is boolean and (not words or words[-1].strip().lower() not in YES_OR_NO):
+        elif action.type is boolean and not (words and _may_be_its_value(parser, words[-1])):
             given.append(f"{name}=true")
         elif not words or words[-1].startswith("--"):
             given.append(name)  # argparse reports the missing value
         else:
             given += _with_value(name, trimmed(words.pop()))
     return given
+
+
+def _may_be_its_value(parser: argparse.ArgumentParser, word: str) -> bool:
+    """Whether the word after a boolean option is its value, also a wrong one, and no option, path or argument of its own."""
+    if word.strip().lower() in YES_OR_NO:
+        return True
+    takes_arguments = any(not action.option_strings for action in parser._actions)
+    return not (takes_arguments or word.startswith("-") or os.sep in word or os.path.exists(word))
 
 
 def _our_name(parser, name):

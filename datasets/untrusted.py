@@ -110,7 +110,10 @@ DAMAGES = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, Recursion
 
 def _members(file, most, wanted) -> Iterator[Member]:
     begin = file.read(2)
+    page = (begin + file.read(200)).lstrip().lower()
     file.seek(0)
+    if page.startswith((b"<!doctype html", b"<html")):
+        raise ValueError("it is a web page, as a server sends it that wants a login, and no archive")
     if begin == b"PK":
         return _zipped(file, most, wanted)
     return in_tar(_Bounded(gzip.open(file) if begin == b"\x1f\x8b" else file, most), wanted)

@@ -13,7 +13,7 @@ import time
 from common import storage
 from common.errors import TrainingFailed, UserError, one_line
 from common.track import senders
-from common.track.follow import PICTURES, Follower, has_ended
+from common.track.follow import PICTURES, Follower, has_ended, rows
 from common.typed import boolean
 from common.world.folders import is_bucket
 from launch.options import new_parser, run_for_exit_code
@@ -51,6 +51,8 @@ def _send(run, folder, follower, last):
         fetch_files(run, folder, (*FILES, follower.record).__contains__)
     if not os.path.exists(os.path.join(folder, FILES[0])):
         raise UserError(f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket")
+    if last and not any(row.get("event") == "start" for row in rows(folder, FILES[0])):
+        raise UserError(f"{one_line(run)} holds a run that has not begun: there is no start in its {FILES[0]}")
     sent = follower.send(last)
     if is_bucket(run) and os.path.exists(record := os.path.join(folder, follower.record)):
         storage.publish(record, f"{run}/{follower.record}")

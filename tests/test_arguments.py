@@ -80,7 +80,7 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["--schedule", "x" * 100_000], ["letters more"]),
         (["--ouput_dir=/x"], ["--ouput_dir", "did you mean --output_dir?"]),
         (["--custom-dato", "true"], ["did you mean --custom_data?"]),
-        (["--enable_gpu", "maybe"], ["'maybe' belongs to no option"]),
+        (["--enable_gpu", "maybe"], ["--enable_gpu", "'maybe' is neither true nor false"]),
         (["--enable_gpu=maybe"], ["--enable_gpu", "'maybe' is neither true nor false"]),
         (["--lr", "nan"], ["--lr", "'nan' is not a number above 0"]),
         (["--lr", "-1"], ["--lr", "above 0"]),

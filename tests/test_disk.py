@@ -328,14 +328,16 @@ def test_the_lock_ends_with_its_process_although_one_that_it_has_forked_lives_on
     os.close(silence)
 
 
-def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch):
+def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch, capsys):
     run_folder.lock(str(tmp_path))
     if not (loads := os.fork()):
         os._exit(0)
     os.waitpid(loads, 0)
-    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(run_folder, "QUIET_SECONDS", 0)
     with pytest.raises(UserError, match="is in use by another job that is still running"):
         run_folder.lock(str(tmp_path))
+    assert capsys.readouterr().out == f"{tmp_path} is in use by another job: waiting up to 0.3 s for its end\n"
 
 
 def test_a_folder_that_cannot_be_locked_is_named(tmp_path):

@@ -315,7 +315,8 @@ def test_what_cannot_be_is_said_in_one_line(root, tmp_path, monkeypatch, capsys)
     for words, said in (
         ((tmp_path, "out"), "has no folder for any class"),
         ((tmp_path / "none", "out"), "none does not exist"),
-        ((root, root / "train" / "out"), "give a folder elsewhere"),
+        ((root, root / "train" / "out"), "is in the folder whose files are to be packed: give a folder elsewhere"),
+        ((root, f"{root}/../{root.name}"), "is the folder whose files are to be packed: give a folder elsewhere"),
         ((root,), "give ROOT and OUT, --index FOLDER, or --verify OUT"),
         ((root, "gs://x/y"), "is not a bucket's address"),
         (("--verify", tmp_path / "none"), "has no finished pack of train"),

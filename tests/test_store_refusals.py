@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("reachable", "the_secret_is_nowhere")
         ("s3://data/set", {}, "denied", "403 AccessDenied: the credential lacks the right"),
         ("obs://data/set", {"AWS_ENDPOINT_URL_S3": "", "AWS_REGION": ""}, None, "obs:// needs to know the region"),
         ("s3://da\nta/set", {}, None, "is not a bucket's address"),
+        ("s3://d/set", {}, None, "the name of a bucket has three letters, digits, dots or dashes at least"),
         ("s3://data/set", {"AWS_PROFILE": "none"}, None, r"profile \(none\) could not be found"),
     ],
 )

@@ -57,6 +57,8 @@ def test_an_evaluation_in_mid_epoch_says_so_and_the_next_start_how_long_the_rest
     again = run_job("train", tmp_path, *TINY).stdout.splitlines()
     assert again[1].startswith("going on from ") and again[2].startswith("2 epochs of 4 steps, 256 training samples")
     assert re.fullmatch(r"about 0:00:\d\d left at the \d+ images a second of the last start", again[4]), again
+    less = run_job("train", tmp_path, *TINY, "--max_steps", 6).stdout
+    assert "nothing to do: the run has done 2 epochs, 8 steps" in less and "left at the" not in less
 
 
 @pytest.mark.parametrize("env, coloured", [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])

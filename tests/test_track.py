@@ -79,6 +79,16 @@ def test_each_row_is_sent_once_whatever_was_done_twice(tmp_path, recorded):
     assert follow.Follower(str(run), "mlflow", print).send() and samples_of(recorded.made[-1].has, "epoch") == [500]
 
 
+@pytest.mark.parametrize("journal", ["", '{"event": "warning"}\n', "5\n"])
+def test_a_run_that_has_not_begun_is_called_so(tmp_path, recorded, journal, capsys):
+    (tmp_path / "journal.jsonl").write_text(journal)
+    assert track.main([str(tmp_path)]) == 2 and not recorded.made
+    said = capsys.readouterr()
+    assert (
+        "holds a run that has not begun: there is no start in its journal.jsonl" in said.err and "has all rows" not in said.out
+    )
+
+
 def test_a_run_that_branches_off_has_an_entry_of_its_own_and_one_that_goes_back_is_sent_again(tmp_path, recorded):
     run = made_up(tmp_path / "branch", epochs=2, branched=True, samples=400, goes_on_from="/other/checkpoints/000000000400.pt")
     assert (

@@ -369,6 +369,12 @@ def test_overwrite_deletes_that_run_and_nothing_else(finished, again):
     assert_same_bits(final_state(again), final_state(finished[0]))
 
 
+def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path, finished):
+    weights = finished[0] / "out" / "epoch_1.pth"
+    said = run_job("train", tmp_path, *TINY, "--resume", weights, check=2).stderr
+    assert f"--resume {weights} is no checkpoint: give a .pt file that has its .json next to it; with weights alone" in said
+
+
 def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
     process = start(tmp_path, *TINY, "--epochs", 500, "--save_steps", 1)
     wait_for(saved(tmp_path, 64), process, "the first checkpoint")

@@ -143,6 +143,11 @@ def _named(args, say):
         return found
     if not os.path.isfile(path):
         raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
+    if not path.endswith(".pt") and not os.path.exists(f"{path}.json"):
+        raise UserError(
+            f"--resume {path} is no checkpoint: give a .pt file that has its .json next to it; with weights alone, as a .pth "
+            "file has them, a run of train_imagenet.py begins by --weights"
+        )
     return (*checkpoint.read(path), path)
 
 

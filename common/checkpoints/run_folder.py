@@ -9,11 +9,12 @@ import re
 import shutil
 import time
 
-from common import files, packages
+from common import files, packages, progress
 from common.checkpoints import checkpoint, names
 from common.errors import UserError, of_a_file
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
+QUIET_SECONDS = 0.5  # of waiting for it, before a line says so
 
 # What a run writes, and nothing else: only this is ever deleted.
 _OTHERS = re.compile(
@@ -127,15 +128,20 @@ def lock(folder: str) -> None:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _not_writable(folder, error) from None
-    deadline = time.monotonic() + LOCK_SECONDS
+    began = time.monotonic()
+    is_told = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.register_at_fork(after_in_child=functools.partial(_let_go, [file]))
             return
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > LOCK_SECONDS:
                 raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
+            if waited > QUIET_SECONDS and not is_told:
+                progress.say(f"{folder} is in use by another job: waiting up to {LOCK_SECONDS} s for its end")
+                is_told = True
             time.sleep(0.1)
         except OSError:
             return  # a mounted store without locks

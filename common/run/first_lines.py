@@ -132,6 +132,7 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
 def _time_left(run):
     from common.run.observers.journal import rate_before
 
-    if rate := rate_before(run.args.output_dir):
-        left = datetime.timedelta(seconds=int(run.plan.samples_left(run.position) / rate))
+    rate, samples = rate_before(run.args.output_dir), run.plan.samples_left(run.position)
+    if rate and samples > 0:
+        left = datetime.timedelta(seconds=int(samples / rate))
         yield f"about {left} left at the {rate:.0f} images a second of the last start"

@@ -78,7 +78,10 @@ class Bucket:
     def __init__(self, url: str, say: Say = print) -> None:
         match = ADDRESS.fullmatch(url)
         if not match or "\0" in url:
-            raise UserError(f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX")
+            raise UserError(
+                f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX; the name of a "
+                "bucket has three letters, digits, dots or dashes at least"
+            )
         self.scheme, self.name = match[1], match[2]
         self.prefix = (match[3] or "").removesuffix("/")
         self.say = say

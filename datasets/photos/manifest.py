@@ -138,7 +138,10 @@ def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], str]:
     if not labelled:
         reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
         raise UserError(f"{shown} has no picture with a label ({reasons or 'no line'})")
-    return labelled, left_out, "" if "" in schemes else min(schemes)
+    stores = sorted(schemes - {""})
+    if len(stores) > 1:
+        raise UserError(f"{shown} names pictures in {stores[0]}:// and in {stores[1]}://: copy them into one bucket")
+    return labelled, left_out, "" if "" in schemes else stores[0]
 
 
 def _lines(path, shown):

@@ -29,7 +29,7 @@ import numpy as np
 from common import storage
 from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line, require_folder
-from common.files import MIB, TEMPORARY, remove, write_atomically
+from common.files import MIB, TEMPORARY, read_note, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
@@ -52,7 +52,8 @@ OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.jso
 def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     """Make the missing shards and the indexes of the pack in `folder`, print a summary, and return the names of all shards."""
     if not files.manifest_of(root):
-        _require_photographs(root, folder)
+        _require_photographs(root)
+    _require_elsewhere(root, folder)
     os.makedirs(folder, exist_ok=True)
     with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
         notes = os.path.join(folder, ".tree")
@@ -79,6 +80,7 @@ def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> 
     """The same, of files of parquet."""
     if options.form != "original":
         raise UserError(f"--form {options.form} is for pictures in folders: leave it out")
+    _require_elsewhere(options.root, folder)
     os.makedirs(folder, exist_ok=True)
     with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
         made, classes, identity = parquet.plan(paths, options.shard_mb, options.classes)
@@ -97,8 +99,8 @@ def _busy(folder):
     return f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
 
 
-def _require_photographs(root: str, folder: str) -> None:
-    """Raise UserError, before a folder is made, unless ROOT holds photographs, and OUT elsewhere."""
+def _require_photographs(root: str) -> None:
+    """Raise UserError, before a folder is made, unless ROOT holds photographs."""
     require_folder("ROOT", root, "give the folder of the photographs")
     for split in () if splits.is_unsplit(root) else splits.SPLITS:
         if not os.path.isdir(os.path.join(root, split)):
@@ -106,8 +108,13 @@ def _require_photographs(root: str, folder: str) -> None:
                 f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
                 "CLASS/*.JPEG"
             )
-    if os.path.realpath(folder).startswith(os.path.realpath(root) + os.sep):
-        raise UserError(f"{one_line(folder)} is in {one_line(root)}, whose files are to be packed: give a folder elsewhere")
+
+
+def _require_elsewhere(root: str, folder: str) -> None:
+    inner, outer = os.path.realpath(folder), os.path.realpath(root)
+    if inner == outer or inner.startswith(outer + os.sep):
+        place = "the folder" if inner == outer else "in the folder"
+        raise UserError(f"OUT {one_line(folder)} is {place} whose files are to be packed: give a folder elsewhere")
 
 
 def _photographs(root: str, index: str, options: argparse.Namespace) -> Sequence[tree.Tree]:
@@ -165,8 +172,8 @@ def _clear(folder: str, identities: dict[str, str], overwrite: bool) -> None:
 
 def _identity(folder: str, split: str) -> Optional[str]:
     """Return the digest of a pack's photographs and settings from .SPLIT-pack.json, else from its index, else None."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(_marker(folder, split)) as file:
-        return json.load(file)["identity"]
+    if noted := read_note(_marker(folder, split)).get("identity"):
+        return noted
     with contextlib.suppress(UserError):
         return packed.read_index(packed.index_path(folder, split), folder, split).identity
     return None
