@@ -70,16 +70,19 @@ def require_folder(name: str, folder: str, advice: str) -> None:
 
 
 @contextlib.contextmanager
-def nothing_in_the_way(path: str) -> Iterator[None]:
+def naming_what_is_in_the_way(path: str) -> Iterator[None]:
     """Raise a UserError that names what is in the way if the block finds a folder where a file belongs, or the reverse."""
     try:
         yield
     except IsADirectoryError:
         raise UserError(f"{one_line(path)} is a folder, and a file belongs there: move it away") from None
     except (NotADirectoryError, FileExistsError):
-        while not os.path.lexists(path):  # the file may be where a folder above it belongs
-            path = os.path.dirname(path)
-        raise UserError(f"{one_line(path)} is a file, and a folder belongs there: move it away") from None
+        above = [path]
+        while os.path.dirname(above[-1]) not in ("", above[-1]):
+            above.append(os.path.dirname(above[-1]))
+        found = next((place for place in above if os.path.lexists(place)), path)  # of the folders, one may be a file
+        kind = "a link to nothing" if os.path.islink(found) and not os.path.exists(found) else "a file"
+        raise UserError(f"{one_line(found)} is {kind}, and a folder belongs there: move it away") from None
 
 
 class SampleError(Exception):

@@ -66,7 +66,7 @@ def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: b
 
 
 def _may_be_its_value(parser: argparse.ArgumentParser, word: str) -> bool:
-    """Whether the word after a boolean option is its value, also a wrong one, and no option, path or argument of its own."""
+    """Whether the word after a boolean option was meant as its value, right or wrong."""
     if word.strip().lower() in YES_OR_NO:
         return True
     takes_arguments = any(not action.option_strings for action in parser._actions)

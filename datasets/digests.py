@@ -1,11 +1,14 @@
 """Digests of a data set, by which a start sees that the run had other samples before."""
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Union
 
 import numpy as np
 
+THREADS = 16  # that read them
 LOOKED_AT = 64  # pictures of a data set whose bytes are compared: all of them would take minutes
 
 
@@ -20,7 +23,12 @@ def of(*columns: Union[Sequence[str], np.ndarray]) -> str:
     return digest.hexdigest()[:16]
 
 
-def of_some(count: int, checksum: Callable[[int], int]) -> str:
-    """Return a digest of the checksums of up to LOOKED_AT of `count` samples, at equal distances."""
+def of_sampled_checksums(count: int, checksum: Callable[[int], int]) -> dict[str, str]:
+    """Return {"bytes": a digest of the checksums of up to LOOKED_AT of `count` samples}, which lie at equal distances.
+
+    {} if one of them cannot be read, which is reported when it is needed.
+    """
     numbers = np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int).tolist()
-    return of(np.array([checksum(number) for number in numbers], np.int64))
+    with contextlib.suppress(OSError), ThreadPoolExecutor(THREADS) as pool:
+        return {"bytes": of(np.array([*pool.map(checksum, numbers)], np.int64))}
+    return {}

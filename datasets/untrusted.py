@@ -110,9 +110,9 @@ DAMAGES = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, Recursion
 
 def _members(file, most, wanted) -> Iterator[Member]:
     begin = file.read(2)
-    page = (begin + file.read(200)).lstrip().lower()
+    head = (begin + file.read(200)).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     file.seek(0)
-    if page.startswith((b"<!doctype html", b"<html")):
+    if head.startswith((b"<!doctype html", b"<html", b"<?xml")):
         raise ValueError("it is a web page, as a server sends it that wants a login, and no archive")
     if begin == b"PK":
         return _zipped(file, most, wanted)

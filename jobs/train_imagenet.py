@@ -330,10 +330,10 @@ def learning_rate(args, peak, epochs):
     return args.end_lr + (peak - args.end_lr) * factor
 
 
-def evaluate_alone(args, network, loader, data_classes, classes, autocast):
+def evaluate_alone(args, network, loader, classes, outputs, autocast):
     """Evaluate --weights, the checkpoint of --resume or the output folder's newest one; rank 0 writes evaluation.json.
 
-    `classes`: the names of all outputs of the network, of which the data may have fewer.
+    `outputs`: the names of all outputs of the network, of which the `classes` of the data are the first.
     """
     path = local_weights(args.weights, args.input_dir, say) if args.weights else ""
     about = about_weights(path) if args.weights else {}
@@ -347,8 +347,9 @@ def evaluate_alone(args, network, loader, data_classes, classes, autocast):
             trained = about["arguments"].get(name, vars(args)[name])
             if trained != vars(args)[name] and distributed.get_rank() == 0:
                 say(f"warning: its run had --{name} {trained}, and this is evaluated with {vars(args)[name]}")
-    restore.refuse_other_classes(about.get("classes", ()), data_classes, args.weights or path)
-    scores, latency = evaluate(network, loader, classes, autocast)
+    if not args.input.synthetic:
+        restore.refuse_other_classes(about.get("classes", ()), classes, args.weights or path)
+    scores, latency = evaluate(network, loader, outputs, autocast)
     if distributed.get_rank() == 0:
         metrics = {**named(scores, args.best_by), **latency}
         row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics}

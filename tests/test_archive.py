@@ -218,6 +218,7 @@ HOSTILE = {
     "cut off.tar": (tar_of(FILES)[:9000], "cannot be unpacked: it is cut off"),
     "cut off.tgz": (tar_of(FILES, "w:gz")[:-9], "cannot be unpacked"),
     "page.zip": (b"<html>404 Not Found</html>", "cannot be unpacked: it is a web page, as a server sends it"),
+    "refusal.tar": (b"\xef\xbb\xbf<?xml version='1.0'?><Error>AccessDenied", "cannot be unpacked: it is a web page"),
     "page.tgz": (b"\n<!DOCTYPE html>" + b" " * 5000, "cannot be unpacked: it is a web page, as a server sends it"),
     "empty.tar": (b"", "cannot be unpacked"),
     "archives.tar": (tar_of({"n01440764.tar": tar_of(FILES)}), "it has no file that is wanted"),

@@ -337,7 +337,7 @@ def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(run_folder, "QUIET_SECONDS", 0)
     with pytest.raises(UserError, match="is in use by another job that is still running"):
         run_folder.lock(str(tmp_path))
-    assert capsys.readouterr().out == f"{tmp_path} is in use by another job: waiting up to 0.3 s for its end\n"
+    assert capsys.readouterr().out == f"{tmp_path} is in use by another job or start: waiting up to 0.3 s for its end\n"
 
 
 def test_a_folder_that_cannot_be_locked_is_named(tmp_path):

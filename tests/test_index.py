@@ -134,7 +134,7 @@ REFUSED = {
     "two labels": (tar_of(*GOOD, ("daisy/0.cls", b"1"), ("daisy/0.cls", b"1")), "daisy/0 has two of cls"),
     "a long label": (tar_of(*GOOD, ("daisy/0.cls", bytes(2 << 20))), "daisy/0.cls is too long for a label"),
     "no number": (tar_of(*GOOD, ("daisy/0.json", b'{"label": [1]}')), "label in daisy/0.json is neither a number nor a name"),
-    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999 (a.tar:0.jpg), and 100000 names of classes"),
+    "many classes": (tar_of(("0.jpg", PICTURE), ("0.cls", b"999999999")), "has class 999999999 (a.tar:0.jpg), and a number is a place among the classes"),
     "no class": (tar_of(("0.jpg", PICTURE)), "has no picture with a class"),
     "no picture": (tar_of(("0.txt", b"x")), "has no picture with a class"),
     "cut off": (tar_of(*GOOD)[:5000], "cannot be read: it is cut off"),

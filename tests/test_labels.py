@@ -16,7 +16,7 @@ READ = {  # {what is said: the label}
 }  # fmt: skip
 NOT_READ = {
     1.5: "is 1.5, which is no whole number", "1.50": "is 1.50, which is no whole number", float("nan"): "is nan, which is no",
-    float("inf"): "is inf, which is no whole number", 1e300: "is 1e+300, which is no whole number",
+    float("inf"): "is inf, which is no whole number", 1e300: "has 301 digits, too many", 1e16: "has 17 digits, too many",
     -2: "is -2: classes are counted from 0", "-2.0": "is -2: classes are counted from 0", -(10**9) + 1: "is -999999999: classes",
     "1234567890": "has 10 digits, too many", 10**30: "has 31 digits, too many", "-" + "9" * 9999: "has 9999 digits, too many",
     True: "is neither a number nor a name", (1,): "is neither a number nor a name", b"1": "is neither a number nor a name",
@@ -25,14 +25,14 @@ NOT_READ = {
 
 @pytest.mark.parametrize(("said", "label"), [*READ.items(), (1.0, 1), (-1.0, -1)])
 def test_a_number_is_a_number_and_a_text_that_is_none_is_a_name(said, label):
-    found = labels.read(said, "7.cls")
+    found = labels.parse(said, "7.cls")
     assert found == label and type(found) is type(label)
 
 
 @pytest.mark.parametrize("said", NOT_READ, ids=lambda said: str(said)[:20])
 def test_what_is_no_label_is_refused(said):
-    with pytest.raises(ValueError, match=r"^the label in 7\.cls ") as error:
-        labels.read(said, "7.cls")
+    with pytest.raises(labels.Unclear, match=r"^the label in 7\.cls ") as error:
+        labels.parse(said, "7.cls")
     assert NOT_READ[said] in str(error.value)
 
 
@@ -87,6 +87,7 @@ ONE_CLASS = {  # six pictures, of which the last two say class 1 in another way
     "a fraction of zero": [{"cls": b"1.0"}, {"json": b'{"label": 1}'}],
     "text": [{"cls": b"1\r\n"}, {"json": b'{"label": "1.0"}'}],
     "both": [{"cls": b"1", "json": b'{"label": 1.0}'}, {"cls": b"", "json": b'{"label": 1}'}],
+    "a name in json": [{"cls": b"1", "json": b'{"label": "rose"}'}, {"cls": b"1"}],
     "one without a label": [{"cls": b"1", "json": b'{"caption": "a rose"}'}, {"cls": b"1", "json": b"[]"}],
 }
 
@@ -115,7 +116,7 @@ UNCLEAR = {
         "has numbers and names of classes: 0 of a.tar:0.jpg and 0 of a.tar:0/7.jpg",
     ),
     "cls and json": ([{"cls": b"0", "json": b'{"label": 1}'}], "6 has the label 0 in .cls and 1 in .json"),
-    "a name in json": ([{"cls": b"0", "json": b'{"label": "rose"}'}], "6 has the label 0 in .cls and rose in .json"),
+    "names in both": ([{"cls": b"a", "json": b'{"label": "b"}'}], "6 has the label a in .cls and b in .json"),
     "minus one in json": ([{"cls": b"0", "json": b'{"label": -1}'}], "6 has the label 0 in .cls and -1 in .json"),
     "below minus one": ([{"cls": b"-2"}], "the label in 6.cls is -2: classes are counted from 0"),
     "below minus one in json": ([{"json": b'{"label": -7.0}'}], "the label in 6.json is -7: classes are counted from 0"),
@@ -132,7 +133,7 @@ def test_what_is_unclear_is_refused_in_a_line(tmp_path, why, names):
     if names:
         (folder / "classnames.txt").write_text("\n".join(names))
     (line,) = run("--index", folder, check=2).stderr.splitlines()
-    assert said in line and len(line) < 400 and line.isprintable()
+    assert said in line and len(line) < 400 and line.isprintable() and "fetch it again" not in line
     assert not [*folder.glob("*.npz")]
 
 
@@ -181,6 +182,25 @@ def test_a_table_whose_labels_are_unclear_is_refused_before_a_shard_is_written(p
     (line,) = run(tmp_path / "tables", tmp_path / "pack", check=2).stderr.splitlines()
     assert said in line
     assert not [*(tmp_path / "pack").glob("*.tar")]
+
+
+def test_a_table_for_testing_is_left_out_whatever_it_names(parquet, tmp_path):
+    for name, names in (("train", ["a", "b", "c"]), ("validation", ["a", "b", "c"]), ("test", [])):
+        write_table(parquet, tmp_path / "tables" / f"{name}.parquet", [0, 1, 2, 0], names)
+    assert "left out, for testing: 1 file" in run(tmp_path / "tables", tmp_path / "pack").stdout
+    assert of(tmp_path / "pack")["00000001.jpg"] == "b"
+
+
+def test_names_in_a_file_replace_those_of_the_tables(parquet, tmp_path):
+    write_table(parquet, tmp_path / "tables" / "train.parquet", [0, 1, 0, 1], ["rose", "rose"])
+    (tmp_path / "names").write_text("tulip\nrose\n")
+    run(tmp_path / "tables", tmp_path / "pack", "--classes", tmp_path / "names")
+    assert {*of(tmp_path / "pack").values()} == {"tulip", "rose"}
+
+
+def test_a_table_without_a_class_is_called_so(parquet, tmp_path):
+    write_table(parquet, tmp_path / "tables" / "train.parquet", [-1, None], [])
+    assert "tables has no picture with a class\n" in run(tmp_path / "tables", tmp_path / "pack", check=2).stderr
 
 
 @pytest.mark.parametrize("metadata", ["[" * 100_000 + "]" * 100_000, '{"info": {"features": {"label": {"names": "abc"}}}}'])

@@ -175,7 +175,7 @@ ANSWERS = {
     "one class": ([modelarts(f"own/{name}.jpg", "cat") for name in "ab"], "has one class, cat: label pictures of another one, too"),
     "elsewhere": ([modelarts(f"/data/{name}.jpg", name) for name in "ab"], "and the others are not in its folder: put it into the one"),
     "buckets": ([itag(f"oss://{name}/{name}.jpg", name) for name in "ab"], "names pictures in several buckets: copy them into one"),
-    "stores": ([itag("oss://b/a.jpg", "cat"), itag("obs://b/b.jpg", "dog")], "names pictures in obs:// and in oss://: copy them into one"),
+    "stores": ([itag("oss://b/x.jpg", "cat"), itag("obs://b/y.jpg", "dog")], "names pictures in obs:// and oss://: copy them into one"),
     "half a character": ([modelarts("a.jpg", "\ud800")], "line 1 is no line of a manifest of ModelArts, iTAG or Ground Truth"),
     "another file": ([{"file_name": "a.jpg", "label": 1}], "line 1 is no line of a manifest of ModelArts, iTAG or Ground Truth"),
 }  # fmt: skip

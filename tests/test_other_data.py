@@ -125,4 +125,6 @@ def test_the_digest_of_pairs_has_their_names_sizes_and_bytes(tmp_path):
 def test_a_checkpoint_notes_the_classes_and_the_digests(tmp_path):
     run_job("train", tmp_path, "--custom_data", "true", "--max_samples", 64, "--batch_size", 32, "--max_steps", 1, "--width", 4)
     about = json.loads(next((tmp_path / "out" / "checkpoints").glob("*.json")).read_text())
-    assert {*about["samples"]} == {"list", "bytes"} and about["identity"]["list of classes"].startswith("pattern 0, pattern 1")
+    assert {*about["data_digests"]} == {"list", "bytes"} and about["identity"]["list of classes"].startswith(
+        "pattern 0, pattern 1"
+    )

@@ -115,7 +115,7 @@ def of_run(run: Any) -> dict[str, Any]:
         "arguments": arguments.plain_values(vars(run.args)),
         "job": run.args.world.job_id,
         "classes": run.saving.classes,
-        "samples": run.saving.samples,
+        "data_digests": run.saving.data_digests,
         "versions": versions(),
     }
 

@@ -131,8 +131,8 @@ def _fits(name, value):
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
     """Load `state`, which was read from `path`; return the names of those that are not loaded.
 
-    With `new_head`, the weight and the bias of each last layer may have other shapes, as for other classes, or be missing, as
-    where a network learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
+    With `new_head`, weights of the last layers may have other shapes, as for other classes, or all of them be missing, as where
+    a network learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
     """
     own = network.state_dict()
     state = {plain_name(name, own): tensor for name, tensor in state.items()}
@@ -142,8 +142,8 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
         state = {of_timm.name_in_torchvision(name): tensor for name, tensor in state.items()}
     other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
     unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
-    last = classifiers.last_layers(network)
-    of_last = sorted(f"{layer}.{kind}" for layer in last for kind in ("bias", "weight"))
+    last = tuple(f"{name}." for name in classifiers.last_layers(network))
+    of_last = sorted(name for name in own if name.startswith(last) and not name.endswith("num_batches_tracked"))
     if new_head and state and not other_shapes and unmatched == of_last:
         network.load_state_dict(state, strict=False)
         return unmatched[::-1]
@@ -154,7 +154,7 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
             f"{path} is for {theirs} classes, and here are {ours}: give --data_url with the classes that it was trained on, or "
             "--num_classes"
         )
-    if unmatched or (other_shapes and not (new_head and other_classes)) or len(other_shapes) > len(of_last):
+    if unmatched or (other_shapes and not (new_head and other_classes)) or not {*other_shapes} <= {*of_last}:
         names = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
             f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit; "

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
@@ -13,6 +14,7 @@ from common.errors import UserError, one_line
 from common.ranks.barrier import from_rank_0
 from common.world.folders import is_bucket
 
+CLASSES = "list of classes"  # in an identity
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
 
@@ -27,16 +29,14 @@ def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, par
         "seed": args.seed,
         "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
     }
-    return {**known, **_in_short(classes)}
+    return {**known, CLASSES: describe_classes(classes)} if classes else known
 
 
-def _in_short(classes: Sequence[str]) -> dict[str, str]:
-    """Return, for an identity, a short text that differs if one of the names does; nothing if the classes have no names."""
-    if not classes:
-        return {}
-    digest = hashlib.sha256(repr([*classes]).encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    first = ", ".join(one_line(name)[:40] for name in classes[:3])
-    return {"list of classes": f"{first}{' and so on' if len(classes) > 3 else ''} ({len(classes)}, {digest})"}
+def describe_classes(names: Sequence[str]) -> str:
+    """Return a short text that differs if one of the names does."""
+    digest = hashlib.sha256(json.dumps([*names]).encode()).hexdigest()[:8]
+    first = ", ".join(one_line(name)[:40] for name in names[:3])
+    return f"{first}{' and so on' if len(names) > 3 else ''} ({len(names)}, {digest})"
 
 
 def create_momentum_buffers(parts: dict) -> None:
@@ -157,10 +157,13 @@ def _inside(path, folder):
 
 def refuse_another_run(about: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> None:
     """Raise UserError unless the checkpoint at `path` is of a run of this identity(). `about`: its manifest."""
-    theirs = {**_in_short(about.get("classes", ())), **about["identity"]}
-    # Before 0.4.0 the classes were not in the identity, and a script may name them later.
-    both = [what for what in ours if what in theirs or what != "list of classes"]
-    different = [f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in both if ours[what] != theirs.get(what)]
+    theirs = dict(about["identity"])
+    if about.get("classes"):  # before 0.4.0 they were not in the identity
+        theirs[CLASSES] = describe_classes(about["classes"])
+    compared = [what for what in ours if what in theirs or what != CLASSES]  # a script may name its classes later
+    different = [
+        f"{what} is {ours[what]} here but {theirs.get(what)} there" for what in compared if ours[what] != theirs.get(what)
+    ]
     if different:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(different)}; "
@@ -171,7 +174,8 @@ def refuse_another_run(about: Mapping[str, Any], ours: Mapping[str, Any], path: 
 def refuse_other_classes(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
     """Raise UserError if the first outputs of the weights at `path` are not for the classes of the data, which are `ours`."""
     if theirs and [*theirs[: len(ours)]] != [*ours]:
-        (before,), (here,) = _in_short(theirs).values(), _in_short(ours).values()
+        before, here = describe_classes(theirs), describe_classes(ours)
         raise UserError(
-            f"{path} was trained on other classes: {before} there, and {here} here: give --data_url with the classes of before"
+            f"{path} was trained on other classes: {before} there, and {here} here: give --data_url with the classes of before "
+            "or, if the names alone differ, correct them in its .json"
         )

@@ -140,7 +140,7 @@ def lock(folder: str) -> None:
             if waited > LOCK_SECONDS:
                 raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
             if waited > QUIET_SECONDS and not is_told:
-                progress.say(f"{folder} is in use by another job: waiting up to {LOCK_SECONDS} s for its end")
+                progress.say(f"{folder} is in use by another job or start: waiting up to {LOCK_SECONDS} s for its end")
                 is_told = True
             time.sleep(0.1)
         except OSError:

@@ -25,8 +25,8 @@ class Saving:
         self._args, self._say = args, say
         self.id = uuid.uuid4().hex  # of the run; a later start takes it from the checkpoint
         self.identity: dict[str, Any] = {}  # what two starts must have in common to be one run
-        self.classes = list(classes)
-        self.samples: Mapping[str, str] = {}  # digests of the data set, by which a later start sees other samples
+        self.classes = [str(name) for name in classes]
+        self.data_digests: Mapping[str, str] = {}  # by which a later start sees other samples
         self.goes_on = False  # whether there is a checkpoint to go on from
         self.saved_at: Optional[Position] = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")

@@ -43,12 +43,11 @@ def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = Fal
     return network
 
 
-def last_layers(network: torch.nn.Module) -> list[str]:
-    """Return the names of the layers that give a score for each class: one, or two in some networks of timm."""
-    of_timm: Any = network if hasattr(network, "get_classifier") else None
-    if of_timm is None:
+def last_layers(network: Any) -> list[str]:
+    """Return the names of the parts of a network that give a score for each class: one, or two in some networks of timm."""
+    if not hasattr(network, "get_classifier"):  # it is not of timm
         return [[name for name, _ in network.named_parameters()][-1].rpartition(".")[0]]
-    given = of_timm.get_classifier()
+    given = network.get_classifier()
     heads = [*given] if isinstance(given, tuple) else [given]
     heads.append(getattr(network, "aux_head", None))  # of VOLO, which does not name it
     return [name for name, module in network.named_modules() if any(module is head for head in heads)]

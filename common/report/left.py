@@ -69,7 +69,7 @@ class RunFiles:
         kept: list[dict] = []
         next_rows = collections.deque(self.speed)
         for start in self.events("start")[1:]:
-            while next_rows and next_rows[0].get("time", 0) < start.get("time", 0):
+            while next_rows and next_rows[0].get("time", math.inf) < start.get("time", 0):
                 kept.append(next_rows.popleft())
             while kept and kept[-1].get("samples", 0) > start.get("samples", 0):
                 kept.pop()

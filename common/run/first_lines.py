@@ -86,7 +86,7 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         within = f"epoch {run.epoch + 1}, after {run.position.consumed} of its samples"
         place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
         yield f"going on from {path}: {place}, step {run.total_steps}"
-        yield from _other_samples(about.get("samples", {}), run.saving.samples)
+        yield from _other_samples(about.get("data_digests", {}), run.saving.data_digests)
         yield _course(run)
         factor = global_batch / args.batch_size
         if not has_process_group() and factor != 1:

@@ -64,8 +64,9 @@ class Run:
         prof: Optional[int] = None,
         **saved: Any,
     ):
-        """`data_set`: what is trained on, of which checkpoints store the `classes` and the `digest()`, if it has them.
-        `classes`: their names, if it has none, or others. `test_samples`: samples of an evaluation, to estimate its time.
+        """`data_set`: what is trained on; a restart compares its `classes` and its `digest()`, if it has them, with those of
+        before. `classes`: the names of the outputs, if they are not those of data_set.classes.
+        `test_samples`: samples of an evaluation, to estimate its time.
         `best_by`: the metric by which the best checkpoint is kept; `best_is`: "highest" (unset), or "lowest", as for a loss.
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `saved`: other objects with a state_dict, saved under these names."""
@@ -86,7 +87,7 @@ class Run:
         self.clock = Clock(args.print_freq, test_samples)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
         self._data_set = data_set
-        self.saving = Saving(args, classes or getattr(data_set, "classes", ()), self.say)
+        self.saving = Saving(args, classes if len(classes) else names_of_classes(data_set), self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.evaluates = False  # from the end of steps() to end_epoch()
         self.made: dict[str, Any] = {}  # settings of the parts as this start has made them, before a checkpoint is loaded
@@ -173,9 +174,8 @@ class Run:
         restore.create_momentum_buffers(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts, self.saving.classes)
-        digest = getattr(self._data_set, "digest", None)
-        if digest and self.peers.may_write:
-            self.saving.samples = digest()
+        if self.peers.may_write and not self.trial:
+            self.saving.data_digests = data_digests(self._data_set)
         self.made, self.groups = parts.made(self), parts.groups(self)
         self.gradients = Gradients(parts.named_weights(self), parts.optimizers(self))
         found = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
@@ -249,7 +249,7 @@ class Run:
             if batch is END:
                 seen, expected = self.position.consumed, self.sampler.samples_per_epoch
                 raise RuntimeError(
-                    f"the loader ended after {seen} of the {expected} samples of this epoch: give it a batch for each of "
+                    f"the loader ended after {seen} of the {expected} samples of this epoch: give it every batch of "
                     "the sampler that Run() was given"
                 )
             STOPS.may_end, due = False, self.position.total_steps + 1
@@ -451,6 +451,22 @@ class Run:
         saved = self.saving.saved_at == self.position
         self.tell(Observer.left, how=how, why=why, saved=saved, last_good=self.saving.last_good())
         files.release()
+
+
+def names_of_classes(data_set: Optional[object]) -> list[str]:
+    names = getattr(data_set, "classes", None)
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
+def data_digests(data_set: Optional[object]) -> dict[str, str]:
+    """Return what the method digest() of a data set says, if it has one: texts that differ for other samples."""
+    digest = getattr(data_set, "digest", None)
+    if not callable(digest):
+        return {}
+    found: Any = digest()
+    if not isinstance(found, dict) or not all(isinstance(word, str) for pair in found.items() for word in pair):
+        raise TypeError(f"{type(data_set).__name__}.digest() gave {found!r:.80}: it has to give a dict of texts by name")
+    return found
 
 
 def sizes_of_weights(network: torch.nn.Module) -> list[float]:

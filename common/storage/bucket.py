@@ -24,7 +24,7 @@ from common.secrets import mask
 
 THREADS = 16  # concurrent requests
 
-ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.DOTALL)
+ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{2,254})(?:/(.*))?", re.DOTALL)
 
 # The endpoint of each store in a region. OBS and OSS need the bucket's name in the host name (virtual addressing).
 ENDPOINTS = {"obs": "https://obs.{region}.myhuaweicloud.com", "oss": "https://oss-{region}.aliyuncs.com"}

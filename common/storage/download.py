@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
 from common.alive.patience import Patience, Say
-from common.errors import TrainingFailed, UserError, nothing_in_the_way, of_a_file, one_line
+from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, of_a_file, one_line
 from common.files import create, refuse_link
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore, ranges
@@ -32,7 +32,7 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
     `only`: names in the folder; other objects are not fetched.
     """
     bucket = Bucket(url, say)
-    with nothing_in_the_way(folder):
+    with naming_what_is_in_the_way(folder):
         os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as known:
         there = listing.everything(bucket, tell)
@@ -113,7 +113,8 @@ class Transfer:
                     task.result()
             except OSError as error:
                 place = error.filename2 or error.filename or self._folder
-                raise of_a_file(error, f"cannot write to {one_line(place)}: {one_line(error.strerror)}") from None
+                what = "a file belongs there: move it away" if isinstance(error, IsADirectoryError) else "mend that"
+                raise of_a_file(error, f"cannot write to {one_line(place)}: {one_line(error.strerror)}; {what}") from None
             finally:
                 self._patience.give_up()
                 self._requests.shutdown(cancel_futures=True)

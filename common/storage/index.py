@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from common.errors import nothing_in_the_way
+from common.errors import naming_what_is_in_the_way
 from common.files import create, refuse_link
 from common.storage.bucket import Item
 from common.world.folders import FETCHING, is_fetchable_name
@@ -24,7 +24,7 @@ def notes(folder: str) -> str:
     """Return the subfolder .fetching for the records of a fetch; it is made if it is missing."""
     path = os.path.join(folder, FETCHING)
     refuse_link(path)
-    with nothing_in_the_way(path):
+    with naming_what_is_in_the_way(path):
         os.makedirs(path, exist_ok=True)
     return path
 
@@ -52,7 +52,7 @@ class Index:
     def __init__(self, folder: str) -> None:
         self._folder, path = folder, os.path.join(notes(folder), INDEX)
         refuse_link(path)
-        with nothing_in_the_way(path):
+        with naming_what_is_in_the_way(path):
             self._known = _read(path)
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._file.write("\n")

@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 from common.alive import heartbeat
-from common.errors import TrainingFailed, UserError, nothing_in_the_way, one_line
+from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, one_line
 from common.files import refuse_link
 from common.progress import LINE_SECONDS, TELL_SECONDS
 from common.secrets import mask
 
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 0.002
-DRAW = random.SystemRandom()  # not the generator from which a training draws
+TRIES = 4  # of who tries to take a lock once: another process may look at it just then, and lets go at once
+RETRY_SECONDS = 0.05  # most between two of them
+RANDOM = random.SystemRandom()  # not the generator from which a training draws
 
 
 class Lease:
@@ -54,7 +55,7 @@ def once_per_node(path: str, work: Callable[[Lease], object], what: str = "") ->
     """
     began = time.monotonic()
     folder = os.path.dirname(os.path.abspath(path))
-    with nothing_in_the_way(folder):
+    with naming_what_is_in_the_way(folder):
         os.makedirs(folder, exist_ok=True)
     file = _lockable(path)
     lease = Lease(file)
@@ -83,7 +84,7 @@ def locked(path: str, refusal: str) -> Iterator[None]:
     """Hold the lock of `path` during the block; raise a UserError with the text `refusal` if another process holds it."""
     file = _lockable(path)
     try:
-        if not _take(file):
+        if not _take(file, TRIES):
             raise UserError(refusal)
         yield
     finally:
@@ -96,7 +97,7 @@ def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
     file = _lockable(path)
     try:
         while goes_on():
-            if _take(file):
+            if _take(file, TRIES):
                 yield True
                 return
             time.sleep(POLL_SECONDS)
@@ -109,7 +110,9 @@ def is_free(path: str) -> bool:
     """Whether no process holds the lock of `path`. Others may ask at the same time, and do not take each other for holders."""
     file = _lockable(path)
     try:
-        return _lock(file, fcntl.LOCK_SH)
+        free = _lock(file, fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_UN)  # at once, also if a process that was forked meanwhile has the file open
+        return free
     finally:
         os.close(file)
 
@@ -117,7 +120,7 @@ def is_free(path: str) -> bool:
 def _lockable(path: str) -> int:
     """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has no locks."""
     refuse_link(f"{path}.lock")
-    with nothing_in_the_way(f"{path}.lock"):
+    with naming_what_is_in_the_way(f"{path}.lock"):
         file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if _lock(file, fcntl.LOCK_SH):
@@ -151,14 +154,13 @@ def boot_id() -> str:
     return ""
 
 
-def _take(file: int) -> bool:
-    """Take the lock, unless another process holds it. Those that only look (is_free) let go at once, and are waited for."""
-    while not _lock(file, fcntl.LOCK_EX):
-        if not _lock(file, fcntl.LOCK_SH):
-            return False
-        fcntl.flock(file, fcntl.LOCK_UN)
-        time.sleep(LOOK_SECONDS * DRAW.random())  # two that want it do not meet again
-    return True
+def _take(file: int, tries: int = 1) -> bool:
+    """Take the lock unless another process holds it. With several tries, one that only looks (is_free) is not in the way."""
+    for _ in range(tries - 1):
+        if _lock(file, fcntl.LOCK_EX):
+            return True
+        time.sleep(RETRY_SECONDS * RANDOM.random())
+    return _lock(file, fcntl.LOCK_EX)
 
 
 def _lock(file: int, kind: int) -> bool:

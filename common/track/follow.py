@@ -93,7 +93,7 @@ class Follower:
         """Return how far the tracker has been told of this run, by its own account and by the record in the folder."""
         told = {"run": start["run"]}
         for account in (next(rows(self.folder, self.record), {}), self._sender.told()):
-            if account.get("run") == start["run"]:
+            if isinstance(account, dict) and account.get("run") == start["run"]:
                 known = {name: value for name, value in account.items() if isinstance(value, (int, float))}
                 told.update({name: value for name, value in known.items() if name not in told or value > told[name]})
         if told.get("since") != start["time"] and _has_gone_back(self.folder, start):

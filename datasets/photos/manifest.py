@@ -48,13 +48,13 @@ def load(address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = No
     if is_address(address):
         folder = storage.fetch(address, local_folder(address, os.path.join(inputs, "manifests")))
         path = os.path.join(folder, os.path.basename(address))
-    labelled, left_out, scheme = _read(path, one_line(address))
+    labelled, left_out, schemes = _read(path, one_line(address))
     root = os.path.commonpath({os.path.dirname(key) for key in labelled})
     by_name = {}
     while labelled:  # a million of them need memory once, not twice
         key, value = labelled.popitem()
         by_name[key[len(root) :].lstrip("/")] = value
-    folder = _beside(os.path.dirname(path), root, by_name) or _fetched(address, scheme, root, by_name, inputs)
+    folder = _beside(os.path.dirname(path), root, by_name) or _fetched(address, schemes, root, by_name, inputs)
     classes = sorted({label for label, _ in by_name.values()})
     if len(classes) == 1:
         raise UserError(f"{one_line(address)} has one class, {one_line(classes[0])}: label pictures of another one, too")
@@ -91,17 +91,22 @@ def _beside(folder, root, names):
     return next((place for place in places if any(os.path.exists(os.path.join(place, name)) for name in some)), None)
 
 
-def _fetched(address, scheme, root, names, inputs):
+def _fetched(address: str, schemes: set[str], root: str, names: Labelled, inputs: str) -> str:
     """Fetch the pictures from the bucket that the manifest names, or in which it is itself; return their folder."""
-    if not scheme and not is_bucket(address):
+    if not schemes and not is_bucket(address):
         first = one_line(next(iter(names)))
         raise UserError(f"{one_line(address)}: {first} and the others are not in its folder: put it into the one that has them")
-    if scheme and not root:
+    if schemes and not root:
         raise UserError(f"{one_line(address)} names pictures in several buckets: copy them into one, or into its own folder")
-    if not scheme:
+    if not schemes:
         url = os.path.join(os.path.dirname(address), root)
+    elif is_bucket(address):
+        url = f"{address.partition('://')[0]}://{root}"
+    elif len(schemes) == 1:
+        url = f"{min(schemes)}://{root}"
     else:
-        url = f"{address.partition('://')[0] if is_bucket(address) else scheme}://{root}"
+        named = " and ".join(f"{scheme}://" for scheme in sorted(schemes))
+        raise UserError(f"{one_line(address)} names pictures in {named}: copy them into one bucket, or into its own folder")
     return storage.fetch(url, inputs=inputs, only=names)
 
 
@@ -112,8 +117,8 @@ class _Unusable(ValueError):
     """The line is in order, but no job here can train on it."""
 
 
-def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], str]:
-    """Return the labelled pictures, {reason: those left out}, and the scheme of their addresses, empty if they are paths."""
+def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], set[str]]:
+    """Return the labelled pictures, {reason: those left out}, and the schemes of their addresses, empty if they are paths."""
     labelled: Labelled = {}
     left_out: dict[str, list[str]] = {}
     schemes = set()
@@ -138,10 +143,7 @@ def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], str]:
     if not labelled:
         reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
         raise UserError(f"{shown} has no picture with a label ({reasons or 'no line'})")
-    stores = sorted(schemes - {""})
-    if len(stores) > 1:
-        raise UserError(f"{shown} names pictures in {stores[0]}:// and in {stores[1]}://: copy them into one bucket")
-    return labelled, left_out, "" if "" in schemes else stores[0]
+    return labelled, left_out, set() if "" in schemes else schemes
 
 
 def _lines(path, shown):

@@ -23,7 +23,7 @@ from typing import Any, Callable, ClassVar, Optional
 import numpy as np
 
 from common import storage
-from common.errors import TrainingFailed, UserError, nothing_in_the_way, one_line
+from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, one_line
 from common.files import read_note, sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
@@ -63,7 +63,7 @@ class Packed(tree.Tree):
     def digest(self) -> dict[str, str]:
         known = super().digest()
         if self.form != "original":
-            del known["bytes"]  # they are not those of the files
+            known.pop("bytes", None)  # they are not those of the files
         return known
 
     def place(self, number: int) -> str:
@@ -174,7 +174,7 @@ def verify_once(files: Packed) -> None:
                         f"{one_line(place)} is not the shard that the index names, though of its size: publish the pack again"
                     )
                 done.add(1, shard["size"])
-        with nothing_in_the_way(path):
+        with naming_what_is_in_the_way(path):
             write_atomically(path, json.dumps(_state(files)).encode())
 
     once.once_per_node(path, work)

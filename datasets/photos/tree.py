@@ -84,18 +84,13 @@ class Tree:
         return self.read(number)
 
     def crc(self, number: int) -> int:
-        """Return the CRC-32 of a sample's file; 0 for one that cannot be read, which is reported when it is needed."""
-        try:
-            return crc32(files.read(self.path(number)))
-        except OSError:
-            return 0
+        """Return the CRC-32 of a sample's file."""
+        return crc32(files.read(self.path(number)))
 
     def digest(self) -> dict[str, str]:
         """Return what tells these pictures from others, equal for files and for a pack of them."""
-        return {
-            "list": digests.of(self.names, self.labels, self.widths, self.heights),
-            "bytes": digests.of_some(len(self), self.crc),
-        }
+        listed = digests.of(self.names, self.labels, self.widths, self.heights)
+        return {"list": listed, **digests.of_sampled_checksums(len(self), self.crc)}
 
     def pick(self, numbers: np.ndarray) -> "Tree":
         """Return a tree with these samples only, in this order."""

@@ -53,7 +53,7 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
     """Make the missing shards and the indexes of the pack in `folder`, print a summary, and return the names of all shards."""
     if not files.manifest_of(root):
         _require_photographs(root)
-    _require_elsewhere(root, folder)
+    _require_elsewhere(root, folder, below=not files.manifest_of(root))
     os.makedirs(folder, exist_ok=True)
     with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
         notes = os.path.join(folder, ".tree")
@@ -80,7 +80,7 @@ def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> 
     """The same, of files of parquet."""
     if options.form != "original":
         raise UserError(f"--form {options.form} is for pictures in folders: leave it out")
-    _require_elsewhere(options.root, folder)
+    _require_elsewhere(options.root, folder, below=False)
     os.makedirs(folder, exist_ok=True)
     with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
         made, classes, identity = parquet.plan(paths, options.shard_mb, options.classes)
@@ -110,11 +110,13 @@ def _require_photographs(root: str) -> None:
             )
 
 
-def _require_elsewhere(root: str, folder: str) -> None:
-    inner, outer = os.path.realpath(folder), os.path.realpath(root)
-    if inner == outer or inner.startswith(outer + os.sep):
-        place = "the folder" if inner == outer else "in the folder"
-        raise UserError(f"OUT {one_line(folder)} is {place} whose files are to be packed: give a folder elsewhere")
+def _require_elsewhere(root: str, folder: str, below: bool = True) -> None:
+    """Raise UserError if OUT is ROOT or, with `below`, in it."""
+    out, source = os.path.realpath(folder), os.path.realpath(root)
+    if out == source:
+        raise UserError(f"OUT {one_line(folder)} is the folder whose files are to be packed: give a folder elsewhere")
+    if below and out.startswith(source + os.sep):
+        raise UserError(f"OUT {one_line(folder)} is in the folder whose files are to be packed: give a folder elsewhere")
 
 
 def _photographs(root: str, index: str, options: argparse.Namespace) -> Sequence[tree.Tree]:

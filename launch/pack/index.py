@@ -63,7 +63,7 @@ def index(
     if options.classes:
         classes = labels.read_names(options.classes)
     elif labels.NAMES in sizes:
-        classes = labels.names_in(part_of(labels.NAMES)(0, sizes[labels.NAMES]), labels.NAMES) or classes
+        classes = labels.parse_names(part_of(labels.NAMES)(0, sizes[labels.NAMES]), labels.NAMES) or classes
     shards = [name for of_split in names.values() for name in of_split]
     found: dict[str, Indexed] = {}
 
@@ -78,6 +78,8 @@ def index(
         for label, name, *_, verdict in found[shard].rows:
             if label is not None and not isinstance(verdict, str):
                 examples.setdefault(label, f"{shard}:{name}")
+    if not examples:
+        raise UserError(f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder in its name")
     classes, numbers = labels.number_classes(examples, classes, place)
     parts = {split: _part(place, [found[name] for name in of_split], classes, numbers) for split, of_split in names.items()}
     if "val" not in parts:
@@ -178,11 +180,13 @@ def _read(path, name, size, part) -> Indexed:
                 verdict = tree.judge_open(io.BytesIO(content), f"{path}:{member}")
                 its[kind] = member, place, len(content), crc32(content), verdict
             elif kind in labels.FILES:
-                its[kind] = _label(member, kind, content)
+                its[kind] = _label_in(member, kind, content)
             else:
                 its[kind] = None  # such as KEY.mask.png
         none = 0, 0, 0, "without a picture KEY.jpg, or of another kind"
-        rows = [(_label_of(key, its), *its.get("picture", (key, *none))) for key, its in samples.items()]
+        rows = [(labels.of_sample(key, its), *its.get("picture", (key, *none))) for key, its in samples.items()]
+    except labels.Unclear as error:
+        raise UserError(f"{one_line(path)}: {error}: correct it") from None
     except (*untrusted.DAMAGES, bucket.ObjectChanged) as error:
         reason = one_line(error) or "it changes while it is read"
         raise UserError(f"{one_line(path)} cannot be read: {reason[:200]}; make or fetch it again") from None
@@ -201,20 +205,16 @@ def _is_wanted(member):
     return not os.path.basename(member).startswith(".") and kind in (*PICTURES, *labels.FILES)
 
 
-def _label(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
+def _label_in(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
     """Return the label in KEY.cls or KEY.json; None if there is none."""
     name = one_line(member)[:80]
     if len(content) > LONGEST_LABEL:
         raise ValueError(f"{name} is too long for a label")
     text = content.decode("utf-8-sig")
     if kind == "cls":
-        return labels.read(text, name)
+        return labels.parse(text, name)
     row: object = json.loads(text)
-    return labels.read(row.get("label") if isinstance(row, dict) else None, name)
-
-
-def _label_of(key: str, its: dict[str, Any]) -> Optional[labels.Label]:
-    return labels.of_sample(key, {ending: its[ending] for ending in labels.FILES if ending in its})
+    return labels.parse(row.get("label") if isinstance(row, dict) else None, name)
 
 
 # --- All shards together -----------------------------------------------------------------------------------------------

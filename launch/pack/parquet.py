@@ -50,13 +50,13 @@ def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tupl
     The names are those of `classes_file`, else those that the files say. The digest has the names, sizes and labels of the
     files, not the pictures, which are long.
     """
+    place = os.path.dirname(paths[0]) or "."
+    tables = index.by_split(paths, place)
+    classes = _names_of_classes([path for of_split in tables.values() for path in of_split], classes_file)
     made: list[Rows] = []
-    classes = _common_classes(paths)
-    if classes_file:
-        classes = labels.read_names(classes_file)
     examples: dict[labels.Label, str] = {}
     digest = hashlib.sha256(str(shard_mb).encode())
-    for split, of_split in index.by_split(paths, os.path.dirname(paths[0]) or ".").items():
+    for split, of_split in tables.items():
         made.append(Rows(split, f"{split}-000000.tar", 0))
         begun = len(made) - 1
         for path in of_split:
@@ -72,27 +72,30 @@ def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tupl
                     last.groups.append((path, number))
                     last.count += group.num_rows
                     last.size += group.total_byte_size + PER_ROW * group.num_rows
-    labels.number_classes(examples, classes, os.path.dirname(paths[0]) or ".")  # an error before hours of work
+    labels.number_classes(examples, classes, place)  # an error before hours of work
     return made, classes, digest.hexdigest()
 
 
-def _common_classes(paths: list[str]) -> list[str]:
-    """Return the names of the classes, in which all files have to agree; [] if they name none."""
-    names = []
+def _names_of_classes(paths: list[str], classes_file: Optional[str]) -> list[str]:
+    """Return the names in `classes_file`, else those that the tables say, in which they have to agree; [] without any."""
+    said = []
     for path in paths:
         with _opened(path) as file:
-            names.append(_classes(file.schema_arrow))
-        if names[-1] != names[0]:
+            said.append(_classes(file.schema_arrow))
+        if said[-1] != said[0]:
             raise UserError(f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together")
-    labels.require_different(names[0], paths[0])
-    return names[0]
+    if classes_file:
+        return labels.read_names(classes_file)
+    labels.require_distinct_names(said[0], paths[0])
+    return said[0]
 
 
 def _labels_in(values: set[Optional[int]], path: str) -> Iterator[labels.Label]:
+    """Yield the labels of a column of the table at `path`, without those that are for no class."""
     for value in values:
         try:
-            label = labels.read(value, one_line(path))
-        except ValueError as error:
+            label = labels.parse(value, one_line(path))
+        except labels.Unclear as error:
             raise UserError(f"{error}: correct the table") from None
         if label is not None and label != labels.NO_CLASS:
             yield label

@@ -115,7 +115,7 @@ def rate_before(folder: str) -> Optional[float]:
 
 
 def _last_lines(path: str) -> list[bytes]:
-    """Return the whole lines in the last TAIL bytes of a file; none if it cannot be read."""
+    """Return the lines that begin in the last TAIL bytes of a file; none if it cannot be read."""
     with contextlib.suppress(OSError), open_regular(path) as file:
         begin = max(0, file.seek(0, os.SEEK_END) - TAIL)
         file.seek(begin)
