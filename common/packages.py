@@ -33,8 +33,14 @@ LEAVES_OUT = {
 def check():
     """Exit with 2 if Python is too old, or a package is missing or unfit. Until run_job(), Ctrl-C prints no traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _end_with(python_error(sys.version_info[:2]) or missing_error(importlib.util.find_spec))
+    check_python()
+    _end_with(missing_error(importlib.util.find_spec))
     _end_with(version_error(version("torch"), version("numpy")))
+
+
+def check_python():
+    """Exit with 2 if Python is too old."""
+    _end_with(python_error(sys.version_info[:2]))
 
 
 def version(name):

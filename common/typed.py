@@ -8,6 +8,7 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable
 from typing import Optional
 
@@ -29,6 +30,7 @@ MEANINGS = {
     "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size", "pretrained": "weights",
 }  # fmt: skip
 
+OF_SEVERAL_DEVICES = {"nproc_per_node", "nnodes", "join_seconds", "max_restarts"}
 YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -107,6 +109,9 @@ def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore:
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> None:
     for name in unknown:
         meant, shown = nearest(name, names_of(parser)), one_line(name)[:80]
+        if normal_name(name) in OF_SEVERAL_DEVICES:
+            job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+            parser.error(f"--{shown} is for jobs of several devices, and {job}.py trains on one: {for_several_devices(job)}")
         or_else = f"did you mean --{meant}?" if meant else f"where the platform adds it, give --ignore {shown}"
         parser.error(f"unknown option --{shown}: {or_else}")
 
@@ -133,3 +138,10 @@ def _stands_alone(word, known):
         return f"unknown option {shown}: " + (f"did you mean --{near}?" if near else "options begin with two dashes")
     looks_like_data = os.sep in word or os.path.exists(word)
     return f"{shown!r} belongs to no option" + (f": did you mean --data_url {shown}?" if looks_like_data else "")
+
+
+def for_several_devices(job: str) -> str:
+    """Return what to do with a job, named as its file without .py, that trains on one device where there are several."""
+    if job in ("train", "train_amp", "train_dali", "train_dp", "train_dpex", "train_exact", "train_restore", "speedrun"):
+        return "start train_ddp.py instead"
+    return "add the lines of docs/your_own.md, On every GPU of every node"

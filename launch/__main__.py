@@ -4,7 +4,9 @@ import difflib
 import importlib
 import sys
 
-from common import VERSION
+from common import VERSION, packages
+
+packages.check_python()  # before the lines below, which an old Python does not understand
 
 VERBS = {
     "blocks": "show what a feature changes, take it out again, put two together, follow a change of train.py",

@@ -75,6 +75,10 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["-q"], ["unknown option -q: options begin with two dashes"]),
         (["/data/cifar"], ["'/data/cifar' belongs to no option: did you mean --data_url /data/cifar?"]),
         (["train"], ["'train' belongs to no option"]),
+        (
+            ["--nproc_per_node", "2"],
+            ["--nproc_per_node is for jobs of several devices", "trains on one: add the lines of docs/your_own.md"],
+        ),
         (["--zzz", "1", "2"], ["'2' belongs to no option"]),
         (["--custom_data", "/data"], ["'/data' belongs to no option"]),
         (["--schedule", "x" * 100_000], ["letters more"]),

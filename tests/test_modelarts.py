@@ -76,7 +76,13 @@ def test_what_is_too_old_or_missing_is_a_sentence(python, torch, numpy, missing,
 
 @pytest.mark.parametrize(
     "path",
-    [*JOBS, ROOT / "common" / "__init__.py", ROOT / "common" / "packages.py", ROOT / "launch" / "bundle" / "importer.py"],
+    [
+        *JOBS,
+        ROOT / "common" / "__init__.py",
+        ROOT / "common" / "packages.py",
+        ROOT / "launch" / "__main__.py",
+        ROOT / "launch" / "bundle" / "importer.py",
+    ],
     ids=lambda path: path.name,
 )
 def test_an_old_python_can_read_what_it_reads_first(path):

@@ -287,3 +287,14 @@ def test_the_command_line_of_a_launcher_need_not_be_utf_8(monkeypatch):
         monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
         args = dict.fromkeys(("init_method", "rank", "world_size", "local_rank", "nproc_per_node"))
         assert ELASTIC in world.here(types.SimpleNamespace(**args, enable_gpu=False), TORCHRUN).rule
+
+
+@pytest.mark.parametrize(
+    "job, words", [("train_amp", "start train_ddp.py instead"), ("mine", "add the lines of docs/your_own.md, On every GPU")]
+)
+def test_a_job_of_one_device_that_was_started_as_several_says_what_to_do(job, words):
+    args = types.SimpleNamespace(
+        job=job, world=types.SimpleNamespace(num_nodes=1, level="process", world_size=2, platform="torchrun", rule="RANK")
+    )
+    with pytest.raises(UserError, match=f"but {job}.py trains on one device: {words}"):
+        world.require_one_device(args)

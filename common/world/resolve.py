@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 
 from common.errors import UserError, count
+from common.typed import for_several_devices
 from common.world.place import Given, World
 from common.world.rules import RULES
 
@@ -45,7 +46,7 @@ def require_one_device(args: argparse.Namespace) -> None:
         raise UserError(
             f"{count(world.num_nodes, 'node')} with {count(world.world_size, 'process', 'processes')} in all were started "
             f"({world.platform}: {world.rule}), "
-            f"but {args.job}.py trains on one device: start train_ddp.py instead"
+            f"but {args.job}.py trains on one device: {for_several_devices(args.job)}"
         )
 
 
