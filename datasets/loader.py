@@ -33,6 +33,7 @@ class Loader:
     """Moves the tensors of batches to the device. `batches` yields tuples that end with the sample ids, or errors to raise."""
 
     pixels: Optional[Callable] = None
+    unit = "samples"
 
     def __init__(self, batches: Any, sampler: Any, device: torch.device, pin_memory: bool = True):
         self.sampler, self.device = sampler, device
@@ -43,7 +44,8 @@ class Loader:
         self._clock = TransferClock(device)
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        """Return the number of batches of a whole epoch, also within one that was resumed in its middle."""
+        return len(self.sampler) + self.sampler.batches_before
 
     def __iter__(self) -> Iterator[Any]:
         for batch, ids, ready in STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved()):
@@ -107,6 +109,8 @@ class _Samples:
 
 class DeviceLoader(Loader):
     """Yields (images, labels), ready for the network; `batches` yields (uint8 images, labels, ids)."""
+
+    unit = "images"
 
     def __init__(
         self,

@@ -61,6 +61,11 @@ class EpochSampler:
         """Number of samples that this epoch trains on: `consumed`, and whole global batches of the rest."""
         return self.consumed + (self.num_samples - self.consumed) // self.global_batch * self.global_batch
 
+    @property
+    def batches_before(self) -> int:
+        """Number of batches of this epoch that were taken before it was resumed."""
+        return self.consumed // self.global_batch
+
     def step_ids(self, epoch: int, consumed: int) -> np.ndarray:
         """Return the ids of all ranks' samples in the step that follows the first `consumed` samples of `epoch`."""
         return self._order(epoch)[consumed : consumed + self.global_batch]
@@ -102,7 +107,7 @@ class EverySample(EpochSampler):
 class InOrder:
     """Batches of sample ids for evaluation: every sample once, in order; the last batch may be shorter."""
 
-    epoch = 0
+    epoch = batches_before = 0
 
     def __init__(self, num_samples: int, batch_size: int):
         self.num_samples, self.batch_size = num_samples, batch_size

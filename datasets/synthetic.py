@@ -86,6 +86,7 @@ class Resident(Loader):
     """A loader without cost: it yields the same noise, which stays on the device, for every batch of the sampler."""
 
     file_of = None
+    unit = "images"
 
     def __init__(self, data_set: Any, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
         super().__init__(None, sampler, device)

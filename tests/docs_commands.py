@@ -36,6 +36,10 @@ NOT_RUN = {
         "SKY_NODES=2 SKY_NODE=0 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
         "SKY_NODES=2 SKY_NODE=1 SKY_FIRST=127.0.0.1 python jobs/train_ddp.py --custom_data true --max_samples 256 --batch_size 32 --width 4",
     ],
+    "tests/test_unsaved.py runs it": [
+        "python jobs/own_accumulation.py",
+        "python jobs/own_gan.py",
+    ],
     "needs runs that are finished; tests/test_report.py has some": [
         "python -m launch report output_dir/train",
         "python -m launch report obs://bucket/runs/7",
@@ -183,6 +187,8 @@ MADE_UP = {
     "jobs/my_torchvision.py",
     "jobs/own_script.py",
     "jobs/own_tensors.py",
+    "jobs/own_accumulation.py",
+    "jobs/own_gan.py",
     "common/models/own_network.py",
     "datasets/own_data.py",
     "train_DP.py",

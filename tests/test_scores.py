@@ -55,15 +55,22 @@ def test_the_worst_are_those_with_the_largest_losses_by_their_sample_ids():
 
 
 @pytest.mark.parametrize(
-    "right, samples, epoch, says",
-    [(65, 100, 2, False), (52, 100, 2, True), (52, 100, 3, False), (4, 4, 2, False)],
+    "right, samples, epoch, warmup, says",
+    [
+        (65, 100, 2, 0, False),
+        (52, 100, 2, 0, True),
+        (52, 100, 3, 0, False),
+        (4, 4, 2, 0, False),
+        (52, 100, 2, 3, False),
+        (52, 100, 4, 3, True),
+    ],
 )
-def test_a_network_that_has_learnt_nothing_is_known_by_its_accuracy(right, samples, epoch, says):
+def test_a_network_that_has_learnt_nothing_is_known_by_its_accuracy_after_the_warm_up(right, samples, epoch, warmup, says):
     """Of two classes of one size; of four samples nothing can be said."""
     labels = torch.arange(samples) % 2
     logits = torch.nn.functional.one_hot(torch.where(torch.arange(samples) < right, labels, 1 - labels), len(CLASSES)).float()
     scores = scored(logits, labels, torch.arange(samples))
-    args = argparse.Namespace(epochs=10, lr=0.1, weights=None, input=argparse.Namespace(synthetic=False))
+    args = argparse.Namespace(epochs=10, lr=0.1, warmup=warmup, weights=None, input=argparse.Namespace(synthetic=False))
     line = scores.nothing_learnt(epoch, args)
     assert bool(line) == says and (not line or f"an accuracy of {right / samples:.4f} may be chance" in line)
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 from common.errors import UserError
 
 TAKEN = ("model", "run", "about")  # names that a checkpoint itself uses
+SCHEDULES = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
 # Options that follow from others or from the device, so the log does not list a change.
 NOT_LISTED = {"initial_lr", "base_lrs", "foreach", "fused", "capturable", "differentiable"}
 
@@ -27,7 +28,7 @@ def require_savable(parts: dict[str, Any]) -> None:
 
 
 def is_schedule(part: Any) -> bool:
-    return isinstance(part, (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau))
+    return isinstance(part, SCHEDULES)
 
 
 def optimizers(run: Any) -> dict[str, Optimizer]:

@@ -12,13 +12,13 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from common import naming
 from common.alive import heartbeat
 from common.doctor import checks, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
-from common.doctor.table import BAD, Finding, bad, good, refusal, table
+from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.moments import REPLACED
 from common.secrets import mask
@@ -133,8 +133,11 @@ class Examination:
         if args.input.address and args.input.fetched:
             self.end()
 
-    def run(self, _args: argparse.Namespace) -> None:
+    def run(self, _args: argparse.Namespace, not_given: Callable[[], list[tuple[str, str]]]) -> None:
         """End before the first step: the data are open and the network is made, and the ranks have met."""
+        for name, kind in not_given():
+            found = f"{name} ({kind}) is not given to Run: if it is trained, a restart begins it anew"
+            self.add(doubtful("script", found, f"give it to Run, or unsaved=[{name}] if that is meant"))
         self.end()
 
     # --- The end ---

@@ -9,7 +9,22 @@ from common.errors import SampleError, TrainingFailed, UserError, one_line
 from common.files import MIB
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
-ORDER = ("place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "shm", "disk", "output", "data", "job")
+ORDER = (
+    "place",
+    "master",
+    "ranks",
+    "clock",
+    "gpus",
+    "driver",
+    "interface",
+    "secret",
+    "shm",
+    "disk",
+    "output",
+    "data",
+    "script",
+    "job",
+)
 
 
 class Finding(NamedTuple):

@@ -114,7 +114,9 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
     left = run.sampler.num_samples % global_batch
     if left:
-        yield f"{left} of {run.sampler.num_samples} samples, others each epoch, do not fill a global batch and are left out"
+        samples = run.sampler.num_samples
+        remedy = _batch_that_divides(samples, global_batch, run.peers.size)
+        yield f"{left} of {samples} samples, others each epoch, do not fill a global batch and are left out{remedy}"
     if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
         epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
@@ -129,10 +131,16 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         yield from _time_left(run)
 
 
+def _batch_that_divides(samples: int, global_batch: int, ranks: int) -> str:
+    """Return the end of a line: a smaller global batch, but not half as small, with which no sample is left out."""
+    sizes = [size for size in range(global_batch, global_batch // 2, -1) if samples % size == 0 and size % ranks == 0]
+    return f"; a global batch of {sizes[0]} leaves none" if sizes else ""
+
+
 def _time_left(run):
     from common.run.observers.journal import rate_before
 
     rate, samples = rate_before(run.args.output_dir), run.plan.samples_left(run.position)
     if rate and samples > 0:
         left = datetime.timedelta(seconds=int(samples / rate))
-        yield f"about {left} left at the {rate:.0f} images a second of the last start"
+        yield f"about {left} left at the {rate:.0f} samples a second of the last start"

@@ -38,6 +38,7 @@ class Gradients:
         self._stepped_meanwhile: set[str] = set()  # optimizers that have stepped since that was set anew
         self._of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
         self._is_collected = False  # whether the line above is up to date
+        self._wait_after: dict[str, bool] = {}  # whether gradients wait for an update after a "whole" or a "resumed" epoch
         for name, optimizer in optimizers.items():
             optimizer.register_step_post_hook(functools.partial(self._after_step_of, name))
 
@@ -102,6 +103,13 @@ class Gradients:
             self._stepped_meanwhile.clear()
             return False
         return True
+
+    def end_epoch(self, is_whole: bool) -> bool:
+        """Return whether gradients now wait after an epoch that this start resumed in its middle, though they do not after a
+        whole one: the script counts batches from where it resumes. `is_whole`: this start has seen all of the epoch."""
+        before = dict(self._wait_after)
+        self._wait_after["whole" if is_whole else "resumed"] = bool(self._accumulated_weights())
+        return self._wait_after != before and self._wait_after == {"whole": False, "resumed": True}
 
     # --- What a checkpoint holds ---
 

@@ -46,6 +46,10 @@ class Plan:
     def epoch_is_over(self, at: Position) -> bool:
         return at.consumed >= self.sampler.samples_per_epoch
 
+    def is_whole(self, at: Position) -> bool:
+        """Whether this start has taken all steps of the current epoch, so far."""
+        return at.epoch > self.resumed_at.epoch or not self.resumed_at.consumed
+
     def progress(self, at: Position) -> float:
         in_epoch = (at.consumed + self.sampler.global_batch / 2) / self.sampler.samples_per_epoch
         return min(1.0, (at.epoch + in_epoch) / self.args.epochs)
@@ -75,6 +79,17 @@ class Results:
             raise UserError(f'Run(best_is={best_is!r}): give "highest" or "lowest"')
         self.best_by, self.best_is = best_by, best_is or "highest"
         self.history: list[dict[str, Any]] = []
+
+    def best_is_missing(self, metrics: Mapping[str, float]) -> Optional[str]:
+        """Return a warning after the first epoch of a run if its metrics lack the one that chooses the best epoch."""
+        by = self.best_by
+        if self.history or not metrics or by in metrics:
+            return None
+        given = ", ".join(metrics)
+        return (
+            f"warning: no epoch will be called the best: Run(best_by={by!r}) names a metric that end_epoch() does not "
+            f"give; it gives {given}"
+        )
 
     def close_epoch(self, at: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
         """Add the row of an epoch whose last step ended at `at`; returns the position after the epoch."""

@@ -43,7 +43,12 @@ from common.run.peers import Fixed
 from common.run.plan import Plan, Results
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
+from common.run.unsaved import STEPS_WATCHED, Unsaved
 
+NOT_APPLIED = (
+    "warning: the last gradients of the epoch that was resumed in its middle were not applied, though those of whole ones are, "
+    "so the restart has changed the weights: ask run.updates(every=...) when to update them, and do not count batches"
+)
 END = object()  # in place of a batch, where there is none
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
 
@@ -62,6 +67,7 @@ class Run:
         best_is: Optional[str] = None,
         patience: Optional[int] = None,
         prof: Optional[int] = None,
+        unsaved: Sequence[object] = (),
         **saved: Any,
     ):
         """`data_set`: what is trained on; a restart compares its `classes` and its `digest()`, if it has them, with those of
@@ -69,7 +75,8 @@ class Run:
         `test_samples`: samples of an evaluation, to estimate its time.
         `best_by`: the metric by which the best checkpoint is kept; `best_is`: "highest" (unset), or "lowest", as for a loss.
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
-        `saved`: other objects with a state_dict, saved under these names."""
+        `saved`: other objects with a state_dict, saved under these names. `unsaved`: what is trained and meant to begin anew in
+        each start, so that no warning names it."""
         self.args = args
         self.sampler = sampler
         self.parts = {}
@@ -80,7 +87,6 @@ class Run:
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = unwrapped(model)
         self.device = next(self.model.parameters()).device
-        moments.announce("run", args)
         self.peers: Fixed = (REPLACED.peers or Fixed)(args)
         self.trial = bool(prof)
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
@@ -89,6 +95,8 @@ class Run:
         self._data_set = data_set
         self.saving = Saving(args, classes if len(classes) else names_of_classes(data_set), self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
+        self.unsaved = Unsaved(lambda: [self.model, *self.parts.values()], unsaved)
+        self.loader: Any = None  # of the training, from the first steps() on
         self.evaluates = False  # from the end of steps() to end_epoch()
         self.made: dict[str, Any] = {}  # settings of the parts as this start has made them, before a checkpoint is loaded
         self.groups: dict[str, int] = {}  # of the weights of each optimizer, when the epoch began
@@ -118,7 +126,7 @@ class Run:
         self.tell(Observer.picture, name=name, pixels=pixels, what=what)
 
     def tell(self, moment: Callable[..., None], **more: Any) -> None:
-        self._observers.tell(moment, Facts(self.position, self.plan, self.results, self.clock.read()), **more)
+        self._observers.tell(moment, Facts(self.position, self.plan, self.results, self.clock.read(), self.unit), **more)
 
     def enter(self, phase: str) -> None:
         self.clock.enter(phase, self.position.total_steps)
@@ -136,6 +144,12 @@ class Run:
         """Fraction of the samples of all --epochs seen at the middle of the coming step, to schedule the learning rate."""
         self._require_resumed("run.progress")
         return self.plan.progress(self.position)
+
+    def updates(self, every: int) -> bool:
+        """Whether to update the weights in this step, if gradients are accumulated over `every` batches: in each `every`-th
+        step of an epoch, and in its last one. The same after a restart in the middle of an epoch."""
+        after = self.position.after_step(self.global_batch)
+        return after.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(after)
 
     @property
     def goes_on(self) -> bool:
@@ -163,6 +177,11 @@ class Run:
         return self.position.total_steps
 
     @property
+    def unit(self) -> str:
+        """What the loader of the training gives: "images", or "samples" of another kind."""
+        return self.loader.unit if hasattr(self.loader, "unit") else "samples"
+
+    @property
     def seconds(self) -> dict[str, float]:
         """Seconds that this start has spent in each phase."""
         return self.clock.read()
@@ -171,6 +190,7 @@ class Run:
 
     def resume(self) -> None:
         """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither."""
+        moments.announce("run", self.args, self.unsaved.not_given)
         restore.create_momentum_buffers(self.parts)
         self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
         self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts, self.saving.classes)
@@ -201,6 +221,8 @@ class Run:
                 self.say(line)
             about = manifest.of_this_start(self, found[2] if found else None) if writes else {}
             self.tell(Observer.began, about=about)
+            if self.side_files.shows:
+                self.unsaved.begin()
             self.allow_stop()
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
@@ -257,6 +279,7 @@ class Run:
             self.clock.transferred(loader.transfer_seconds(), loader.beside)
             self.evidence.note_step_begins(self.position.epoch, self.position.consumed)
             self.gradients.begin_step()
+            self.unsaved.begin_step()
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
                 if self.shares.interrupted:
@@ -271,6 +294,8 @@ class Run:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
                 self._keep_up()
+        if self.plan.epoch_is_over(self.position) and self.gradients.end_epoch(self.plan.is_whole(self.position)):
+            self.say(NOT_APPLIED)
         self._gather()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or self.plan.epoch_is_over(self.position)):
             self.save()  # the epoch is incomplete, and the next start continues it from here
@@ -295,6 +320,7 @@ class Run:
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
         self.gradients.end_step()
+        self.unsaved.end_step()
         self.peers.counted()
         trained = self.position.samples_seen - self.plan.resumed_at.samples_seen
         line_is_due = self.clock.stepped(self.sampler.global_batch, trained)
@@ -308,7 +334,13 @@ class Run:
             sys.exit(0)
         self.tell(Observer.stepped)
 
+    def _say_what_is_unsaved(self, moment: str) -> None:
+        for line in self.unsaved.lines(moment):
+            self.say(line)
+
     def _show_line(self, loss):
+        if self.position.total_steps > self.plan.resumed_at.total_steps + STEPS_WATCHED:
+            self._say_what_is_unsaved("a line of the log")
         self.losses.check(self.args.lr, self.saving.last_good)
         left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
@@ -346,6 +378,8 @@ class Run:
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
+            if line := self.results.best_is_missing(metrics):
+                self.say(line)
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.evaluated()
         self.tell(Observer.epoch_ended, whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
@@ -400,6 +434,7 @@ class Run:
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
         self.enter("save")
+        self._say_what_is_unsaved("the end of an epoch" if weights_of_epoch else "a save")
         self.saving.save(self.state, manifest.of_run(self), weights_of_epoch)
         self.saving.require_published()
 

@@ -60,11 +60,11 @@ class Console(Observer):
         split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
         left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
         if self._bar:
-            self._bar.set_postfix_str(f"train_loss {loss:.4f}, {rate:.0f} images/s, {split}, {left} left")
+            self._bar.set_postfix_str(f"train_loss {loss:.4f}, {rate:.0f} {facts.unit}/s, {split}, {left} left")
         else:
             step, steps = facts.plan.step_of_the_epoch(at)
             place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
-            self._say(f"{place} train_loss={loss:.4f} lr={lr:.6g} images_per_s={rate:.0f} left={left} {split}")
+            self._say(f"{place} train_loss={loss:.4f} lr={lr:.6g} {facts.unit}_per_s={rate:.0f} left={left} {split}")
         if not self._imported:
             self._import_packages()
         if not self._advised and at.total_steps - facts.plan.resumed_at.total_steps > WARM_UP:
@@ -78,9 +78,9 @@ class Console(Observer):
         self._classifies = scores is not None
         at = facts.position
         step, steps = facts.plan.step_of_the_epoch(at)
-        what = facts.results.news(at) if whole else f" (within epoch {at.epoch + 1}, after {step} of its {steps} steps)"
+        what = facts.results.news(at) if whole else f" (after {step} of its {steps} steps)"
         shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
-        place = f"epoch={at.epoch}/{self._args.epochs} steps={at.total_steps}{of_which(skipped)}"
+        place = f"epoch={at.epoch + (0 if whole else 1)}/{self._args.epochs} steps={at.total_steps}{of_which(skipped)}"
         self._say(f"{place}{shown} seconds={time.monotonic() - self._epoch_began:.1f}{what}")
         if whole and scores is not None and (line := scores.nothing_learnt(at.epoch, self._args)):
             self._say(line)

@@ -18,6 +18,7 @@ class Facts:
     plan: Plan  # whose `resumed_at` is None until the run has resumed
     results: Results
     seconds: Mapping[str, float]  # as Clock.read() gives them
+    unit: str = "samples"  # what the loader gives, or "images"
 
 
 class Observer:
