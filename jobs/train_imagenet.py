@@ -131,7 +131,8 @@ def main():
 
             images, labels, others, weight = imagenet.mix(images, labels, args.mixup, args.cutmix)
 
-            # This rank's part of the total batch, in micro-batches that fit on the device.
+            # This rank's part of the total batch, in micro-batches that fit on the device. Their gradients are added within one
+            # step of the run; run.updates() is for a script whose updates take several steps.
             count = -(-len(images) // args.batch_size)
             if shares:
                 shares.passes = count

@@ -234,7 +234,21 @@ def test_where_nothing_is_learnt_one_line_says_so_and_the_mistakes_are_files(tmp
     labels = np.random.default_rng(0).permutation(np.repeat(pictures.SHAPES, 60))
     for number, (path, label) in enumerate(zip(sorted(shapes.glob("*/*")), labels)):
         path.rename(shapes / label / f"again{number}.jpg")
-    words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 5, "--run_epochs", 1]
+    words = [
+        "--data_url",
+        shapes,
+        *NETWORK,
+        "--image_size",
+        32,
+        "--workers",
+        0,
+        "--epochs",
+        5,
+        "--run_epochs",
+        1,
+        "--warmup",
+        0,
+    ]
     (shapes / "circle" / "empty.jpg").touch()
     log = run_job("train_imagenet", shapes.parent, *words, env=FIGURES).stdout
     (line,) = [line for line in log.splitlines() if "nothing is learnt" in line]
