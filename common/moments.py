@@ -10,7 +10,7 @@ A listener is an object with a method for each moment that it needs:
     meeting(args)                the ranks are about to form a process group
     data(args)                   the data are about to be fetched and opened
     run(args, not_given)         a Run is about to resume: the data are open, and no step was taken; `not_given()` returns
-                                 [(name, kind)] of what the script trains and has not given to it
+                                 [(name, kind)] of the optimizers, schedules, averages and scalers that it was not given
     said(text)                   a line of the log was printed for the user
     row(row)                     a row of speed.jsonl is about to be written; a listener may add numbers
     written(folder, write)       rank 0 has written files of the report; `write(name, content)` adds an optional file

@@ -30,7 +30,7 @@ MEANINGS = {
     "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size", "pretrained": "weights",
 }  # fmt: skip
 
-OF_SEVERAL_DEVICES = {"nproc_per_node", "nnodes", "join_seconds", "max_restarts"}
+OF_SEVERAL_DEVICES = {"nproc_per_node", "join_seconds", "max_restarts"}
 YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -109,9 +109,11 @@ def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore:
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> None:
     for name in unknown:
         meant, shown = nearest(name, names_of(parser)), one_line(name)[:80]
-        if normal_name(name) in OF_SEVERAL_DEVICES:
+        if normal_name(name) in OF_SEVERAL_DEVICES and "--nproc_per_node" not in parser._option_string_actions:
             job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
-            parser.error(f"--{shown} is for jobs of several devices, and {job}.py trains on one: {for_several_devices(job)}")
+            parser.error(
+                f"--{shown} is for jobs of several devices, and {job}.py trains on one: {advice_for_several_devices(job)}"
+            )
         or_else = f"did you mean --{meant}?" if meant else f"where the platform adds it, give --ignore {shown}"
         parser.error(f"unknown option --{shown}: {or_else}")
 
@@ -140,7 +142,7 @@ def _stands_alone(word, known):
     return f"{shown!r} belongs to no option" + (f": did you mean --data_url {shown}?" if looks_like_data else "")
 
 
-def for_several_devices(job: str) -> str:
+def advice_for_several_devices(job: str) -> str:
     """Return what to do with a job, named as its file without .py, that trains on one device where there are several."""
     if job in ("train", "train_amp", "train_dali", "train_dp", "train_dpex", "train_exact", "train_restore", "speedrun"):
         return "start train_ddp.py instead"

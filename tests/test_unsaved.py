@@ -3,9 +3,12 @@
 The two scripts are written as by somebody who has read the first page: a GAN, and a transformer that accumulates gradients.
 """
 
+import random
 import re
 import signal
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,7 +144,7 @@ def test_updates_come_with_each_fourth_batch_and_the_last_also_where_an_epoch_is
     [(630, 16, 1, 15), (630, 16, 2, 14), (100, 10, 1, 10), (101, 16, 1, None), (128, 96, 2, 64), (128, 96, 3, None)],
 )
 def test_a_batch_that_leaves_no_sample_out_is_named(samples, batch, ranks, size):
-    text = first_lines._batch_that_divides(samples, batch, ranks)
+    text = first_lines._advice_on_batch(samples, batch, ranks)
     assert text == (f"; a global batch of {size} leaves none" if size else "")
 
 
@@ -161,10 +164,7 @@ def test_what_is_no_image_is_called_a_sample(tmp_path):
 def test_a_metric_that_no_epoch_gives_is_missed(tmp_path):
     words = copy_of("own_accumulation.py", tmp_path, ('best_by="loss"', 'best_by="los"'))
     (line,) = warnings(finish(tmp_path, words))
-    assert (
-        line
-        == "warning: no epoch will be called the best: Run(best_by='los') names a metric that end_epoch() does not give; it gives loss"
-    )
+    assert line == "warning: no epoch is the best so far: best_by is los, and end_epoch() gives loss"
 
 
 # --- What is looked through ------------------------------------------------------------------------------------------------
@@ -176,10 +176,12 @@ def trained(network, optimizer):
 
 
 def lines_of(saved, meant=(), train=lambda: None):
-    unsaved = Unsaved(lambda: saved, meant)
+    said = []
+    unsaved = Unsaved(lambda: saved, meant, said.append)
     unsaved.begin()
     train()
-    return [*unsaved.lines("now")]
+    unsaved.say_what_is_found("now")
+    return said
 
 
 def test_a_network_in_a_container_an_attribute_or_a_wrapper_has_its_name():
@@ -215,10 +217,137 @@ def test_what_is_frozen_untrained_or_in_an_object_that_saves_it_is_not_named():
 def test_it_looks_once_at_a_moment_and_names_a_thing_once():
     network, other = nn.Linear(3, 1), nn.Linear(3, 1)
     optimizer = torch.optim.Adam(other.parameters())
-    unsaved = Unsaved(lambda: [network], ())
-    assert not [*unsaved.lines("before it begins")]
+    said = []
+    unsaved = Unsaved(lambda: [network], (), said.append)
+    unsaved.say_what_is_found("before it begins")
     unsaved.begin()
-    assert not [*unsaved.lines("a line")]
+    unsaved.say_what_is_found("a line")
     trained(other, optimizer)
-    assert not [*unsaved.lines("a line")]
-    assert len([*unsaved.lines("a save")]) == 2 and not [*unsaved.lines("an epoch")]
+    unsaved.say_what_is_found("a line")
+    assert not said
+    unsaved.say_what_is_found("a save")
+    unsaved.say_what_is_found("an epoch")
+    assert len(said) == 2
+
+
+def stepped(optimizer, weight):
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def test_an_optimizer_that_stepped_before_the_run_began_or_shares_what_is_saved_is_not_named():
+    network = nn.Linear(3, 1)
+    finder, optimizer = (torch.optim.Adam(network.parameters()) for _ in range(2))
+    stepped(finder, network.weight)  # as one that looks for a learning rate
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+    wrapper = Wrapper(optimizer)
+    assert not lines_of([network, optimizer], train=lambda: trained(network, optimizer)) and finder and wrapper
+
+
+def test_schedules_in_a_schedule_are_one_and_one_made_later_has_not_stepped():
+    network = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    parts = [torch.optim.lr_scheduler.StepLR(optimizer, 2), torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+    both = torch.optim.lr_scheduler.ChainedScheduler(parts)
+    saved = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    made = []
+
+    def train():
+        optimizer.step()
+        both.step()
+        made.append(
+            torch.optim.lr_scheduler.StepLR(
+                torch.optim.SGD([{"params": [*network.parameters()], "initial_lr": 0.1}], 0.1), 5, last_epoch=3
+            )
+        )
+
+    (line,) = lines_of([network, optimizer, saved], train=train)
+    assert "both (ChainedScheduler) has stepped" in line
+
+
+class Shell(nn.Module):
+    """It does not call torch's __init__(), and nothing may be asked of it."""
+
+    def __init__(self):
+        pass
+
+
+class Odd:
+    def __getattr__(self, name):
+        raise RuntimeError("it is not there")
+
+    @property
+    def __class__(self):
+        raise RuntimeError("nor this")
+
+
+def test_odd_objects_of_a_script_are_left_alone():
+    network = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+    optimizer.state["step"] = 0
+    off, system, gone, odd, shell = (
+        torch.amp.GradScaler("cpu", enabled=False),
+        random.SystemRandom(),
+        nn.Linear(1, 1),
+        Odd(),
+        Shell(),
+    )
+    proxy, numbers = weakref.proxy(gone), {"a": 1}
+    del gone
+    with torch.inference_mode():
+        teacher = nn.Linear(3, 1)
+    many = [object()] * 100_000
+    said = []
+    unsaved = Unsaved(lambda: [network, optimizer], [], said.append)
+    unsaved.begin()
+    unsaved.begin_step()
+    trained(network, optimizer)
+    unsaved.end_step()
+    unsaved.say_what_is_found("now")
+    assert not said and all((off, system, teacher, many, numbers)) and odd is not shell is not proxy
+
+
+def test_an_error_while_it_looks_ends_the_looking_and_not_the_run(monkeypatch):
+    said = []
+    unsaved = Unsaved(lambda: [nn.Linear(1, 1)], [], said.append)
+    unsaved.begin()
+    monkeypatch.setattr(Unsaved, "_found", lambda self: 1 / 0)
+    unsaved.say_what_is_found("one")
+    unsaved.say_what_is_found("other")
+    assert said == ["warning: what the run does not save cannot be looked for: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.parametrize("meant", [nn.Linear(1, 1), ["discriminator"], "discriminator"])
+def test_what_is_meant_to_begin_anew_is_a_list_of_objects(meant):
+    with pytest.raises(TypeError, match=r"unsaved=\.\.\.\) takes a list of objects"):
+        Unsaved(list, meant, print)
+
+
+def test_looking_keeps_no_tensor_of_a_function_that_is_under_way():
+    network, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer, said = torch.optim.Adam(other.parameters()), []
+    unsaved = Unsaved(lambda: [network], [], said.append)
+    unsaved.begin()
+    large = torch.zeros(10)
+    seen = weakref.ref(large)
+    trained(other, optimizer)
+    unsaved.say_what_is_found("now")
+    del large
+    assert said and seen() is None
+
+
+def test_generators_that_are_seeded_for_each_step_are_not_named():
+    network, known, own = nn.Linear(3, 1), [torch.default_generator, np.random.mtrand._rand], random.Random(0)
+    said = []
+    unsaved = Unsaved(lambda: [network], [], said.append)
+    unsaved.begin()
+    for _ in range(3):
+        unsaved.begin_step()
+        _ = torch.rand(1), np.random.rand(), own.random(), trained(network, torch.optim.SGD(network.parameters(), 0.1))
+        unsaved.end_step()
+    unsaved.say_what_is_found("now")
+    assert len(said) == 1 and "own (Random) is drawn from in a step" in said[0] and known

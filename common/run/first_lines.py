@@ -110,13 +110,11 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
     if not any(weight.requires_grad for weight in run.model.parameters()):
         yield "warning: no weight of the network requires a gradient: nothing is trained"
     groups = [group for optimizer in parts.optimizers(run).values() for group in optimizer.param_groups]
-    if any("initial_lr" in group for group in groups) and not any(map(parts.is_schedule, run.parts.values())):
+    if any("initial_lr" in group for group in groups) and not any(
+        map(parts.is_schedule, [*run.parts.values(), *run.unsaved.meant])
+    ):
         yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
-    left = run.sampler.num_samples % global_batch
-    if left:
-        samples = run.sampler.num_samples
-        remedy = _batch_that_divides(samples, global_batch, run.peers.size)
-        yield f"{left} of {samples} samples, others each epoch, do not fill a global batch and are left out{remedy}"
+    yield from _left_out(run, goes_on=bool(found))
     if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
         epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
@@ -131,9 +129,17 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         yield from _time_left(run)
 
 
-def _batch_that_divides(samples: int, global_batch: int, ranks: int) -> str:
+def _left_out(run: Any, goes_on: bool) -> Iterator[str]:
+    """Yield a line if samples do not fill a global batch, for a new run with a batch that leaves none."""
+    samples, size = run.sampler.num_samples, run.sampler.global_batch
+    if samples % size:
+        advice = "" if goes_on else _advice_on_batch(samples, size, max(run.peers.size, run.sampler.shares))
+        yield f"{samples % size} of {samples} samples, others each epoch, do not fill a global batch and are left out{advice}"
+
+
+def _advice_on_batch(samples: int, global_batch: int, parts: int) -> str:
     """Return the end of a line: a smaller global batch, but not half as small, with which no sample is left out."""
-    sizes = [size for size in range(global_batch, global_batch // 2, -1) if samples % size == 0 and size % ranks == 0]
+    sizes = [size for size in range(global_batch, global_batch // 2, -1) if samples % size == 0 and size % parts == 0]
     return f"; a global batch of {sizes[0]} leaves none" if sizes else ""
 
 

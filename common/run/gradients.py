@@ -38,7 +38,10 @@ class Gradients:
         self._stepped_meanwhile: set[str] = set()  # optimizers that have stepped since that was set anew
         self._of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
         self._is_collected = False  # whether the line above is up to date
-        self._wait_after: dict[str, bool] = {}  # whether gradients wait for an update after a "whole" or a "resumed" epoch
+        self._waited_after_resumed = (
+            False  # whether gradients waited for an update after an epoch that was resumed in its middle
+        )
+        self._whole_epochs_in_a_row = 0  # after which none waited
         for name, optimizer in optimizers.items():
             optimizer.register_step_post_hook(functools.partial(self._after_step_of, name))
 
@@ -104,12 +107,15 @@ class Gradients:
             return False
         return True
 
-    def end_epoch(self, is_whole: bool) -> bool:
-        """Return whether gradients now wait after an epoch that this start resumed in its middle, though they do not after a
-        whole one: the script counts batches from where it resumes. `is_whole`: this start has seen all of the epoch."""
-        before = dict(self._wait_after)
-        self._wait_after["whole" if is_whole else "resumed"] = bool(self._accumulated_weights())
-        return self._wait_after != before and self._wait_after == {"whole": False, "resumed": True}
+    def note_end_of_epoch(self, is_whole: bool) -> bool:
+        """Note whether gradients wait for an update now. Return True once if they did after an epoch that this start resumed in
+        its middle, and not after the next two: the script counts batches from where it resumes. `is_whole`: this start has seen
+        all of the epoch."""
+        waits = bool(self._accumulated_weights())
+        if not is_whole:
+            self._waited_after_resumed = waits
+        self._whole_epochs_in_a_row = self._whole_epochs_in_a_row + 1 if is_whole and not waits else 0
+        return self._waited_after_resumed and self._whole_epochs_in_a_row == 2
 
     # --- What a checkpoint holds ---
 

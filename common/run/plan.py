@@ -80,16 +80,11 @@ class Results:
         self.best_by, self.best_is = best_by, best_is or "highest"
         self.history: list[dict[str, Any]] = []
 
-    def best_is_missing(self, metrics: Mapping[str, float]) -> Optional[str]:
+    def warning_of_best_by(self, metrics: Mapping[str, float]) -> Optional[str]:
         """Return a warning after the first epoch of a run if its metrics lack the one that chooses the best epoch."""
-        by = self.best_by
-        if self.history or not metrics or by in metrics:
+        if self.history or not metrics or self.best_by in metrics:
             return None
-        given = ", ".join(metrics)
-        return (
-            f"warning: no epoch will be called the best: Run(best_by={by!r}) names a metric that end_epoch() does not "
-            f"give; it gives {given}"
-        )
+        return f"warning: no epoch is the best so far: best_by is {self.best_by}, and end_epoch() gives {', '.join(metrics)}"
 
     def close_epoch(self, at: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
         """Add the row of an epoch whose last step ended at `at`; returns the position after the epoch."""

@@ -46,7 +46,7 @@ from common.run.side_files import SideFiles
 from common.run.unsaved import STEPS_WATCHED, Unsaved
 
 NOT_APPLIED = (
-    "warning: the last gradients of the epoch that was resumed in its middle were not applied, though those of whole ones are, "
+    "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike those of others, "
     "so the restart has changed the weights: ask run.updates(every=...) when to update them, and do not count batches"
 )
 END = object()  # in place of a batch, where there is none
@@ -95,7 +95,7 @@ class Run:
         self._data_set = data_set
         self.saving = Saving(args, classes if len(classes) else names_of_classes(data_set), self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
-        self.unsaved = Unsaved(lambda: [self.model, *self.parts.values()], unsaved)
+        self.unsaved = Unsaved(lambda: [self.model, *self.parts.values()], unsaved, self.say)
         self.loader: Any = None  # of the training, from the first steps() on
         self.evaluates = False  # from the end of steps() to end_epoch()
         self.made: dict[str, Any] = {}  # settings of the parts as this start has made them, before a checkpoint is loaded
@@ -147,7 +147,13 @@ class Run:
 
     def updates(self, every: int) -> bool:
         """Whether to update the weights in this step, if gradients are accumulated over `every` batches: in each `every`-th
-        step of an epoch, and in its last one. The same after a restart in the middle of an epoch."""
+        step of an epoch, and in its last one. The same after a restart in the middle of an epoch. Ask it before run.step()."""
+        if every < 1:
+            raise ValueError(f"run.updates(every={every}): give the number of batches, 1 or more")
+        if self.shares:
+            raise RuntimeError(
+                "run.updates() is not for exact training, whose steps discard the gradients: give a larger batch"
+            )
         after = self.position.after_step(self.global_batch)
         return after.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(after)
 
@@ -221,7 +227,7 @@ class Run:
                 self.say(line)
             about = manifest.of_this_start(self, found[2] if found else None) if writes else {}
             self.tell(Observer.began, about=about)
-            if self.side_files.shows:
+            if self.side_files.shows and self.args.checkpoints:
                 self.unsaved.begin()
             self.allow_stop()
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
@@ -294,7 +300,7 @@ class Run:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
                 self._keep_up()
-        if self.plan.epoch_is_over(self.position) and self.gradients.end_epoch(self.plan.is_whole(self.position)):
+        if self.plan.epoch_is_over(self.position) and self.gradients.note_end_of_epoch(self.plan.is_whole(self.position)):
             self.say(NOT_APPLIED)
         self._gather()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or self.plan.epoch_is_over(self.position)):
@@ -334,13 +340,9 @@ class Run:
             sys.exit(0)
         self.tell(Observer.stepped)
 
-    def _say_what_is_unsaved(self, moment: str) -> None:
-        for line in self.unsaved.lines(moment):
-            self.say(line)
-
     def _show_line(self, loss):
         if self.position.total_steps > self.plan.resumed_at.total_steps + STEPS_WATCHED:
-            self._say_what_is_unsaved("a line of the log")
+            self.unsaved.say_what_is_found("a line of the log")
         self.losses.check(self.args.lr, self.saving.last_good)
         left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
@@ -378,7 +380,7 @@ class Run:
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
-            if line := self.results.best_is_missing(metrics):
+            if line := self.results.warning_of_best_by(metrics):
                 self.say(line)
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.evaluated()
@@ -434,8 +436,9 @@ class Run:
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
         self.enter("save")
-        self._say_what_is_unsaved("the end of an epoch" if weights_of_epoch else "a save")
         self.saving.save(self.state, manifest.of_run(self), weights_of_epoch)
+        if not STOPS.noted:
+            self.unsaved.say_what_is_found("the end of an epoch" if weights_of_epoch else "a save")
         self.saving.require_published()
 
     def _gather(self):

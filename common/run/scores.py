@@ -150,7 +150,8 @@ class Scores:
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
         """Return a warning if, after a fifth of the epochs and an epoch without warm-up, the accuracy on real data is not above
         chance; else None."""
-        warmup = min(vars(args).get("warmup", 0), args.epochs / 2)
+        given = vars(args).get("warmup")
+        warmup = min(given, args.epochs / 2) if isinstance(given, (int, float)) else 0
         looked_at = max(-(-args.epochs // 5), 1 + math.ceil(warmup))
         if epoch != looked_at or args.input.synthetic or self.accuracy > self.chance or self.chance >= 1:
             return None

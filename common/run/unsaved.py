@@ -1,19 +1,19 @@
 """What a script trains and has not given to Run: a restart would begin it anew, without a word.
 
 The networks, optimizers, schedules and scalers that live in this process are looked through when the run begins, and again at
-three moments of it; only generators are watched in steps, in the first ones. All are called by the names of the script's
-variables.
+three moments of it; only generators are watched in steps, in the first ones. Lines name them by the script's variables.
 """
 
-import functools
+import contextlib
 import gc
+import inspect
 import random
 import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, Callable, Optional
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -21,102 +21,136 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from common.checkpoints.parts import SCHEDULES, is_schedule
+from common.checkpoints.parts import SCHEDULES, fingerprint, is_schedule
 from common.checkpoints.weights import unwrapped
+from common.errors import one_line
 from common.run.gradients import weights_of
 
-OURS = {"common", "datasets", "torch"}  # packages whose variables are not the script's
-DEEPEST = 5  # references from a saved part to what it saves
+NOT_THE_SCRIPTS = {"common", "datasets", "torch"}  # packages whose variables are not looked at
+DEEPEST = 10  # references from a saved part to what it saves
+MOST_ITEMS = 1000  # of a container that is looked through
 STEPS_WATCHED = 3  # of a start, in which it is seen who draws from a generator
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+SCALER: Any = getattr(torch.amp, "GradScaler", ())  # before torch 2.3, scalers are not looked for
+
+
+class Living(NamedTuple):
+    """What lives in this process."""
+
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    schedules: list[Any]
+    scalers: list[Any]
 
 
 class Unsaved:
-    def __init__(self, saved: Callable[[], Iterable[object]], meant: Sequence[object]):
+    def __init__(self, saved: Callable[[], Iterable[object]], meant: Sequence[object], say: Callable[[str], None]):
         """`saved`: returns the network and the parts of the run. `meant`: what is meant to begin anew, and is not named."""
+        if not isinstance(meant, (list, tuple)) or any(isinstance(one, str) for one in meant):
+            raise TypeError("Run(unsaved=...) takes a list of objects, such as unsaved=[discriminator]")
+        self.meant = meant
         self._saved = saved
-        self._meant = meant
+        self._say = say
+        self._is_begun = False
         self._versions: dict[int, tuple[weakref.ref, int]] = {}  # of the weights of this process, when the run began
-        self._places: dict[int, int] = {}  # of the schedules, then
-        self._states: dict[int, str] = {}  # of the script's generators, when a step began
+        self._states: dict[int, Any] = {}  # fingerprints of the optimizers' states, then
+        self._steps: dict[int, int] = {}  # that the schedules had taken then
+        self._generators: list[Any] = []  # of the script
+        self._before_step: list[str] = []  # their states
         self._drawn: dict[int, object] = {}  # the generators from which a step has drawn
         self._steps_seen = 0
         self._moments: set[str] = set()  # at which this was looked through
-        self._told: set[int] = set()
+        self._named: set[int] = set()
+
+    @contextlib.contextmanager
+    def _or_never(self) -> Iterator[None]:
+        """After an error, which an object of the script may raise when it is looked at, look no more."""
+        try:
+            yield
+        except Exception as error:
+            self._is_begun = False
+            why = f"{type(error).__name__}: {one_line(error)[:200]}"
+            self._say(f"warning: what the run does not save cannot be looked for: {why}")
 
     def not_given(self) -> list[tuple[str, str]]:
         """Return (name, kind) of each optimizer, schedule, average and scaler that is not saved, before anything is trained."""
-        modules, optimizers, schedules, scalers = _living()
-        averages = [module for module in modules if isinstance(module, AveragedModel)]
-        known = _reached([*self._saved(), *self._meant])
-        names = _names()
-        found = [one for one in (*averages, *optimizers, *schedules, *scalers) if id(one) not in known and id(one) in names]
-        return [(names[id(one)], type(one).__name__) for one in found]
+        found: list[tuple[str, str]] = []
+        with self._or_never():
+            living = _living()
+            averages = [module for module in living.modules if isinstance(module, AveragedModel)]
+            scalers = [scaler for scaler in living.scalers if scaler.is_enabled()]
+            known = _reached([*self._saved(), *self.meant])
+            names = _names()
+            for one in (*averages, *living.optimizers, *_outermost(living.schedules), *scalers):
+                if id(one) not in known and id(one) in names:
+                    found.append((names[id(one)], type(one).__name__))
+        return found
 
     def begin(self) -> None:
-        """Note where weights and schedules stand."""
-        modules, optimizers, schedules, _ = _living()
-        weights: set[torch.Tensor] = set()
-        for module in modules:
-            weights.update(module.parameters(recurse=False))
-        for optimizer in optimizers:
-            weights.update(weights_of(optimizer))
-        self._versions = {id(weight): (weakref.ref(weight), weight._version) for weight in weights}
-        self._places = {id(schedule): schedule.last_epoch for schedule in schedules}
+        """Note where weights, optimizers and schedules stand."""
+        with self._or_never():
+            living = _living()
+            for module in living.modules:
+                self._note_versions(module, module.parameters(recurse=False))
+            for optimizer in living.optimizers:
+                self._note_versions(optimizer, weights_of(optimizer))
+            self._states = {id(optimizer): _fingerprint(optimizer) for optimizer in living.optimizers}
+            self._steps = {id(schedule): _steps_of(schedule) for schedule in living.schedules}
+            ours = {id(torch.default_generator), id(np.random.mtrand._rand), id(getattr(random, "_inst", None))}
+            self._generators = [one for _, one in _variables() if _is_generator(one) and id(one) not in ours]
+            self._is_begun = True
+
+    def _note_versions(self, owner: Any, weights: Iterable[torch.Tensor]) -> None:
+        for weight in weights:
+            if not weight.is_inference():
+                self._versions[id(weight)] = (weakref.ref(owner), weight._version)
 
     def begin_step(self) -> None:
-        if self._versions and self._steps_seen < STEPS_WATCHED:
-            self._states = {id(one): _state(one) for _, one in _variables() if isinstance(one, GENERATORS)}
+        if self._is_begun and self._steps_seen < STEPS_WATCHED:
+            with self._or_never():
+                self._before_step = [*map(_state, self._generators)]
 
     def end_step(self) -> None:
-        if self._versions and self._steps_seen < STEPS_WATCHED:
+        if self._is_begun and self._steps_seen < STEPS_WATCHED:
             self._steps_seen += 1
-            for _, one in _variables():
-                if isinstance(one, GENERATORS) and self._states.get(id(one), _state(one)) != _state(one):
-                    self._drawn[id(one)] = one
+            with self._or_never():
+                for generator, before in zip(self._generators, self._before_step):
+                    if _state(generator) != before:
+                        self._drawn[id(generator)] = generator
 
-    def lines(self, moment: str) -> Iterator[str]:
-        """Yield a line for each thing that was not named before, the first time that this is asked at a moment of this name."""
-        if not self._versions or moment in self._moments:
-            return
-        self._moments.add(moment)
-        if not any(self._found()):
-            return
-        gc.collect()  # nobody need save what nothing refers to any more
-        names = _names()
-        for one, what in self._found():
-            self._told.add(id(one))
-            name = names.get(id(one), "")
-            shown = f"{name} ({type(one).__name__})" if name else f"an object of {type(one).__name__}"
-            if isinstance(one, GENERATORS):
-                instead = "an object that has its state, or draw from torch, numpy or random, which are seeded for each step"
-            else:
-                instead = f"it, as {_argument(name)}={name or '...'}"
-            yield (
-                f"warning: {shown} {what} and is not saved, so a restart begins it anew: give Run {instead}; if that is meant, "
-                f"unsaved=[{name or '...'}]"
-            )
+    def say_what_is_found(self, moment: str) -> None:
+        """Say a line for each thing that was not named before, the first time that this is called at a moment of this name."""
+        if self._is_begun and moment not in self._moments:
+            self._moments.add(moment)
+            with self._or_never():
+                if self._found():
+                    gc.collect()  # unreachable objects do not count
+                    names = _names()
+                    for one, what in self._found():
+                        self._named.add(id(one))
+                        self._say(_line(one, what, names.get(id(one), "")))
 
     def _found(self) -> list[tuple[object, str]]:
-        """Return what is trained, not saved and not told of before, each with what has happened to it."""
-        modules, optimizers, schedules, scalers = _living()
+        """Return what has changed, is not saved and was not named before, each with what has happened to it."""
+        living = _living()
         saved = [*self._saved()]
-        known = _reached([*saved, *self._meant])
+        known = _reached([*saved, *self.meant])
+        shared = {id(one.state) for one in saved if isinstance(one, Optimizer)}  # a wrapper may have the state of what it wraps
         was_warned_of_schedules = not any(map(is_schedule, saved))  # by the first lines, those of saved optimizers
-        found: list[tuple[object, str]] = [(module, "is trained") for module in self._trained(modules, known)]
-        for optimizer in optimizers:
-            values = (value for state in optimizer.state.values() for value in state.values())
-            has_state = any(value is not None for value in values)
-            if id(optimizer) not in known and has_state and any(map(self._has_changed, weights_of(optimizer))):
+        found: list[tuple[object, str]] = [(module, "is trained") for module in self._trained(living.modules, known)]
+        for optimizer in living.optimizers:
+            has_stepped = bool(optimizer.state) and _fingerprint(optimizer) != self._states.get(id(optimizer))
+            if id(optimizer) not in known and id(optimizer.state) not in shared and has_stepped:
                 found.append((optimizer, "has stepped"))
-        for schedule in schedules:
-            has_stepped = schedule.last_epoch > self._places.get(id(schedule), 0)
-            was_warned_of = was_warned_of_schedules and id(schedule.optimizer) in known
+        for schedule in _outermost(living.schedules):
+            has_stepped = _steps_of(schedule) > self._steps.get(id(schedule), _steps_of(schedule))
+            was_warned_of = was_warned_of_schedules and id(getattr(schedule, "optimizer", None)) in known
             if id(schedule) not in known and has_stepped and not was_warned_of:
                 found.append((schedule, "has stepped"))
-        found += [(one, "has scaled a loss") for one in scalers if id(one) not in known and one._scale is not None]
+        scaling = [scaler for scaler in living.scalers if getattr(scaler, "_scale", None) is not None]
+        found += [(scaler, "has scaled a loss") for scaler in scaling if id(scaler) not in known]
         found += [(one, "is drawn from in a step") for number, one in self._drawn.items() if number not in known]
-        return [pair for pair in found if id(pair[0]) not in self._told]
+        return [pair for pair in found if id(pair[0]) not in self._named]
 
     def _trained(self, modules: list[nn.Module], known: set[int]) -> list[nn.Module]:
         """Return the outermost modules of which no weight is saved and some weight has changed since the run began."""
@@ -130,24 +164,54 @@ class Unsaved:
         return list({id(unwrapped(module)): unwrapped(module) for module in outermost}.values())
 
     def _has_changed(self, weight: torch.Tensor) -> bool:
-        weight_then, version = self._versions.get(id(weight), (None, 0))
-        return weight_then is not None and weight_then() is weight and weight._version > version
+        owner, version = self._versions.get(id(weight), (None, 0))
+        return owner is not None and owner() is not None and not weight.is_inference() and weight._version > version
 
 
-def _living() -> tuple[list[nn.Module], list[Optimizer], list[Any], list[Any]]:
-    """Return the modules, optimizers, schedules and gradient scalers of this process."""
-    modules, optimizers, schedules, scalers = [], [], [], []
+def _line(one: object, what: str, name: str) -> str:
+    shown = f"{name} ({type(one).__name__})" if name else f"an object of {type(one).__name__}"
+    argument = re.sub(r"\W+", "_", name).strip("_") or "name"
+    instead = f"it, as {argument}={name or '...'}"
+    if _is_generator(one):
+        instead = "an object that has its state, or draw from torch, numpy or random, which are seeded for each step"
+    return (
+        f"warning: {shown} {what} and is not saved, so a restart begins it anew: give Run {instead}; if that is meant, "
+        f"unsaved=[{name or '...'}]"
+    )
+
+
+def _living() -> Living:
+    living = Living([], [], [], [])
     for one in gc.get_objects():
-        kind = type(one)  # not isinstance(), which asks some objects for their class, and these warn
+        kind = type(one)  # not isinstance(), which asks some objects for their class, and these warn or fail
         if issubclass(kind, nn.Module):
-            modules.append(one)
+            living.modules.append(one)
         elif issubclass(kind, Optimizer):
-            optimizers.append(one)
-        elif issubclass(kind, torch.amp.GradScaler):
-            scalers.append(one)
+            living.optimizers.append(one)
+        elif issubclass(kind, SCALER):
+            living.scalers.append(one)
         elif issubclass(kind, SCHEDULES):
-            schedules.append(one)
-    return modules, optimizers, schedules, scalers
+            living.schedules.append(one)
+    # Some have not called the __init__() of torch's class: they are shells around others.
+    modules = [one for one in living.modules if "_parameters" in vars(one)]
+    return living._replace(modules=modules, optimizers=[one for one in living.optimizers if "param_groups" in vars(one)])
+
+
+def _fingerprint(optimizer: Optimizer) -> Any:
+    return fingerprint(list(optimizer.state.values()))
+
+
+def _outermost(schedules: list[Any]) -> list[Any]:
+    inner = {id(one) for schedule in schedules for one in getattr(schedule, "_schedulers", [])}
+    return [schedule for schedule in schedules if id(schedule) not in inner]
+
+
+def _steps_of(schedule: Any) -> int:
+    return max([getattr(schedule, "last_epoch", 0), *map(_steps_of, getattr(schedule, "_schedulers", []))])
+
+
+def _is_generator(one: object) -> bool:
+    return issubclass(type(one), GENERATORS) and not issubclass(type(one), random.SystemRandom)
 
 
 def _state(generator: Any) -> str:
@@ -173,28 +237,21 @@ def _reached(parts: Iterable[object]) -> set[int]:
 
 
 def _referred_to(one: Any) -> Iterable[object]:
-    if isinstance(one, nn.Module):
+    kind = type(one)
+    if issubclass(kind, nn.Module) and "_modules" in vars(one):
         return [*one.modules(), *one.parameters()]
-    if isinstance(one, Optimizer):  # it saves what it knows of weights, and not the weights
-        return [other for other in vars(one).values() if isinstance(other, Optimizer)]
-    if is_schedule(one):
+    if issubclass(kind, Optimizer):  # it saves what it knows of weights, and not the weights
+        return [other for other in vars(one).values() if issubclass(type(other), Optimizer)]
+    if issubclass(kind, SCHEDULES):
         return getattr(one, "_schedulers", [])
-    if isinstance(one, FunctionType):
-        return [*(cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)), *(one.__defaults__ or ())]
-    if isinstance(one, MethodType):
-        return [one.__self__, one.__func__]
-    if isinstance(one, functools.partial):
-        return [one.func, *one.args, *one.keywords.values()]
-    if isinstance(one, (ModuleType, FrameType, type, torch.Tensor)):
+    if issubclass(kind, FunctionType):
+        return [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+    if issubclass(kind, (ModuleType, FrameType, type, torch.Tensor)):
         return []
-    return [*gc.get_referents(one), *([one.state_dict] if hasattr(one, "state_dict") else [])]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+    if issubclass(kind, (list, tuple, dict)) and len(one) > MOST_ITEMS:
+        return []
+    methods = [vars(base)["state_dict"] for base in kind.__mro__ if "state_dict" in vars(base)]
+    return [*gc.get_referents(one), *methods]
 
 
 # --- The names of a script's variables -----------------------------------------------------------------------------------
@@ -203,24 +260,41 @@ def _is_filled(cell: Any) -> bool:
 def _variables() -> Iterator[tuple[str, object]]:
     """Yield (name, value) of the variables in the script's functions that are under way, of its globals, and of what these have
     as attributes and items."""
-    frame: Optional[FrameType] = sys._getframe()
-    spaces: dict[int, dict[str, Any]] = {}
-    while frame:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in OURS:
-            spaces[id(frame)] = {**frame.f_locals}
-            spaces[id(frame.f_globals)] = {**frame.f_globals}
-        frame = frame.f_back
-    for space in spaces.values():
+    for space in _spaces():
         for name, value in space.items():
             yield name, value
-            if isinstance(value, (list, tuple)):
-                yield from ((f"{name}[{number}]", item) for number, item in enumerate(value))
-            elif isinstance(value, dict):
-                yield from ((f"{name}[{key!r}]", item) for key, item in value.items() if isinstance(key, str))
-            elif isinstance(value, nn.Module):
-                yield from ((f"{name}.{child}", module) for child, module in value.named_children())
-            elif hasattr(value, "__dict__") and not isinstance(value, (ModuleType, type, FunctionType)):
-                yield from ((f"{name}.{attribute}", item) for attribute, item in vars(value).items())
+            kind = type(value)
+            if issubclass(kind, (list, tuple)) and len(value) <= MOST_ITEMS:
+                yield from ((f"{name}[{number}]", item) for number, item in enumerate([*value]))
+            elif issubclass(kind, dict) and len(value) <= MOST_ITEMS:
+                yield from ((f"{name}[{key!r}]", item) for key, item in [*value.items()] if isinstance(key, str))
+            elif not issubclass(kind, (ModuleType, type, FunctionType)):
+                attributes = _attributes(value)
+                for attribute, item in [*attributes.items(), *attributes.get("_modules", {}).items()]:
+                    yield f"{name}.{attribute}", item
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """Return what is in an object itself, without asking the object."""
+    with contextlib.suppress(AttributeError):
+        found = object.__getattribute__(value, "__dict__")
+        return found if type(found) is dict else {}
+    return {}
+
+
+def _spaces() -> list[dict[str, Any]]:
+    """Return copies of the variables of the script's functions that are under way, and of its globals."""
+    spaces: dict[int, dict[str, Any]] = {}
+    frame: Optional[FrameType] = sys._getframe()
+    while frame:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_THE_SCRIPTS:
+            spaces[id(frame.f_globals)] = {**frame.f_globals}
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                spaces[id(frame)] = {**frame.f_locals}
+                if sys.version_info < (3, 13) and not sys.gettrace():
+                    frame.f_locals.clear()  # the frame's own copy, which would keep the tensors of this step
+        frame = frame.f_back
+    return list(spaces.values())
 
 
 def _names() -> dict[int, str]:
@@ -230,7 +304,3 @@ def _names() -> dict[int, str]:
         if not name.startswith("_"):
             names.setdefault(id(value), name)
     return names
-
-
-def _argument(name: str) -> str:
-    return re.sub(r"\W+", "_", name).strip("_") or "name"

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 
 from common.errors import UserError, count
-from common.typed import for_several_devices
+from common.typed import advice_for_several_devices
 from common.world.place import Given, World
 from common.world.rules import RULES
 
@@ -46,7 +46,7 @@ def require_one_device(args: argparse.Namespace) -> None:
         raise UserError(
             f"{count(world.num_nodes, 'node')} with {count(world.world_size, 'process', 'processes')} in all were started "
             f"({world.platform}: {world.rule}), "
-            f"but {args.job}.py trains on one device: {for_several_devices(args.job)}"
+            f"but {args.job}.py trains on one device: {advice_for_several_devices(args.job)}"
         )
 
 
