@@ -217,7 +217,7 @@ def contents(path: str) -> bytes:
 
 
 def read_note(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file of ours; {} if it is missing, damaged or of another kind: what it says is found anew."""
+    """Return the JSON object in a file of ours, which can be done without; {} if it is missing, damaged or of another kind."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         note = json.loads(contents(path))
         if isinstance(note, dict):

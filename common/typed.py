@@ -109,7 +109,7 @@ def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore:
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> None:
     for name in unknown:
         meant, shown = nearest(name, names_of(parser)), one_line(name)[:80]
-        if normal_name(name) in OF_SEVERAL_DEVICES and "--nproc_per_node" not in parser._option_string_actions:
+        if normal_name(name) in OF_SEVERAL_DEVICES:
             job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
             parser.error(
                 f"--{shown} is for jobs of several devices, and {job}.py trains on one: {advice_for_several_devices(job)}"

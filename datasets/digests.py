@@ -26,7 +26,7 @@ def of(*columns: Union[Sequence[str], np.ndarray]) -> str:
 def of_sampled_checksums(count: int, checksum: Callable[[int], int]) -> dict[str, str]:
     """Return {"bytes": a digest of the checksums of up to LOOKED_AT of `count` samples}, which lie at equal distances.
 
-    {} if one of them cannot be read, which is reported when it is needed.
+    {} if one of them cannot be read: whoever needs that sample reports it.
     """
     numbers = np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int).tolist()
     with contextlib.suppress(OSError), ThreadPoolExecutor(THREADS) as pool:

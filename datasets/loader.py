@@ -45,7 +45,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, also within one that was resumed in its middle."""
-        return len(self.sampler) + self.sampler.batches_before
+        return len(self.sampler) + getattr(self.sampler, "batches_before", 0)
 
     def __iter__(self) -> Iterator[Any]:
         for batch, ids, ready in STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved()):

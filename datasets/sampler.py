@@ -107,7 +107,7 @@ class EverySample(EpochSampler):
 class InOrder:
     """Batches of sample ids for evaluation: every sample once, in order; the last batch may be shorter."""
 
-    epoch = batches_before = 0
+    epoch = 0
 
     def __init__(self, num_samples: int, batch_size: int):
         self.num_samples, self.batch_size = num_samples, batch_size

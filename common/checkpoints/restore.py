@@ -33,7 +33,7 @@ def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, par
 
 
 def describe_classes(names: Sequence[str]) -> str:
-    """Return a short text that differs if one of the names does."""
+    """Return a short text about the names of classes, for an error: the first three, and a digest that each name changes."""
     digest = hashlib.sha256(json.dumps([*names]).encode()).hexdigest()[:8]
     first = ", ".join(one_line(name)[:40] for name in names[:3])
     return f"{first}{' and so on' if len(names) > 3 else ''} ({len(names)}, {digest})"
@@ -174,7 +174,8 @@ def refuse_another_run(about: Mapping[str, Any], ours: Mapping[str, Any], path: 
 def refuse_other_classes(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
     """Raise UserError if the first outputs of the weights at `path` are not for the classes of the data, which are `ours`."""
     if theirs and [*theirs[: len(ours)]] != [*ours]:
-        before, here = describe_classes(theirs), describe_classes(ours)
+        before = describe_classes(theirs)
+        here = describe_classes(ours)
         raise UserError(
             f"{path} was trained on other classes: {before} there, and {here} here: give --data_url with the classes of before "
             "or, if the names alone differ, correct them in its .json"

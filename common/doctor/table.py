@@ -10,21 +10,9 @@ from common.files import MIB
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
 ORDER = (
-    "place",
-    "master",
-    "ranks",
-    "clock",
-    "gpus",
-    "driver",
-    "interface",
-    "secret",
-    "shm",
-    "disk",
-    "output",
-    "data",
-    "script",
+    "place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "shm", "disk", "output", "data", "script",
     "job",
-)
+)  # fmt: skip
 
 
 class Finding(NamedTuple):

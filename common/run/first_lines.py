@@ -131,9 +131,11 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
 
 def _left_out(run: Any, goes_on: bool) -> Iterator[str]:
     """Yield a line if samples do not fill a global batch, for a new run with a batch that leaves none."""
-    samples, size = run.sampler.num_samples, run.sampler.global_batch
+    samples = run.sampler.num_samples
+    size = run.sampler.global_batch
     if samples % size:
-        advice = "" if goes_on else _advice_on_batch(samples, size, max(run.peers.size, run.sampler.shares))
+        parts_of_a_step = max(run.peers.size, getattr(run.sampler, "shares", 1))
+        advice = "" if goes_on else _advice_on_batch(samples, size, parts_of_a_step)
         yield f"{samples % size} of {samples} samples, others each epoch, do not fill a global batch and are left out{advice}"
 
 
@@ -146,7 +148,8 @@ def _advice_on_batch(samples: int, global_batch: int, parts: int) -> str:
 def _time_left(run):
     from common.run.observers.journal import rate_before
 
-    rate, samples = rate_before(run.args.output_dir), run.plan.samples_left(run.position)
+    rate = rate_before(run.args.output_dir)
+    samples = run.plan.samples_left(run.position)
     if rate and samples > 0:
         left = datetime.timedelta(seconds=int(samples / rate))
         yield f"about {left} left at the {rate:.0f} samples a second of the last start"

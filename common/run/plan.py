@@ -46,8 +46,8 @@ class Plan:
     def epoch_is_over(self, at: Position) -> bool:
         return at.consumed >= self.sampler.samples_per_epoch
 
-    def is_whole(self, at: Position) -> bool:
-        """Whether this start has taken all steps of the current epoch, so far."""
+    def began_this_epoch(self, at: Position) -> bool:
+        """Whether this start began the current epoch, and did not resume it in its middle."""
         return at.epoch > self.resumed_at.epoch or not self.resumed_at.consumed
 
     def progress(self, at: Position) -> float:

@@ -275,7 +275,8 @@ class Run:
             self.enter("data")
             batch = next(batches, END)
             if batch is END:
-                seen, expected = self.position.consumed, self.sampler.samples_per_epoch
+                seen = self.position.consumed
+                expected = self.sampler.samples_per_epoch
                 raise RuntimeError(
                     f"the loader ended after {seen} of the {expected} samples of this epoch: give it every batch of "
                     "the sampler that Run() was given"
@@ -300,7 +301,9 @@ class Run:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
                 self._keep_up()
-        if self.plan.epoch_is_over(self.position) and self.gradients.note_end_of_epoch(self.plan.is_whole(self.position)):
+        if self.plan.epoch_is_over(self.position) and self.gradients.note_end_of_epoch(
+            self.plan.began_this_epoch(self.position)
+        ):
             self.say(NOT_APPLIED)
         self._gather()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or self.plan.epoch_is_over(self.position)):

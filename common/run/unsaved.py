@@ -228,11 +228,11 @@ def _state(generator: Any) -> str:
 def _reached(parts: Iterable[object]) -> set[int]:
     """Return the ids of these objects and of what they refer to, except what they use and do not save."""
     reached: set[int] = set()
-    level = [*parts]
+    level = {id(one): one for one in parts}
     for _ in range(DEEPEST):
-        level = [one for one in level if id(one) not in reached]
-        reached.update(map(id, level))
-        level = [other for one in level for other in _referred_to(one)]
+        reached.update(level)
+        others = (other for one in level.values() for other in _referred_to(one))
+        level = {id(other): other for other in others if id(other) not in reached}  # each once, however many refer to it
     return reached
 
 

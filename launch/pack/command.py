@@ -111,8 +111,9 @@ def _require_photographs(root: str) -> None:
 
 
 def _require_elsewhere(root: str, folder: str, below: bool = True) -> None:
-    """Raise UserError if OUT is ROOT or, with `below`, in it."""
-    out, source = os.path.realpath(folder), os.path.realpath(root)
+    """Raise UserError if OUT (`folder`) is ROOT (`root`) or, with `below`, in it."""
+    out = os.path.realpath(folder)
+    source = os.path.realpath(root)
     if out == source:
         raise UserError(f"OUT {one_line(folder)} is the folder whose files are to be packed: give a folder elsewhere")
     if below and out.startswith(source + os.sep):

@@ -99,7 +99,8 @@ def number_classes(examples: Mapping[Label, str], names: Sequence[str], place: s
     numbers = sorted(label for label in examples if isinstance(label, int))
     words = sorted(label for label in examples if isinstance(label, str))
     if numbers and words:
-        number, word = numbers[0], words[0]
+        number = numbers[0]
+        word = words[0]
         raise UserError(
             f"{one_line(place)} has numbers and names of classes: {number} of {one_line(examples[number])[:80]} and "
             f"{one_line(word)[:80]} of {one_line(examples[word])[:80]}: give all pictures the one, or all the other"
