@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoints import parts
+from common.checkpoints import parts, pretrained
 from common.errors import UserError
 from datasets.kspeed.cache import SampleCache
 from launch.pack import command as pack
@@ -225,6 +225,21 @@ def test_weights_for_other_classes_are_taken_but_for_the_last_layer(trained, tmp
     )
     assert torch.allclose(mine["model"]["conv1.0.weight"], theirs["conv1.0.weight"], atol=1e-4)
     assert mine["model"]["fc.weight"].shape == (10, 1024)
+
+
+def test_what_is_made_up_may_be_evaluated_by_weights_of_any_classes(tmp_path):
+    run_job("train_imagenet", tmp_path, *SYNTHETIC, "--epochs", 1)
+    about = json.loads((tmp_path / "out" / "epoch_1.json").read_text())
+    about["classes"] = [f"breed {number}" for number in range(10)]
+    (tmp_path / "out" / "epoch_1.json").write_text(json.dumps(about))
+    weights = ["--evaluate", "true", "--weights", tmp_path / "out" / "epoch_1.pth"]
+    assert "accuracy=" in run_job("train_imagenet", tmp_path, *SYNTHETIC, *weights).stdout
+
+
+def test_only_the_last_layer_may_be_of_other_classes():
+    network, other = (torch.nn.Sequential(torch.nn.Linear(3, size), torch.nn.Linear(3, 2)) for size in (4, 5))
+    with pytest.raises(UserError, match="is of another network than this Sequential"):
+        pretrained.fit(network, other.state_dict(), "w.pth", new_head=True)
 
 
 def test_a_profile_measures_and_saves_nothing(tmp_path):

@@ -130,3 +130,9 @@ def test_a_file_above_what_is_done_once_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"{tmp_path}/file is a file, and a folder belongs there: move it away"):
         once.once_per_node(str(tmp_path / "file" / "below" / "work"), lambda _: None)
+
+
+def test_a_link_to_nothing_is_called_so(tmp_path):
+    (tmp_path / "inputs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=f"{tmp_path}/inputs is a link to nothing, and a folder belongs there: move it away"):
+        once.once_per_node(str(tmp_path / "inputs" / "work"), lambda _: None)

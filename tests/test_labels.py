@@ -106,6 +106,20 @@ def test_minus_one_is_no_class_in_any_form(tmp_path, said):
     assert {*of(folder).values()} == {"0", "1", "2"}
 
 
+def test_a_picture_with_an_empty_cls_has_not_the_class_of_its_folder(tmp_path):
+    folder = write_tars(
+        tmp_path / "shards", a=shard([*({"key": f"{n % 2}/{n}"} for n in range(6)), {"key": "1/6", "cls": b""}])
+    )
+    assert "left out, without a label: 1, the first 1/6.jpg" in run("--index", folder).stdout
+
+
+def test_blanks_around_a_name_of_a_class_do_not_count(tmp_path):
+    folder = write_tars(tmp_path / "shards", a=shard(NUMBERS["cls"]))
+    (folder / "classnames.txt").write_bytes(b"\xef\xbb\xbfdaisy \r\n rose\r\ntulip\r\n\r\n")
+    run("--index", folder)
+    assert {*of(folder).values()} == {"daisy", "rose", "tulip"}
+
+
 UNCLEAR = {
     "a number and a name": (
         [{"cls": b"0"}, {"cls": b"rose"}],

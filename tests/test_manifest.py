@@ -308,6 +308,9 @@ def test_a_pack_of_a_manifest_is_that_of_the_folder(shapes, capsys):
         pack.pack(str(root), out, settings())
     files = [{path.name: path.read_bytes() for path in (folder.parent / out).glob("*.tar")} for out in ("one", "two")]
     assert files[0] == files[1] and files[0]
+    write(path.parent / "V001.manifest", [modelarts(f"own/{name}", label) for name, label in names])
+    pack.pack(str(path.parent), str(path.parent / "pack"), settings())  # below the folder whose pictures a manifest names
+    assert {file.name: file.read_bytes() for file in (path.parent / "pack").glob("*.tar")} == files[0]
     assert samples([packed.load("one", "val")]) == samples([packed.load("two", "val")])
     assert pack.main([str(path), "--verify", "two"]) == 0
     assert "and are the pictures of" in capsys.readouterr().out

@@ -100,6 +100,8 @@ def test_what_a_restart_could_not_give_back_is_said_before_the_first_step(traine
     assert "error: TypeError: run.steps() was given a DataLoader, which does not say which samples it gives" in said
     assert "give it SampleLoader(data_set, train_sampler, device) of datasets.loader" in said
     assert "warning: the schedule of the learning rate is not saved" in trained((RUN, SCHEDULE + RUN)).stdout
+    meant = RUN.replace("optimizer=optimizer", "optimizer=optimizer, unsaved=[scheduler]")
+    assert "is not saved" not in trained((RUN, SCHEDULE + meant)).stdout
     kept = RUN.replace("optimizer=optimizer", "optimizer=optimizer, scheduler=scheduler")
     assert "is not saved" not in trained((RUN, SCHEDULE + kept)).stdout
 

@@ -87,12 +87,14 @@ def test_who_looks_is_not_taken_for_a_holder_by_others_who_look_or_want_it(tmp_p
     lookers = [threading.Thread(target=look) for _ in range(2)]
     for looker in lookers:
         looker.start()
-    for _ in range(200):
-        with once.locked(path, "somebody else holds it"):
-            pass
-    over.set()
-    for looker in lookers:
-        looker.join()
+    try:
+        for _ in range(200):
+            with once.locked(path, "somebody else holds it"):
+                pass
+    finally:
+        over.set()
+        for looker in lookers:
+            looker.join()
     with once.locked(path, "somebody else holds it"):
         assert not once.is_free(path)
     assert once.is_free(path) and seen

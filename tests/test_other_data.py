@@ -93,6 +93,10 @@ def test_the_digest_of_photographs_is_that_of_their_pack_and_of_another_place(tm
     photographs(data, seed=1)
     changed = tree.load(str(data / "train"), str(tmp_path)).digest()
     assert changed["list"] == files["list"] and changed["bytes"] != files["bytes"]
+    for path in (data / "train" / "cat" / "0.jpg", data / "train" / "fox" / "5.jpg", data / "train" / "dog" / "3.jpg"):
+        before = tree.load(str(data / "train"), str(tmp_path)).digest()["bytes"]
+        path.write_bytes((data / "val" / "cat" / "0.jpg").read_bytes())
+        assert tree.load(str(data / "train"), str(tmp_path)).digest()["bytes"] != before, "of few pictures, each counts"
     (data / "train" / "cat" / "0.jpg").rename(data / "train" / "cat" / "7.jpg")
     assert tree.load(str(data / "train"), str(tmp_path)).digest()["list"] != files["list"]
 

@@ -79,6 +79,16 @@ def test_each_row_is_sent_once_whatever_was_done_twice(tmp_path, recorded):
     assert follow.Follower(str(run), "mlflow", print).send() and samples_of(recorded.made[-1].has, "epoch") == [500]
 
 
+@pytest.mark.parametrize("told", [5, [], None, {"run": 7}, {"run": "x", "steps": "many"}])
+def test_what_a_tracker_or_a_record_cannot_have_been_told_does_not_count(tmp_path, recorded, monkeypatch, told):
+    run = made_up(tmp_path / "run", epochs=1)
+    known = {**told, "run": "r"} if isinstance(told, dict) else told
+    monkeypatch.setattr(Recorded, "told", lambda self: known)
+    (run / "tracked-mlflow.json").write_text(json.dumps(told))
+    assert follow.Follower(str(run), "mlflow", print).send()
+    assert samples_of(recorded.made[0].has, "epoch") == [500]
+
+
 @pytest.mark.parametrize("journal", ["", '{"event": "warning"}\n', "5\n"])
 def test_a_run_that_has_not_begun_is_called_so(tmp_path, recorded, journal, capsys):
     (tmp_path / "journal.jsonl").write_text(journal)

@@ -6,6 +6,7 @@ The two scripts are written as by somebody who has read the first page: a GAN, a
 import random
 import re
 import signal
+import types
 import weakref
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from common.run import first_lines
+from common.run import Run, first_lines
+from common.run.gradients import Gradients
 from common.run.unsaved import Unsaved
 from datasets.loader import SampleLoader
 from datasets.sampler import EpochSampler
@@ -84,6 +86,9 @@ def test_the_doctor_names_them_before_the_training(tmp_path):
 def test_nothing_is_said_of_what_is_saved_or_meant_to_begin_anew(tmp_path):
     assert not warnings(finish(tmp_path / "saved", gan(tmp_path / "saved")))
     assert not warnings(finish(tmp_path / "meant", gan(tmp_path / "meant", *PARTS, unsaved=PARTS)))
+    script, *options = gan(tmp_path / "nothing", *PARTS)
+    script.write_text(script.read_text().replace("set_defaults(", "set_defaults(checkpoints=False, "))
+    assert not warnings(finish(tmp_path / "nothing", [script, *options])), "where no checkpoint is made, nothing is lost"
 
 
 def kill_after_a_save(folder, words):
@@ -121,6 +126,30 @@ def test_batches_that_are_counted_from_where_an_epoch_resumes_are_noticed(tmp_pa
         "the last gradients of the epoch that was resumed in its middle were not applied" in line
         and "run.updates(every=...)" in line
     )
+
+
+def test_where_no_update_may_come_that_is_said():
+    with pytest.raises(ValueError, match="give the number of batches, 1 or more"):
+        Run.updates(types.SimpleNamespace(shares=None), 0)
+    with pytest.raises(RuntimeError, match="not for exact training"):
+        Run.updates(types.SimpleNamespace(shares=object()), 4)
+
+
+@pytest.mark.parametrize(
+    "epochs, line_after",  # (whether this start began it, whether gradients wait after it), and after which the line comes
+    [
+        ([(False, True), (True, False), (True, False), (True, False)], 3),
+        ([(False, True), (True, False), (True, True), (True, False), (True, True)], None),  # as of those who count all steps
+        ([(False, False), (True, False), (True, False)], None),
+        ([(True, False), (True, False), (True, False)], None),
+    ],
+)
+def test_a_lost_update_is_said_after_two_epochs_that_had_theirs(monkeypatch, epochs, line_after):
+    gradients = Gradients({}, {})
+    waits = iter([waiting for _, waiting in epochs])
+    monkeypatch.setattr(gradients, "_accumulated_weights", lambda: {0} if next(waits) else set())
+    said = [number for number, (began, _) in enumerate(epochs, 1) if gradients.note_end_of_epoch(began)]
+    assert said == ([line_after] if line_after else [])
 
 
 def test_updates_come_with_each_fourth_batch_and_the_last_also_where_an_epoch_is_resumed(tmp_path):
@@ -309,6 +338,16 @@ def test_odd_objects_of_a_script_are_left_alone():
     unsaved.end_step()
     unsaved.say_what_is_found("now")
     assert not said and all((off, system, teacher, many, numbers)) and odd is not shell is not proxy
+
+
+def test_what_many_refer_to_is_looked_through_once():
+    """Each level refers 900 times to the next: followed each time, this would never end."""
+    network = nn.Linear(3, 1)
+    inner = [network]
+    for _ in range(6):
+        inner = [inner] * 900
+    optimizer = torch.optim.Adam(network.parameters())
+    assert not lines_of([inner, optimizer], train=lambda: trained(network, optimizer))
 
 
 def test_an_error_while_it_looks_ends_the_looking_and_not_the_run(monkeypatch):
