@@ -373,6 +373,16 @@ def test_an_accuracy_of_few_images_has_a_range_and_its_weights_a_name(tmp_path):
         assert range_ in text if range_ else "may be anything" not in text
 
 
+def test_that_nothing_is_learnt_is_left_out_once_something_is(tmp_path):
+    warning = {"time": TIME + 2, "event": "warning", "text": "after 1 of 4 epochs nothing is learnt: an accuracy of 0.3400"}
+    folder = made_up(tmp_path / "run", event=[warning])
+    assert "nothing is learnt" not in shown(folder).text() and "the images are synthetic" in shown(folder).text()
+    scores_of_all = json.loads((folder / "report.json").read_text())
+    chance = max(row["samples"] for row in scores_of_all["classes"]) / sum(row["samples"] for row in scores_of_all["classes"])
+    lines(folder / "metrics.jsonl", [{"epoch": epoch, "accuracy": chance} for epoch in range(1, 5)])
+    assert "nothing is learnt" in shown(folder).text()
+
+
 def test_mistakes_are_a_table_and_pictures_once(tmp_path):
     folder = made_up(tmp_path / "run")
     said = json.loads((folder / "report.json").read_text())

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Optional
 
+from common.chance import accuracy_by_chance
 from common.errors import UserError, one_line
 from common.files import append, drop_half_a_line
 
@@ -84,6 +85,12 @@ class RunFiles:
         by = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
         choose = min if self.start.get("best_is") == "lowest" else max
         return by, choose((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
+
+    def has_learnt(self) -> bool:
+        """Return whether the best accuracy is above that of guessing; False if it is not known."""
+        counts = [row[0] for row in self.scores.get("by_class", ())]
+        best = max((row["accuracy"] for row in self.epochs if "accuracy" in row), default=0.0)
+        return sum(counts) > 0 and best > accuracy_by_chance(max(counts), sum(counts))
 
     def seconds(self) -> float:
         """Return the seconds of all starts together, each from its beginning to the last row that is known of it."""

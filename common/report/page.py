@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from common import VERSION, packages
+from common.chance import NOTHING_IS_LEARNT
 from common.checkpoints import names
 from common.errors import UserError, count, one_line
 from common.report import figures, template
@@ -109,8 +110,11 @@ def _of_a_start(place, row):
     return f"{what} ({count(row.get('ranks', 1), 'rank')})"
 
 
-def _warnings(left):
-    texts = (one_line(str(row.get("text")))[:1000] for row in left.events("warning"))
+def _warnings(left: RunFiles) -> list[tuple[str, int]]:
+    """Return [(text, how often)], without the warning that nothing is learnt if later something was."""
+    texts = [one_line(str(row.get("text")))[:1000] for row in left.events("warning")]
+    if left.has_learnt():
+        texts = [text for text in texts if NOTHING_IS_LEARNT not in text]
     return collections.Counter(texts).most_common(MOST_WARNINGS)
 
 

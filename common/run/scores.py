@@ -18,6 +18,7 @@ import torch
 
 from common import devices
 from common.alive.stops import STOPS
+from common.chance import NOTHING_IS_LEARNT, accuracy_by_chance
 from common.ranks import collectives
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
@@ -143,9 +144,7 @@ class Scores:
 
     @property
     def chance(self) -> float:
-        """Accuracy of always guessing the most frequent class, plus two standard deviations."""
-        largest = self.confusion.sum(dim=1).max().item() / self.samples
-        return largest + 2 * math.sqrt(largest * (1 - largest) / self.samples)
+        return accuracy_by_chance(int(self.confusion.sum(dim=1).max()), self.samples)
 
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
         """Return a warning if, after a fifth of the epochs and an epoch without warm-up, the accuracy on real data is not above
@@ -157,7 +156,7 @@ class Scores:
             return None
         begin = ", --weights FILE to begin with" if "weights" in args and not args.weights else ""
         return (
-            f"warning: after {epoch} of {args.epochs} epochs nothing is learnt: an accuracy of {self.accuracy:.4f} may be "
+            f"warning: after {epoch} of {args.epochs} epochs {NOTHING_IS_LEARNT}: an accuracy of {self.accuracy:.4f} may be "
             f"chance. Try a third of --lr {args.lr:g} and three times as much{begin}, and look whether the labels are right"
         )
 
