@@ -28,6 +28,7 @@ from tests.test_data import write_folder
 
 sys.addaudithook(only_what_was_asked_for)
 
+JOURNALS_SEEN: set[Path] = set()  # by an earlier module
 LONGEST = 1800  # seconds, for a test of make rehearsal
 
 
@@ -48,6 +49,17 @@ def nobody_listens_any_more(monkeypatch):
     monkeypatch.setattr(files, "CLAIMED", {})  # nor a folder that is its own
     heartbeat._PULSES.clear()  # nor what it waits for
     monkeypatch.setenv(patience.VARIABLE, str(patience.DEFAULT))  # nor for how long
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_run_is_told_that_it_forgets_a_part(request, tmp_path_factory):
+    """A module whose runs do has FORGETS_PARTS."""
+    yield
+    for journal in {*tmp_path_factory.getbasetemp().rglob("journal.jsonl")} - JOURNALS_SEEN:
+        JOURNALS_SEEN.add(journal)
+        if not getattr(request.module, "FORGETS_PARTS", False):
+            said = [line for line in journal.read_text(errors="replace").splitlines() if "a restart begins it anew" in line]
+            assert not said, f"{journal}: {said}"
 
 
 @pytest.fixture

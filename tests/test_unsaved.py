@@ -23,6 +23,7 @@ from datasets.sampler import EpochSampler
 from tests.jobs import ROOT, assert_same_bits, final_state, wait_for
 from tests.restarts import finish, start
 
+FORGETS_PARTS = True  # so the journals of its runs may say so
 EXAMPLES = ROOT / "tests" / "examples"
 WARNING = re.compile(
     r"^warning: (.*?) \((\w+)\) (.*) and is not saved, so a restart begins it anew: give Run (.*); if that is meant, unsaved=\[(.*)\]$"
@@ -169,12 +170,21 @@ def test_updates_come_with_each_fourth_batch_and_the_last_also_where_an_epoch_is
 
 
 @pytest.mark.parametrize(
-    "samples, batch, ranks, size",
-    [(630, 16, 1, 15), (630, 16, 2, 14), (100, 10, 1, 10), (101, 16, 1, None), (128, 96, 2, 64), (128, 96, 3, None)],
+    "samples, batch, ranks, option, advice",
+    [
+        (630, 16, 1, 16, "--batch_size 15"),
+        (630, 16, 2, 16, "--batch_size 14"),  # of all
+        (630, 16, 2, 8, "--batch_size 7"),  # of a process
+        (630, 16, 2, 4, "a global batch of 14"),  # accumulated
+        (100, 10, 1, None, "a global batch of 10"),
+        (101, 16, 1, 16, None),
+        (128, 96, 2, None, "a global batch of 64"),
+        (128, 96, 3, 32, None),
+    ],
 )
-def test_a_batch_that_leaves_no_sample_out_is_named(samples, batch, ranks, size):
-    text = first_lines._advice_on_batch(samples, batch, ranks)
-    assert text == (f"; a global batch of {size} leaves none" if size else "")
+def test_a_batch_that_leaves_no_sample_out_is_named(samples, batch, ranks, option, advice):
+    text = first_lines._advice_on_batch(samples, batch, ranks, option)
+    assert text == (f"; {advice} leaves none" if advice else "")
 
 
 def test_the_length_of_a_loader_is_that_of_a_whole_epoch_wherever_it_stands():
@@ -229,6 +239,44 @@ def test_a_network_in_a_container_an_attribute_or_a_wrapper_has_its_name():
     assert not lines_of(
         [saved], [trainer.network, trainer.optimizers], train=lambda: trained(trainer.network, trainer.optimizers[0])
     )
+
+
+def test_what_is_changed_by_way_of_data_made_later_or_a_single_weight_is_named():
+    network, copied = nn.Linear(3, 1), nn.Linear(3, 1)
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*network.parameters(), temperature], 0.1)
+    copied.weight.data, copied.bias.data = copied.weight.data.t().contiguous().t(), copied.bias.data.bfloat16()
+    made: list[nn.Module] = []
+    said: list[str] = []
+    unsaved = Unsaved(lambda: [network, optimizer], (), said.append)
+    unsaved.begin()
+    made.append(nn.Linear(2, 1))
+    unsaved.say_what_is_found("a line")
+    assert not said
+    trained(network, optimizer)
+    stepped(optimizer, temperature)
+    versions = [weight._version for weight in copied.parameters()]
+    copied.weight.data.mul_(2)
+    assert [weight._version for weight in copied.parameters()] == versions, "torch counts this now: no checksum is needed"
+    stepped(torch.optim.SGD(made[0].parameters(), 0.1), made[0].weight)
+    unsaved.say_what_is_found("a save")
+    assert len(said) == 3 and all("is trained and is not saved" in line for line in said)
+    assert any(line.startswith("warning: copied (Linear)") for line in said)
+    assert any(line.startswith("warning: made[0] (Linear)") for line in said)
+    assert any("give Run a module that has it, as temperature=nn.ParameterList([temperature]);" in line for line in said), said
+    assert not lines_of([network, optimizer], [temperature], train=lambda: stepped(optimizer, temperature))
+
+
+def test_weights_that_have_no_values_yet_or_at_all_are_left_alone():
+    network = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    late, on_no_device = nn.LazyLinear(1), nn.Linear(3, 1, device="meta")
+
+    def train():
+        late(torch.ones(1, 3))
+        trained(network, optimizer)
+
+    assert not lines_of([network, optimizer], train=train) and on_no_device
 
 
 def test_what_is_frozen_untrained_or_in_an_object_that_saves_it_is_not_named():

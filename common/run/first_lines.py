@@ -135,14 +135,23 @@ def _left_out(run: Any, goes_on: bool) -> Iterator[str]:
     size = run.sampler.global_batch
     if samples % size:
         parts_of_a_step = max(run.peers.size, getattr(run.sampler, "shares", 1))
-        advice = "" if goes_on else _advice_on_batch(samples, size, parts_of_a_step)
+        advice = "" if goes_on else _advice_on_batch(samples, size, parts_of_a_step, vars(run.args).get("batch_size"))
         yield f"{samples % size} of {samples} samples, others each epoch, do not fill a global batch and are left out{advice}"
 
 
-def _advice_on_batch(samples: int, global_batch: int, parts: int) -> str:
-    """Return the end of a line: a smaller global batch, but not half as small, with which no sample is left out."""
+def _advice_on_batch(samples: int, global_batch: int, parts: int, batch_size: Optional[int]) -> str:
+    """Return the end of a line: a smaller global batch, but not half as small, with which no sample is left out.
+
+    `batch_size`: the option, of a process or of all; None if the job has none.
+    """
     sizes = [size for size in range(global_batch, global_batch // 2, -1) if samples % size == 0 and size % parts == 0]
-    return f"; a global batch of {sizes[0]} leaves none" if sizes else ""
+    if not sizes:
+        return ""
+    if batch_size == global_batch:
+        return f"; --batch_size {sizes[0]} leaves none"
+    if batch_size == global_batch // parts:
+        return f"; --batch_size {sizes[0] // parts} leaves none"
+    return f"; a global batch of {sizes[0]} leaves none"
 
 
 def _time_left(run):

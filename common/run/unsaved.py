@@ -11,6 +11,7 @@ import random
 import re
 import sys
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, Callable, NamedTuple, Optional
@@ -18,6 +19,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -29,6 +31,7 @@ from common.run.gradients import weights_of
 NOT_THE_SCRIPTS = {"common", "datasets", "torch"}  # packages whose variables are not looked at
 DEEPEST = 10  # references from a saved part to what it saves
 MOST_ITEMS = 1000  # of a container that is looked through
+FEW = 4  # values along each dimension of a weight, or up to twice as many
 STEPS_WATCHED = 3  # of a start, in which it is seen who draws from a generator
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 SCALER: Any = getattr(torch.amp, "GradScaler", ())  # before torch 2.3, scalers are not looked for
@@ -43,6 +46,20 @@ class Living(NamedTuple):
     scalers: list[Any]
 
 
+class Weight(NamedTuple):
+    """A weight as it was when it was first looked at."""
+
+    owner: weakref.ref  # a module or an optimizer
+    version: int
+    checksum: int
+
+    def has_become(self, weight: torch.Tensor) -> bool:
+        """Return whether it was written to since."""
+        if self.owner() is None or weight.is_inference():
+            return False
+        return weight._version > self.version or _checksum(weight) != self.checksum
+
+
 class Unsaved:
     def __init__(self, saved: Callable[[], Iterable[object]], meant: Sequence[object], say: Callable[[str], None]):
         """`saved`: returns the network and the parts of the run. `meant`: what is meant to begin anew, and is not named."""
@@ -52,7 +69,7 @@ class Unsaved:
         self._saved = saved
         self._say = say
         self._is_begun = False
-        self._versions: dict[int, tuple[weakref.ref, int]] = {}  # of the weights of this process, when the run began
+        self._weights: dict[int, Weight] = {}  # of this process, by their id
         self._states: dict[int, Any] = {}  # fingerprints of the optimizers' states, then
         self._steps: dict[int, int] = {}  # that the schedules had taken then
         self._generators: list[Any] = []  # of the script
@@ -90,20 +107,19 @@ class Unsaved:
         """Note where weights, optimizers and schedules stand."""
         with self._or_never():
             living = _living()
-            for module in living.modules:
-                self._note_versions(module, module.parameters(recurse=False))
-            for optimizer in living.optimizers:
-                self._note_versions(optimizer, weights_of(optimizer))
+            self._note_new_weights(living)
             self._states = {id(optimizer): _fingerprint(optimizer) for optimizer in living.optimizers}
             self._steps = {id(schedule): _steps_of(schedule) for schedule in living.schedules}
             ours = {id(torch.default_generator), id(np.random.mtrand._rand), id(getattr(random, "_inst", None))}
             self._generators = [one for _, one in _variables() if _is_generator(one) and id(one) not in ours]
             self._is_begun = True
 
-    def _note_versions(self, owner: Any, weights: Iterable[torch.Tensor]) -> None:
-        for weight in weights:
-            if not weight.is_inference():
-                self._versions[id(weight)] = (weakref.ref(owner), weight._version)
+    def _note_new_weights(self, living: Living) -> None:
+        for owner, weights in _owners(living):
+            for weight in weights:
+                noted = self._weights.get(id(weight))
+                if (noted is None or noted.owner() is None) and not (is_lazy(weight) or weight.is_inference()):
+                    self._weights[id(weight)] = Weight(weakref.ref(owner), weight._version, _checksum(weight))
 
     def begin_step(self) -> None:
         if self._is_begun and self._steps_seen < STEPS_WATCHED:
@@ -133,11 +149,13 @@ class Unsaved:
     def _found(self) -> list[tuple[object, str]]:
         """Return what has changed, is not saved and was not named before, each with what has happened to it."""
         living = _living()
+        self._note_new_weights(living)
         saved = [*self._saved()]
         known = _reached([*saved, *self.meant])
         shared = {id(one.state) for one in saved if isinstance(one, Optimizer)}  # a wrapper may have the state of what it wraps
         was_warned_of_schedules = not any(map(is_schedule, saved))  # by the first lines, those of saved optimizers
         found: list[tuple[object, str]] = [(module, "is trained") for module in self._trained(living.modules, known)]
+        found += [(weight, "is trained") for weight in self._trained_alone(living, known)]
         for optimizer in living.optimizers:
             has_stepped = bool(optimizer.state) and _fingerprint(optimizer) != self._states.get(id(optimizer))
             if id(optimizer) not in known and id(optimizer.state) not in shared and has_stepped:
@@ -163,9 +181,16 @@ class Unsaved:
         outermost = [module for number, module in found.items() if number not in inner]
         return list({id(unwrapped(module)): unwrapped(module) for module in outermost}.values())
 
+    def _trained_alone(self, living: Living, known: set[int]) -> list[torch.Tensor]:
+        """Return the weights of optimizers that have changed, are not saved and are in no module."""
+        in_modules = {id(weight) for module in living.modules for weight in module.parameters(recurse=False)}
+        weights = {id(weight): weight for optimizer in living.optimizers for weight in weights_of(optimizer)}
+        alone = weights.keys() - in_modules - known
+        return [weight for number, weight in weights.items() if number in alone and self._has_changed(weight)]
+
     def _has_changed(self, weight: torch.Tensor) -> bool:
-        owner, version = self._versions.get(id(weight), (None, 0))
-        return owner is not None and owner() is not None and not weight.is_inference() and weight._version > version
+        noted = self._weights.get(id(weight))
+        return noted is not None and noted.has_become(weight)
 
 
 def _line(one: object, what: str, name: str) -> str:
@@ -174,6 +199,8 @@ def _line(one: object, what: str, name: str) -> str:
     instead = f"it, as {argument}={name or '...'}"
     if _is_generator(one):
         instead = "an object that has its state, or draw from torch, numpy or random, which are seeded for each step"
+    elif isinstance(one, torch.Tensor):
+        instead = f"a module that has it, as {argument}=nn.ParameterList([{name or '...'}])"
     return (
         f"warning: {shown} {what} and is not saved, so a restart begins it anew: give Run {instead}; if that is meant, "
         f"unsaved=[{name or '...'}]"
@@ -195,6 +222,22 @@ def _living() -> Living:
     # Some have not called the __init__() of torch's class: they are shells around others.
     modules = [one for one in living.modules if "_parameters" in vars(one)]
     return living._replace(modules=modules, optimizers=[one for one in living.optimizers if "param_groups" in vars(one)])
+
+
+def _owners(living: Living) -> Iterator[tuple[object, Iterable[torch.Tensor]]]:
+    """Yield (module or optimizer, its weights)."""
+    for module in living.modules:
+        yield module, module.parameters(recurse=False)
+    for optimizer in living.optimizers:
+        yield optimizer, weights_of(optimizer)
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    """Return a checksum of a few values, as what is written by way of `.data` has no new version; 0 if there are none."""
+    with contextlib.suppress(RuntimeError, TypeError):
+        few = weight.detach()[tuple(slice(None, None, max(1, size // FEW)) for size in weight.shape)]
+        return zlib.crc32(few.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+    return 0
 
 
 def _fingerprint(optimizer: Optimizer) -> Any:

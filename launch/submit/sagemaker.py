@@ -20,7 +20,7 @@ ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
 
 # {metric: its regular expression in the lines that a job prints (common/run/observers/console.py)}; docs/platforms.md has them.
 OF_AN_EPOCH = ("accuracy", "balanced_accuracy", "top5", "loss", "psnr", "ssim")
-OF_A_STEP = ("train_loss", "lr", "images_per_s", "waiting_for_data")
+OF_A_STEP = ("train_loss", "lr", "images_per_s", "samples_per_s", "waiting_for_data")
 METRICS = {name: rf"(?:^| ){name}=([0-9.e-]+)" for name in (*OF_AN_EPOCH, *OF_A_STEP)}
 
 
