@@ -211,8 +211,8 @@ def _find(args):
 
 
 def _before(args):
-    """Return the arguments of the run that is resumed or evaluated; {} if there is none, and with --prof or --min_nodes."""
-    nothing = args.prof or args.min_nodes or (args.evaluate and args.weights)
+    """Return the arguments of the run that is resumed or evaluated; {} if there is none, in a trial, and with --min_nodes."""
+    nothing = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
     return {} if nothing else restore.settings_before(args, progress.say)
 
 
@@ -245,16 +245,17 @@ def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
 
 def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
-    mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0, **how: Any,
+    mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0,
+    decode_on_gpu: Optional[bool] = None, **how: Any,
 ) -> Loader:  # fmt: skip
-    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `how`: more
-    arguments of DeviceLoader."""
+    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `decode_on_gpu`: of
+    DALI, unset with dali-gpu alone; `how`: more arguments of DeviceLoader."""
     if backend in NO_INPUT:
         from datasets.synthetic import Resident
 
         return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):
-        on_gpu = backend == "dali-gpu" or (backend == "dali-kspeed" and devices.is_nvidia(device))
+        on_gpu = backend == "dali-gpu" if decode_on_gpu is None else decode_on_gpu
         if on_gpu and (data_set.augmentation != "none" or data_set.mode == "bicubic"):
             raise UserError(
                 f"--data_backend {backend} makes the pictures on a GPU, without --augmentation and only with a bilinear "

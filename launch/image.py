@@ -22,14 +22,16 @@ FROM {base}
 RUN useradd --uid 1000 --gid 100 --create-home --shell /bin/bash ma-user
 
 # The image's own torch stays: the packages are installed around it. Nothing is installed when a job runs.
+# Of the extras of pyproject.toml it has the cache, for --data_backend kspeed and `python -m launch kspeed`.
 COPY requirements.txt /tmp/requirements.txt
 RUN pip list --format=freeze | grep -iE '^(torch|torchvision|torch[-_]npu|numpy)==' > /tmp/keep.txt && \\
-    pip install --no-cache-dir -r /tmp/requirements.txt -c /tmp/keep.txt
+    pip install --no-cache-dir -r /tmp/requirements.txt {cache} -c /tmp/keep.txt
 
 ENV PYTHONUNBUFFERED=1
 USER ma-user
 WORKDIR /home/ma-user
 """
+CACHE = ["pymemcache>=4.0", "isal>=1.0"]  # tests compare them with the extra `cache`
 COMMANDS = """
 docker build -t {image} .
 docker run --rm {image} python -c "import torch, torchvision, boto3, sklearn, tqdm; print(torch.__version__)"
@@ -54,5 +56,6 @@ def show(base: str, image: str) -> None:
     for option, name in (("--base", base), ("--image", image)):
         if not re.fullmatch(r"\w[\w.:@-]*(/[\w.:@-]+)*", name, re.ASCII):
             raise UserError(f"{option} is {one_line(name)!r}: give the name of an image, such as {BASE}")
-    print(DOCKERFILE.format(base=base), end="", flush=True)
+    cache = " ".join(f"'{package}'" for package in CACHE)
+    print(DOCKERFILE.format(base=base, cache=cache), end="", flush=True)
     print(COMMANDS.format(image=image), end="", file=sys.stderr)

@@ -14,11 +14,12 @@ from common.checkpoints.pretrained import local_weights
 from common.errors import UserError
 from common.models.classifiers import classifier
 from common.storage import once
-from datasets import augment, drop_in, imagenet
+from datasets import augment, dali, drop_in, imagenet
+from datasets.drop_in import nvidia
 from datasets.photos import tree
 from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler
-from launch import kspeed
+from launch import image, kspeed
 from tests.from_page import assert_each_is_checked, cells
 from tests.jobs import NETWORK, ROOT, environment, module_of, run_job
 from tests.memcached import Memcached
@@ -210,6 +211,29 @@ def test_its_loaders(photographs, tmp_path, monkeypatch, cache, name):
     assert [len(images) for images, _ in val] == [5, 5, 2] and steps == 3
 
 
+@pytest.mark.parametrize(
+    "backend, cpu, on_gpu",
+    [("dali_kspeed", True, False), ("dali_kspeed", False, True), ("dali", True, False), ("dali", False, True)],
+)
+def test_dali_decodes_where_the_argument_says(photographs, cache, monkeypatch, backend, cpu, on_gpu):
+    """On an NVIDIA GPU: what DALI is told is looked at, as none is here."""
+    told = []
+    monkeypatch.setattr(nvidia.devices, "is_nvidia", lambda _: True)
+    monkeypatch.setattr(dali, "DaliBatches", lambda *_, decode_on_gpu: told.append(decode_on_gpu) or iter(()))
+    for split in ("train", "val"):
+        getattr(drop_in, f"get_{backend}_{split}_loader")(dali_cpu=cpu)(str(photographs), 32, 8, 5, False, workers=0)
+    assert told == [on_gpu, on_gpu]
+
+
+def test_dali_with_the_cache_decodes_on_the_cpu_and_so_can_do_all(photographs, cache, monkeypatch):
+    """As in the document, whose third command gives dali_cpu=True; on an NVIDIA GPU, too."""
+    told = []
+    monkeypatch.setattr(imagenet.devices, "is_nvidia", lambda _: True)
+    monkeypatch.setattr(dali, "DaliBatches", lambda *_, decode_on_gpu: told.append(decode_on_gpu) or iter(()))
+    batches(photographs, "dali-kspeed", augmentation="autoaugment")
+    assert told == [False]
+
+
 def test_its_names_of_backends(job):
     assert drop_in.DATA_BACKEND_CHOICES[:5] == ["pytorch", "syntetic", "kspeed", "dali-kspeed", "dali"]
     for name in drop_in.DATA_BACKEND_CHOICES:
@@ -251,6 +275,15 @@ def test_the_line_of_its_container():
         "-v FOLDER:FOLDER",
     )
     assert [option for option in its if option not in row[1]] == [option for option in its if option in row[2]]
+    assert "-e KSPEED_IPLIST=" in row[1] and "Never run" in row[2]
+
+
+def test_its_image_has_what_the_cache_needs(capsys):
+    """`kspeed` and the jobs import these packages there; pyproject.toml has them as the extra `cache`."""
+    extra = re.search(r"^cache = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert json.loads(extra[1]) == image.CACHE
+    assert image.main(["--platform", "modelarts"]) == 0
+    assert "-r /tmp/requirements.txt 'pymemcache>=4.0' 'isal>=1.0' -c /tmp/keep.txt" in capsys.readouterr().out
 
 
 def test_the_verbs_of_its_cache(photographs, cache, capsys, tmp_path):
@@ -289,6 +322,7 @@ CHECKS = {
     "`bash ./resnet50v1.5/training/AMP/DGXA100_resnet50_AMP_multi.sh kspeed FOLDER`": test_the_script_of_the_document,
     "`docker run -it --gpus all --name=resnet50_kspeed_test ...`": test_the_line_of_its_container,
     "`python ./multiproc.py --nproc_per_node 8 ./main.py FOLDER`": test_the_script_of_the_document,
+    "the folder `imagenet` with `train` and `val`": test_its_command_line_trains,
     "`--arch se-resnext101-32x4d`, `--arch efficientnet-widese-b0`": test_networks_that_are_not_here_name_the_nearest,
     "`--arch resnext101-32x4d`, `--arch efficientnet-b0`": test_networks_by_its_names,
     "`--augmentation autoaugment`": test_a_picture_looks_the_same_in_every_backend_that_can,

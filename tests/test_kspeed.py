@@ -211,6 +211,28 @@ def test_the_shards_of_the_callable_are_disjoint_and_all_of_an_epoch(folder, ser
     assert orders[0] == orders[2] != orders[1]
 
 
+def test_a_subclass_sets_its_reader_or_returns_it(folder):
+    class Reader:
+        def getBIN(self, path):
+            return path.encode()
+
+    class AsInTheDocument(kspeed.KSpeedCallable):
+        def load(self):
+            self.dataset = Reader()
+
+    class Returns(kspeed.KSpeedCallable):
+        def load(self):
+            return Reader()
+
+    for form in (AsInTheDocument, Returns):
+        sample, _ = form(str(folder / "train"), 4, 0, 1, "127.0.0.1:1")(
+            types.SimpleNamespace(idx_in_epoch=0, iteration=0, epoch_idx=0)
+        )
+        assert sample.tobytes().startswith(os.fsencode(folder / "train")), form
+    part = kspeed.KSpeedCallable(str(folder / "train"), 4, 0, 1, "127.0.0.1:1")
+    assert part.load() is part.dataset is part
+
+
 def test_too_few_images_for_a_batch_are_refused(folder):
     with pytest.raises(UserError, match="16 images make no batch of 9 for each of 2 shards"):
         kspeed.KSpeedCallable(str(folder / "train"), 9, 0, 2, "127.0.0.1:1")

@@ -13,6 +13,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from common import devices
 from datasets import imagenet, kspeed
 from datasets.drop_in.article import computes_on
 from datasets.photos import tree
@@ -46,7 +47,7 @@ class EpochLoader:
         self.epoch += 1
 
 
-def _train_loader(backend: str) -> Get:
+def _train_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
     def get(
         data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
         augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
@@ -55,13 +56,13 @@ def _train_loader(backend: str) -> Get:
         mode, augmentation = _mode(interpolation), "autoaugment" if augmentation == "autoaugment" else "none"
         photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, augmentation=augmentation)
         sampler = EpochSampler(len(photos), batch_size, seed=0)
-        loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
+        loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format, decode_on_gpu)
         return EpochLoader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
 
     return get
 
 
-def _val_loader(backend: str) -> Get:
+def _val_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
     def get(
         data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
         workers: int = 5, _worker_init_fn: Optional[Callable] = None, crop_padding: int = 32,
@@ -70,7 +71,7 @@ def _val_loader(backend: str) -> Get:
         short, mode = image_size + crop_padding, _mode(interpolation)
         photos = Photos(_files(data_path, "val", backend), image_size, False, 0, short=short, mode=mode)
         sampler = InOrder(len(photos), batch_size)
-        loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format)
+        loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format, decode_on_gpu)
         return EpochLoader(loader, sampler, num_classes, one_hot), len(sampler)
 
     return get
@@ -89,11 +90,15 @@ def get_dali_val_loader(dali_cpu: bool = False) -> Get:
 
 
 def get_dali_kspeed_train_loader(dali_cpu: bool = False, kspeed: bool = True) -> Get:
-    return _train_loader("dali-kspeed") if kspeed else get_dali_train_loader(dali_cpu)
+    return _train_loader("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_train_loader(dali_cpu)
 
 
 def get_dali_kspeed_val_loader(dali_cpu: bool = False, kspeed: bool = True) -> Get:
-    return _val_loader("dali-kspeed") if kspeed else get_dali_val_loader(dali_cpu)
+    return _val_loader("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_val_loader(dali_cpu)
+
+
+def _decodes_on_gpu(dali_cpu: bool) -> bool:
+    return not dali_cpu and devices.is_nvidia(computes_on())
 
 
 def get_synthetic_loader(
@@ -121,8 +126,10 @@ def _mode(interpolation):
     return "bicubic" if interpolation == "bicubic" else "bilinear"
 
 
-def _sharded(data_set, sampler, workers, backend, prefetch, layout):
+def _sharded(data_set, sampler, workers, backend, prefetch, layout, decode_on_gpu=None):
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     if grouped:
         sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    return imagenet.loader(data_set, sampler, computes_on(), workers, backend, prefetch=prefetch, layout=layout)
+    return imagenet.loader(
+        data_set, sampler, computes_on(), workers, backend, prefetch=prefetch, layout=layout, decode_on_gpu=decode_on_gpu
+    )

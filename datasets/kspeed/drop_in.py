@@ -129,17 +129,21 @@ class KSpeedCallable(KSpeedFolder):
                 f"{root}: {len(self.files)} images make no batch of {batch_size} for each of {num_shards} shards: "
                 "give a smaller batch_size or fewer shards"
             )
-        self.dataset = None  # its getBIN reads the samples
+        self.dataset: Any = None  # its getBIN reads the samples; load() sets it, in the process that reads
         self.perm, self.last_seen_epoch = np.empty(0, np.int64), None
 
     def load(self) -> Any:
-        """Return what reads the files: a KSpeedFolder of Alibaba's own package if that is installed, else this object."""
+        """Set `dataset` to a KSpeedFolder of Alibaba's own package if that is installed, else to this object, and return it.
+
+        A subclass may set it, as Alibaba's document does, or only return it.
+        """
         vendors = samples.vendors_folder()
-        return vendors(self.root, None, self.workers, *self._login) if vendors else self
+        self.dataset = vendors(self.root, None, self.workers, *self._login) if vendors else self
+        return self.dataset
 
     def __call__(self, sample_info: Any) -> tuple[np.ndarray, np.ndarray]:
         if self.dataset is None:
-            self.dataset = self.load()
+            self.dataset = self.load() or self.dataset
         if sample_info.iteration >= self.full_iters:
             raise StopIteration
         if self.last_seen_epoch != sample_info.epoch_idx:
