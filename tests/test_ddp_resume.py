@@ -85,11 +85,25 @@ def test_the_gradients_of_w_ranks_are_those_of_one_process(world_size, tmp_path)
     ranks = torch.load(tmp_path / "ranks", weights_only=True)
     for mode in gradients.MODES:
         (ours, statistics), (theirs, expected) = ranks[mode], gradients.alone(mode, world_size)
-        assert len(ours) == 62 and len(statistics) == 60
+        assert (len(ours), len(statistics)) == ((8, 9) if mode == "kinds" else (62, 60))
         for one, other in zip(ours, theirs):
             assert one.dtype == torch.float64 and torch.allclose(one, other, rtol=0, atol=1e-10)
-        if mode == "synchronised":
+        if mode in ("synchronised", "kinds"):
             assert all(torch.allclose(one, other, rtol=0, atol=1e-10) for one, other in zip(statistics, expected))
+
+
+def test_a_norm_alone_is_over_all_ranks_and_an_own_kind_is_named(monkeypatch, capsys):
+    class Own(torch.nn.BatchNorm2d):
+        pass
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    alone = torch.nn.BatchNorm1d(3)
+    made = norms.synchronised(alone)
+    assert type(made) is norms.SynchronisedNorm1d and made.weight is alone.weight and made.running_var is alone.running_var
+    assert not capsys.readouterr().out
+    network = norms.synchronised(torch.nn.Sequential(torch.nn.BatchNorm2d(3), Own(3)))
+    assert [type(norm) for norm in network] == [norms.SynchronisedNorm2d, Own]
+    assert "warning: Own: norms of this kind have the statistics of their own process alone" in capsys.readouterr().out
 
 
 def test_with_norms_over_all_ranks_two_train_the_network_of_one(tmp_path):

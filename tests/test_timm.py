@@ -14,6 +14,7 @@ from PIL import Image
 from common.checkpoints import checkpoint, pretrained
 from common.errors import UserError
 from common.models import classifiers, of_timm
+from common.ranks import norms
 from datasets import imagenet
 from datasets.photos import decode, tree
 from launch import export
@@ -109,6 +110,15 @@ def test_exported_it_answers_as_the_run_did(run, timm, photographs, tmp_path, fo
     assert read.pretrained_cfg["label_names"] == files.classes
     other = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, num_classes=7)  # which is where a next run begins
     assert torch.equal(other.cls_token, read.cls_token) and other.head.weight.shape == (7, 64)
+
+
+def test_its_norms_with_an_activation_are_over_all_ranks(timm, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    one, other = (torch.nn.Sequential(timm.layers.BatchNormAct2d(3, drop_layer=torch.nn.Dropout)) for _ in range(2))
+    over_all = norms.synchronised(other)
+    images = torch.randn(2, 3, 4, 4)
+    assert type(over_all[0]) is norms.SynchronisedNormAct2d and over_all.state_dict().keys() == one.state_dict().keys()
+    assert torch.equal(over_all.eval()(images), one.eval()(images)) and (over_all(images) >= 0).all()
 
 
 @pytest.mark.parametrize("resize", ["short", "whole"])

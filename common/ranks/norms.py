@@ -5,12 +5,13 @@ Unlike torch.nn.SyncBatchNorm, these need the same number of samples on every ra
 
 import argparse
 import inspect
-from typing import Any
+import sys
+from typing import Any, Optional
 
 import torch
 from torch import distributed, nn
 
-from common import arguments, devices
+from common import arguments, devices, progress
 from common.ranks import collectives
 
 # For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
@@ -34,30 +35,87 @@ def over_all_ranks(args: argparse.Namespace) -> bool:
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace every BatchNorm2d in the model by a SynchronisedNorm, and return the model; names in its state_dict stay."""
-    for module in model.modules():
+    """Return the model with every batch norm over all ranks; the model itself may be one. Names in its state_dict stay.
+
+    Norms of a kind that is not known here stay as they are, and a warning names them.
+    """
+    for module in [*model.modules()]:
         for name, child in module.named_children():
-            if type(child) is nn.BatchNorm2d:
-                setattr(module, name, SynchronisedNorm.like(child))
+            setattr(module, name, _over_all_ranks(child))
+    model = _over_all_ranks(model)
+    unknown = {
+        type(one).__name__ for one in model.modules() if isinstance(one, KINDS) and not isinstance(one, SynchronisedNorm)
+    }
+    if unknown and distributed.get_rank() == 0:
+        progress.say(
+            f"warning: {', '.join(sorted(unknown))}: norms of this kind have the statistics of their own process alone"
+        )
     return model
 
 
-class SynchronisedNorm(nn.BatchNorm2d):
-    """A BatchNorm2d whose statistics in training are over all ranks; in evaluation it is a BatchNorm2d."""
+def _over_all_ranks(norm: nn.Module) -> nn.Module:
+    """Return the norm over all ranks that has this norm's weights and options, or `norm` if it is none of a known kind."""
+    kind = SYNCHRONISED.get(type(norm))
+    timm = sys.modules.get("timm.layers")  # loaded if a network is timm's
+    if timm is not None and type(norm) is timm.BatchNormAct2d:
+        kind = SynchronisedNormAct2d
+    if kind is None:
+        return norm
+    made = kind(0)
+    made.__dict__.update(norm.__dict__)
+    return made
 
-    @classmethod
-    def like(cls, norm: nn.BatchNorm2d) -> "SynchronisedNorm":
-        made = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        made.__dict__.update(norm.__dict__)
-        return made
+
+class SynchronisedNorm(nn.Module):
+    """A batch norm whose statistics in training are over all ranks. Its second base is the class of the norm in evaluation."""
+
+    eps: float
+    momentum: Optional[float]
+    weight: Optional[torch.Tensor]
+    bias: Optional[torch.Tensor]
+    running_mean: Optional[torch.Tensor]
+    running_var: Optional[torch.Tensor]
+    num_batches_tracked: Optional[torch.Tensor]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
-        if self.momentum is None or self.running_mean is None or self.num_batches_tracked is None:
-            raise ValueError("a norm over all ranks needs a momentum and running statistics")
-        self.num_batches_tracked.add_(1)
-        return _OverAllRanks.apply(input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, self.momentum)
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # the mean of all batches
+                factor = 1 / int(self.num_batches_tracked)
+        return _OverAllRanks.apply(input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, factor or 0.0)
+
+
+class SynchronisedNorm1d(SynchronisedNorm, nn.BatchNorm1d):  # pyright: ignore[reportIncompatibleVariableOverride]
+    pass
+
+
+class SynchronisedNorm2d(SynchronisedNorm, nn.BatchNorm2d):  # pyright: ignore[reportIncompatibleVariableOverride]
+    pass
+
+
+class SynchronisedNorm3d(SynchronisedNorm, nn.BatchNorm3d):  # pyright: ignore[reportIncompatibleVariableOverride]
+    pass
+
+
+class SynchronisedNormAct2d(SynchronisedNorm2d):
+    """A BatchNormAct2d, which is timm's norm with a dropout and an activation behind it."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+
+SYNCHRONISED = {
+    nn.BatchNorm1d: SynchronisedNorm1d,
+    nn.BatchNorm2d: SynchronisedNorm2d,
+    nn.BatchNorm3d: SynchronisedNorm3d,
+}
+KINDS = tuple(SYNCHRONISED)
 
 
 class _OverAllRanks(torch.autograd.Function):
@@ -65,6 +123,7 @@ class _OverAllRanks(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         images, weight, bias, running_mean, running_var, eps, momentum = inputs
         kernels = GpuKernels if devices.of(images.device).norm_kernels else CpuKernels
+        images = kernels.laid_out(images)
         mine = torch.cat(kernels.statistics(images, eps))
         ranks = torch.empty(distributed.get_world_size(), len(mine), dtype=mine.dtype, device=mine.device)
         collectives.All().all_gather(ranks.view(-1), mine).wait()
@@ -77,18 +136,24 @@ class _OverAllRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         images, weight, mean, scale = ctx.saved_tensors
-        own = devices.of(images.device).norm_kernels
-        gradient = gradients[0].contiguous(memory_format=torch.channels_last) if own else gradients[0]
+        gradient = ctx.kernels.laid_out(gradients[0])
         total, product, of_weight, of_bias = ctx.kernels.reduced(gradient, images, mean, scale, weight)
         sums = torch.cat([total, product])
         distributed.all_reduce(sums)
         total, product = sums.chunk(2)
         of_images = ctx.kernels.gradient(gradient, images, mean, scale, weight, total, product)
+        if weight is None:
+            of_weight = of_bias = None
         return of_images, of_weight, of_bias, None, None, None, None
 
 
 class GpuKernels:
     """Calls the kernels of torch.nn.SyncBatchNorm. `scale` is one over the standard deviation."""
+
+    @staticmethod
+    def laid_out(images: torch.Tensor) -> torch.Tensor:
+        """Return them in a layout that the kernels take."""
+        return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images.contiguous()
 
     @staticmethod
     def statistics(images, eps):
@@ -118,8 +183,12 @@ class GpuKernels:
 
 class CpuKernels:
     @staticmethod
+    def laid_out(images: torch.Tensor) -> torch.Tensor:
+        return images
+
+    @staticmethod
     def statistics(images, eps):
-        variance, mean = torch.var_mean(_exact(images), dim=(0, 2, 3), correction=0)
+        variance, mean = torch.var_mean(_exact(images), dim=_all_but_channels(images), correction=0)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
@@ -127,8 +196,9 @@ class CpuKernels:
         mean = means.mean(dim=0)
         variance = (scales**-2 - eps).mean(dim=0) + (means - mean).square().mean(dim=0)
         count = len(means) * images.numel() // images.shape[1]
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
@@ -137,18 +207,28 @@ class CpuKernels:
 
     @staticmethod
     def reduced(gradient, images, mean, scale, weight):
-        total = gradient.sum(dim=(0, 2, 3), dtype=mean.dtype)
-        product = (_exact(gradient) * (_exact(images) - mean.view(1, -1, 1, 1))).sum(dim=(0, 2, 3))
+        others = _all_but_channels(images)
+        total = gradient.sum(dim=others, dtype=mean.dtype)
+        product = (_exact(gradient) * (_exact(images) - _along_channels(mean, images))).sum(dim=others)
         return total, product, product * scale, total
 
     @staticmethod
     def gradient(gradient, images, mean, scale, weight, total, product):
         count = distributed.get_world_size() * images.numel() // images.shape[1]
-        total, product, mean, scale, weight = (
-            vector.view(1, -1, 1, 1) for vector in (total / count, product / count, mean, scale, weight)
+        weighted = scale if weight is None else scale * weight
+        total, product, mean, scale, weighted = (
+            _along_channels(vector, images) for vector in (total / count, product / count, mean, scale, weighted)
         )
         centred = _exact(images) - mean
-        return ((_exact(gradient) - total - centred * scale**2 * product) * scale * weight).to(images.dtype)
+        return ((_exact(gradient) - total - centred * scale**2 * product) * weighted).to(images.dtype)
+
+
+def _all_but_channels(images: torch.Tensor) -> list[int]:
+    return [0, *range(2, images.ndim)]
+
+
+def _along_channels(vector: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    return vector.view(1, -1, *[1] * (images.ndim - 2))
 
 
 def _exact(tensor):
