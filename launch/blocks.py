@@ -10,10 +10,12 @@ A block begins with `### TAG: why ###` and ends with `### end TAG ###` at the sa
 `# was: <line>` names each line of the base that it replaces; without such a line it only adds. Blocks do not nest.
 
 list, show and revert also take a script in the form of ModelArts' sample, by its path. There a line that reads
-`### 分布式改造,... ###` opens a block, and the same line closes it.
+`### 分布式改造,... ###` opens a block, and the same line closes it. list and show take the Template's scripts as
+well, whose blocks begin with `# new #` and end before the next empty line.
 """
 
 import argparse
+import ast
 import dataclasses
 import difflib
 import itertools
@@ -41,6 +43,7 @@ CLOSE = re.compile(r"( *)### end ([A-Z0-9]+) ###")
 WAS = re.compile(r"( *)# was:(?: (.*))?")
 FULLWIDTH_COMMA = "\uff0c"
 SAMPLE = re.compile(rf"\s*### *(分布式改造) *[,{FULLWIDTH_COMMA}].*###\s*")
+TEMPLATE = re.compile(r"( *)# new # *", re.IGNORECASE)
 
 
 class BlockError(UserError):
@@ -59,7 +62,8 @@ class Block:
         """The lines of code that the block adds, without comments and empty lines; empty if it sets __doc__, the job's help."""
         if self.text[1].startswith("__doc__ = "):
             return []
-        return [line for line in self.text[1 + len(self.was) : -1] if line.strip() and not line.lstrip().startswith("#")]
+        last = None if TEMPLATE.fullmatch(self.text[0]) else -1  # that form has no closing line
+        return [line for line in self.text[1 + len(self.was) : last] if line.strip() and not line.lstrip().startswith("#")]
 
 
 def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
@@ -132,17 +136,72 @@ def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
     return base, blocks
 
 
+def parse_template(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
+    """Return (lines outside blocks, blocks) of a script whose blocks begin with `# new #`, like the Template's.
+
+    A block has the statements below its first line, up to an empty line or the end of its indentation.
+    """
+    last_lines = _last_lines(lines, name)
+    base: list[str] = []
+    blocks: list[Block] = []
+    position = 0
+    while position < len(lines):
+        opening = TEMPLATE.fullmatch(lines[position])
+        if not opening:
+            base.append(lines[position])
+            position += 1
+            continue
+        end = position + 1
+        while end < len(lines) and lines[end].strip() and lines[end].startswith(opening[1]):
+            end = last_lines.get(end + 1, end + 1)
+        if end == position + 1:
+            raise BlockError(f"{name}:{position + 1}: below # new # is no line of its block")
+        blocks.append(Block("NEW", len(base), (), tuple(lines[position:end])))
+        position = end
+    return base, blocks
+
+
+def _last_lines(lines: list[str], name: str) -> dict[int, int]:
+    """Return {number of the first line of a statement: number of its last line}."""
+    try:
+        tree = ast.parse("\n".join(lines))
+    except SyntaxError as error:
+        raise BlockError(f"{name}:{error.lineno}: this is no line of Python: {error.msg}") from None
+    last_lines: dict[int, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            decorators = getattr(node, "decorator_list", [])
+            first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+            last_lines[first] = max(last_lines.get(first, 0), node.end_lineno or node.lineno)
+    return last_lines
+
+
 def _plain(marker):
     """Return a line that opens or closes a block, without white space and with an ASCII comma, for comparisons."""
     return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
 
 
 def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks) of a job or of a script like ModelArts' sample; in the base, each block is undone."""
+    """Return (base lines, blocks) of a job, or of a script like ModelArts' sample or the Template's; in the base, each block is
+    undone, as far as its lines say what it replaced."""
     if wrong := missing_job(path):
         raise BlockError(wrong)
     lines = Path(path).read_text(encoding="utf-8").split("\n")
-    return (parse_sample if any(map(SAMPLE.fullmatch, lines)) else parse)(lines, str(path))
+    if any(map(SAMPLE.fullmatch, lines)):
+        return parse_sample(lines, str(path))
+    if any(map(TEMPLATE.fullmatch, lines)):
+        return parse_template(lines, str(path))
+    return parse(lines, str(path))
+
+
+def reverted(path: Union[str, Path]) -> str:
+    base, blocks = read(path)
+    if any(TEMPLATE.fullmatch(block.text[0]) for block in blocks):
+        raise BlockError(
+            f"{path}: a block below # new # does not say which lines it replaced: take the script that it was made from, or "
+            "jobs/train_ddp.py, jobs/train_dp.py or jobs/train_amp.py, which can be reverted"
+        )
+    return "\n".join(base)
 
 
 def apply(base: list[str], blocks: list[Block]) -> list[str]:
@@ -244,7 +303,10 @@ def show(path: Union[str, Path]) -> str:
     for block in blocks:
         above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.at], 1) if line.strip()]
         parts.append("\n".join([f"# after line {above[-1]}" if above else "# at the top", *block.text]))
-    return "\n\n".join(parts) or f"{path} has no blocks"
+    return "\n\n".join(parts) or (
+        f"{path} has no blocks: they begin with `### TAG: why ###`, with `### 分布式改造,... ###` as in "
+        "ModelArts' sample, or with `# new #` as in the Template"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -292,7 +354,7 @@ def run(options: argparse.Namespace) -> str:
     if options.verb == "show":
         return show(options.job)
     if options.verb == "revert":
-        return "\n".join(read(options.job)[0])
+        return reverted(options.job)
     if options.verb == "compose":
         return "\n".join(compose(options.tags))
     base = BASE.read_text().split("\n")

@@ -329,3 +329,64 @@ def test_a_block_of_the_vendor_that_is_not_closed_is_refused(sample, old, new, e
     sample.write_text(THEIRS.replace(old, new), encoding="utf-8")
     assert blocks.main(["revert", str(sample)]) == 2
     assert f"{sample}{error}" in capsys.readouterr().err
+
+
+# --- The form of the Template ----------------------------------------------------------------------------------------------
+
+OF_THE_TEMPLATE = """import os
+
+# new #
+import sys
+
+# NEW #
+@staticmethod
+def add(data):
+
+    return data + 1
+
+for step in range(2):
+    shown = step
+    # new #
+    with open(os.devnull) as file:
+
+        shown += 1
+    # with a comment
+    shown = add(shown)
+print(shown)
+"""
+
+
+def test_a_script_of_the_template_is_listed_and_shown_and_cannot_be_reverted(tmp_path, capsys):
+    script = tmp_path / "train_DDP.py"
+    script.write_text(OF_THE_TEMPLATE)
+    assert blocks.main(["list", str(script)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [f"| `{script}` | 3 | 7 | 0 |"]
+    base, found = blocks.read(script)
+    assert [block.text[-1] for block in found] == ["import sys", "    return data + 1", "    shown = add(shown)"]
+    assert [line for line in base if line] == ["import os", "for step in range(2):", "    shown = step", "print(shown)"]
+    assert blocks.main(["show", str(script)]) == 0
+    assert "# after line 1: import os\n# new #\nimport sys\n" in capsys.readouterr().out
+    assert blocks.main(["revert", str(script)]) == 2
+    assert (
+        f"{script}: a block below # new # does not say which lines it replaced: take the script that" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("a = 1\n# new #\n\nb = 2\n", ":2: below # new # is no line of its block"),
+        ("# new #\na = (\n", ":2: this is no line of"),
+    ],
+)
+def test_a_script_of_the_template_that_cannot_be_read_is_named(text, error, tmp_path, capsys):
+    (tmp_path / "script.py").write_text(text)
+    assert blocks.main(["show", str(tmp_path / "script.py")]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_what_has_no_blocks_says_which_there_are(tmp_path, capsys):
+    (tmp_path / "script.py").write_text("a = 1\n")
+    assert blocks.main(["show", str(tmp_path / "script.py")]) == 0
+    printed = capsys.readouterr().out
+    assert "has no blocks: they begin with `### TAG: why ###`" in printed and "`# new #` as in the Template" in printed
