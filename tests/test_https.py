@@ -21,11 +21,13 @@ from tests.test_data import archive, arguments  # noqa: F401 (fixtures)
 class Server(http.server.ThreadingHTTPServer):
     """Serves one body; `cut` answers break off after so many bytes, and every request's Range is written down."""
 
-    def __init__(self, body, cuts=(), ranges=True, headers=None):
+    def __init__(self, body, cuts=(), ranges=True, headers=None, tls=None):
         self.body, self.cuts, self.ranges, self.asked, self.headers = body, list(cuts), ranges, [], headers or {}
         super().__init__(("127.0.0.1", 0), _Handler)
+        if tls:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_port}/cifar-10-python.tar.gz"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.server_port}/cifar-10-python.tar.gz"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

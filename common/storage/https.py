@@ -6,6 +6,7 @@ import gzip
 import http.client
 import os
 import re
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -60,6 +61,12 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
                 ) from None
             reason = error
         except (OSError, http.client.HTTPException) as error:
+            certificate = getattr(error, "reason", None)
+            if isinstance(certificate, ssl.SSLCertVerificationError):
+                raise UserError(
+                    f"{shown}: the server's certificate cannot be verified ({certificate.verify_message}): give the file of "
+                    f"its authority as SSL_CERT_FILE, or fetch it to {path}, or {ELSEWHERE}"
+                ) from None
             reason = error
         why = one_line(mask(reason, *secret))
         if _size(part) > had:
