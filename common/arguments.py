@@ -129,6 +129,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     absent = {
         "doctor": False,
+        "find_max_batch": False,
         "evaluate": False,
         "deterministic": False,
         "nproc_per_node": None,
@@ -137,6 +138,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "checkpoints": True,
         "print_freq": None,
         "run_epochs": None,
+        "largest_growth": math.inf,  # of the learning rate with the global batch; a recipe may set it
     }
     # For jobs that have no such options, need no special device, or do not describe their data for the report.
     parser.set_defaults(**absent, needs=(), data=None)
@@ -217,6 +219,8 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--doctor", type=boolean, default=False, help=looks)
     add("--doctor_seconds", type=POSITIVE, default=30.0, help="how long the doctor waits for the other nodes")
     add("--profile", type=boolean, default=False, help=records)
+    tries = "only find the largest --batch_size that a GPU has memory for, by steps of this job with more and more samples"
+    add("--find_max_batch", type=boolean, default=False, help=tries)
     return parser
 
 

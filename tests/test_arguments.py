@@ -120,7 +120,8 @@ def test_a_recipe_is_the_options_written_out_and_each_of_them_may_be_given_other
     assert named.changed == {**spelt.changed, "recipe": None}
     assert named.given == {"recipe": "modelarts"} and spelt.given == cifar10.MODELARTS
     own = {"changed": {}, "given": {}}
-    assert {**vars(named), **own} == {**vars(spelt), "recipe": "modelarts", **own}
+    own_of_the_recipe = {"recipe": "modelarts", "largest_growth": cifar10.CARDS}
+    assert {**vars(named), **own} == {**vars(spelt), **own_of_the_recipe, **own}
     assert parse("--lr", "0.1", "--recipe=modelarts").lr == 0.1 and parse("--recipe=modelarts", "--epochs", "2").epochs == 2
     assert "--recipe" in refusal("--recipe", "another")
 
