@@ -33,6 +33,14 @@ class _CallTheDoctor:
             moments.listen(Examination(args))
 
 
+class _FindTheLargestBatch:
+    def arguments(self, args: argparse.Namespace) -> None:
+        if args.find_max_batch:
+            from common import largest_batch
+
+            largest_batch.find(args)
+
+
 class _MakesJobsElastic:
     def arguments(self, args: argparse.Namespace) -> None:
         if args.min_nodes and not args.doctor:  # the doctor waits for all nodes
@@ -49,7 +57,7 @@ class _MakesJobsElastic:
 class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
         alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
-        if alone_here and not args.doctor and sys.platform == "linux":
+        if alone_here and not (args.doctor or args.find_max_batch) and sys.platform == "linux":
             from common.alive import watcher
 
             watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
@@ -81,7 +89,7 @@ def run_job(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
-    for listener in (_CallTheDoctor(), _MakesJobsElastic(), _WatchASingleProcess(), _WriteTheReport()):
+    for listener in (_CallTheDoctor(), _FindTheLargestBatch(), _MakesJobsElastic(), _WatchASingleProcess(), _WriteTheReport()):
         moments.listen(listener)
     try:
         _run(main)

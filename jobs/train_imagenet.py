@@ -37,6 +37,7 @@ from common.arguments import COUNT, POSITIVE, boolean, number
 from common.checkpoints import restore
 from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights
 from common.checkpoints.weights import OPTIONS, beside, evaluated_weights
+from common.devices import portions
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.job import run_job
@@ -118,6 +119,33 @@ def main():
         run.register(shares=shares)  # run.steps() yields the shares of this rank one at a time
     run.resume()  # from the newest checkpoint in the output folder, if there is one
 
+    def add_gradients(portion, images, labels, others, weight):
+        """Return the loss of this rank's part of the total batch, in micro-batches of at most `portion` images.
+
+        Their gradients are added within one step of the run; run.updates() is for a script whose updates take several steps.
+        """
+        count = -(-len(images) // portion)
+        if shares:
+            shares.passes = count
+        micro_batches = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
+        total = torch.zeros((), device=device)
+
+        optimizer.zero_grad()
+        for place, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
+            model.require_backward_grad_sync = place == count and not shares  # the ranks exchange their gradients once
+            with autocast:
+                output = model(micro_images)
+                loss = weight * loss_fn(output, targets) + (1 - weight) * loss_fn(output, other_targets)
+            loss = loss * (len(micro_images) / len(images))
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    portion = args.batch_size
+    steps = 0  # of this start
+    # Of several ranks, one that has no memory cannot go back: others have sent their gradients. Half of a share has other bits,
+    # and what was compiled for one portion does not add several.
+    halves_portions = world_size == 1 and not (shares or args.compile or args.find_max_batch)
     peak = args.lr * (run.global_batch / args.lr_batch if args.lr_batch else 1)
     run.say(f"learning rate {peak:g} for a total batch of {run.global_batch}, in portions of {args.batch_size} on each device")
     if shares:
@@ -129,25 +157,14 @@ def main():
             for parameters in optimizer.param_groups:
                 parameters["lr"] = learning_rate(args, peak, epochs=run.progress * args.epochs)
 
-            images, labels, others, weight = imagenet.mix(images, labels, args.mixup, args.cutmix)
-
-            # This rank's part of the total batch, in micro-batches that fit on the device. Their gradients are added within one
-            # step of the run; run.updates() is for a script whose updates take several steps.
-            count = -(-len(images) // args.batch_size)
-            if shares:
-                shares.passes = count
-            micro_batches = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
-            total = torch.zeros((), device=device)
-
-            optimizer.zero_grad()
-            for place, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
-                model.require_backward_grad_sync = place == count and not shares  # the ranks exchange their gradients once
-                with autocast:
-                    output = model(micro_images)
-                    loss = weight * loss_fn(output, targets) + (1 - weight) * loss_fn(output, other_targets)
-                loss = loss * (len(micro_images) / len(images))
-                scaler.scale(loss).backward()
-                total += loss.detach()
+            mixed = imagenet.mix(images, labels, args.mixup, args.cutmix)
+            steps += 1
+            if halves_portions and steps <= portions.FIRST_STEPS:
+                total, portion = portions.halved_until_it_fits(
+                    lambda size, mixed=mixed: add_gradients(size, *mixed), portion, [*network.buffers()], run.say
+                )
+            else:
+                total = add_gradients(portion, *mixed)
             if shares:
                 total = shares.mean(total)
                 if total is None:

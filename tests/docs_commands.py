@@ -91,6 +91,7 @@ NOT_RUN = {
         "python jobs/train_imagenet.py --data_backend dpex --workers 32 --data_url /data/imagenet",
     ],
     "needs GPUs": [
+        "python jobs/train_imagenet.py --data_url /data/imagenet --find_max_batch true",
         "torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu",
     ],
     "sets a variable; tests/test_malloc.py sets it": [

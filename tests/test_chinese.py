@@ -10,7 +10,7 @@ import pytest
 from tests.jobs import ROOT
 from tests.test_docs import slug
 
-PAGES = ["README.md", "docs/modelarts.md"]  # those that have a Chinese one
+PAGES = ["README.md", "docs/modelarts.md", "docs/from.md"]  # those that have a Chinese one
 
 # A heading, a paragraph or item of a list, a table row or a line of code. `fixed`: its level, or the code without its comment; `prose`: the pieces to
 # translate, which for a row are its cells.

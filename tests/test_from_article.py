@@ -15,10 +15,12 @@ from datasets.dali import batches
 from datasets.drop_in import spellings
 from datasets.facade import Dataset
 from launch import export
-from tests.from_page import assert_each_is_checked
+from tests.from_page import assert_each_is_checked, typed_here
 from tests.jobs import run_job
 from tests.test_drop_in import MEAN, STD, TRAIN, VAL, folder, numbers, val_pipe  # noqa: F401 (a fixture)
 from tests.test_imagenet import SYNTHETIC
+
+TABLE = "the table of the largest batches that fit"
 
 # A script around the article's pieces; data_dir is the folder of ImageNet.
 ARTICLE = """
@@ -242,7 +244,16 @@ def test_inference_has_the_runs_own_preprocessing(tmp_path, capsys):
     assert {"network.onnx", "preprocess.py"} <= {path.name for path in (tmp_path / "exported").iterdir()}
 
 
+def test_the_largest_batch_is_found_by_an_option_of_every_job(tmp_path):
+    """On a GPU's stand-in tests/test_gpu_rehearsal.py finds it; here one line says that it is for GPUs."""
+    (words,) = typed_here("The DALI article", TABLE)
+    for job in ("train", "train_restore"):
+        done = run_job(job, tmp_path, "--custom_data", "true", *words, check=2)
+        assert "--find_max_batch true looks at the memory of a GPU" in done.stderr, job
+
+
 CHECKS = {
+    TABLE: test_the_largest_batch_is_found_by_an_option_of_every_job,
     "`from dali import HybridTrainPipe, HybridValPipe, DaliIteratorCPU, DaliIteratorGPU`": test_a_script_runs_when_its_import_lines_change,
     "`from dataloader import Dataset`": test_dataset_is_the_facade,
     "`HybridTrainPipe(batch_size, num_threads, device_id, data_dir, crop, mean, std, ...)`": test_the_pipes_run_on_a_cpu,

@@ -1,6 +1,10 @@
 """docs/from.md, the ModelArts sample: its arguments, its marked lines, its three ways to data, its files of weights."""
 
+import hashlib
 import json
+import math
+import ssl
+import subprocess
 import types
 
 import pytest
@@ -13,8 +17,10 @@ from datasets import cifar10, cifar10_files
 from launch import blocks
 from tests.from_page import assert_each_is_checked, typed_here
 from tests.jobs import ROOT, run_forked
+from tests.packages import program
 from tests.test_arguments import parse, refusal
 from tests.test_data import archive, write_folder  # noqa: F401 (a fixture)
+from tests.test_https import serve  # noqa: F401 (a fixture)
 from tests.test_world import resolve
 
 TITLE = "The ModelArts sample"
@@ -23,6 +29,7 @@ LOADED = '`model.load_state_dict(torch.load("epoch_3.pth"))`'
 DATA = "data extracted below `--data_url`"
 OTHERS = "`--lr`, `--epochs`, `--data_url`, `--output_dir`"
 PLATFORM = "`--init_method`, `--rank`, `--world_size`"
+CUDNN = "`torch.backends.cudnn.deterministic = True`"
 COMMENTED = "marked lines commented out"
 MANY, ONE = "the script on many cards", "the script without its marked lines, on one card"
 MARKED = "the marked lines, `### 分布式改造,... ###`"
@@ -65,6 +72,14 @@ def test_on_many_cards_it_is_the_ddp_job_with_the_same_recipe(tmp_path):
     assert typed_here(TITLE, ONE)[0][2:] == options
     done = run_forked([ROOT / job, *options, *SMALL, "--max_steps", 1, "--output_dir", tmp_path / "out"], tmp_path)
     assert "train_ddp: " in done.stdout and used(tmp_path / "out")["optimizer"] == "adam"
+
+
+def test_its_rate_grows_with_the_processes_up_to_the_cards_of_a_node(tmp_path):
+    """0.08 for any larger batch, as the sample has it on two nodes of 8 cards. Other settings grow with all processes."""
+    words = [*SMALL, "--width", 1, "--batch_size", 2, "--max_steps", 1, "--nproc_per_node", 9, "--output_dir", tmp_path / "out"]
+    printed = run_forked([ROOT / "jobs" / "train_ddp.py", "--recipe", "modelarts", *words], tmp_path).stdout
+    assert "learning rate 0.08 for a global batch of 18" in printed
+    assert parse("--recipe", "modelarts").largest_growth == 8 and parse().largest_growth == math.inf
 
 
 def test_what_was_marked_is_shown_and_taken_out(capsys):
@@ -125,6 +140,7 @@ def test_the_other_arguments_have_its_names(capsys):
     assert "unknown option --quota: where the platform adds it, give --ignore quota" in refusal("--quota", "3")
     assert "did you mean --epochs?" in refusal("--epoch", "3")
     assert parse(*typed_here(TITLE, "the year as the seed")[0]).seed == 2026 and parse().seed == 0
+    assert parse(*typed_here(TITLE, CUDNN)[0]).deterministic is True and parse().deterministic is False
 
 
 def test_a_gpu_that_is_asked_for_has_to_be_there(tmp_path):
@@ -158,19 +174,40 @@ def test_data_are_read_where_they_are(tmp_path, archive):
         assert (len(train), len(test)) == (20, 4)
 
 
-def test_without_data_they_are_downloaded_once(tmp_path, archive, monkeypatch):
+@pytest.fixture
+def university(serve, archive, tmp_path, monkeypatch):
+    """The server of the archive's address, with a certificate of its own. This archive has the published one's form, and is small."""
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    subprocess.run(
+        [program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    server = serve(archive.read_bytes(), tls=context)
+    assert server.url.startswith("https://") and server.url.endswith(cifar10_files.URL.rpartition("/")[2])
+    monkeypatch.setattr(cifar10_files, "URL", server.url)
+    monkeypatch.setattr(cifar10_files, "SHA256", hashlib.sha256(server.body).hexdigest())
+    return server
+
+
+def test_without_data_they_are_downloaded_once(tmp_path, university):
     assert typed_here(TITLE, "data from torchvision")[0] == ["python", "jobs/train.py"]
-    asked = []
-
-    def download(url, path, sha256, tell):
-        asked.append((url, sha256))
-        (tmp_path / "input_dir").mkdir(exist_ok=True)
-        (tmp_path / "input_dir" / cifar10_files.ARCHIVE).write_bytes(archive.read_bytes())
-
-    monkeypatch.setattr(cifar10_files.https, "download", download)
+    university.cuts = [len(university.body) // 2]  # and the rest with the next answer
     for _ in range(2):
         assert [len(part) for part in cifar10.load(given(tmp_path))] == [20, 4]
-    assert asked == [(cifar10_files.URL, cifar10_files.SHA256)]
+    assert len(university.asked) == 2 and university.asked[1] == f"bytes={len(university.body) // 2}-"
+
+
+def test_another_archive_or_a_server_that_nobody_vouches_for_is_refused(tmp_path, university, monkeypatch):
+    university.body = university.body[:-1] + b"0"
+    with pytest.raises(UserError, match="it was damaged on the way, or replaced"):
+        cifar10.load(given(tmp_path))
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(UserError, match=r"certificate cannot be verified .*: give the file of its authority as"):
+        cifar10.load(given(tmp_path))
+    assert not (tmp_path / "input_dir" / cifar10_files.FOLDER).exists()
 
 
 # --- What it leaves --------------------------------------------------------------------------------------------------------
@@ -217,6 +254,7 @@ CHECKS = {
     DATA: test_data_are_read_where_they_are,
     "data from torchvision": test_without_data_they_are_downloaded_once,
     "the year as the seed": test_the_other_arguments_have_its_names,
+    CUDNN: test_the_other_arguments_have_its_names,
     "`epoch_N.pth`": test_the_weights_of_the_last_epochs_are_files,
     LOADED: test_weights_of_the_sample_fit_our_network,
     "the lines of train and val for each epoch": test_what_an_epoch_came_to_is_a_line,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.ranks import norms
 from datasets.dali import ExternalInputIterator, externalSourcePipeline
 from launch import blocks
 from tests.from_page import assert_each_is_checked, typed_here
@@ -22,6 +23,7 @@ DDP = "`CUDA_VISIBLE_DEVICES=0,1 python -m torch.distributed.launch --nproc_per_
 DALI = "`python loader_DALI.py --data_source /path/to/dataset`"
 LAYOUT = "`/dataset/{train,test}/{img,gt}/SUB/IMAGE`"
 ITERATOR = "`ExternalInputIterator(data_source, batch_size, shuffle)`"
+NORMS = "`model = nn.SyncBatchNorm.convert_sync_batchnorm(model)`"
 PIPELINE = "`externalSourcePipeline(batch_size, num_threads, device_id, seed, external_data, resize, crop)`"
 LOADER_OPTIONS = "`--batch_size`, `--num_workers`, `--resize`, `--crop`, `--seed`"
 
@@ -199,7 +201,23 @@ def test_the_seed_of_the_pipeline_decides_the_crops_and_flips(folder):
     assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
 
 
+def test_every_norm_that_torch_converts_is_over_all_ranks(monkeypatch):
+    assert typed_here(TITLE, NORMS) == [["--sync_bn", "true"]]
+
+    def network():
+        inner = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm2d(2), torch.nn.GroupNorm(1, 2))
+        return torch.nn.Sequential(inner, torch.nn.BatchNorm3d(2), torch.nn.InstanceNorm2d(2))
+
+    def norms_of(model, kind):
+        return [name for name, module in model.named_modules() if isinstance(module, kind)]
+
+    theirs = norms_of(torch.nn.SyncBatchNorm.convert_sync_batchnorm(network()), torch.nn.SyncBatchNorm)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert theirs == norms_of(norms.synchronised(network()), norms.SynchronisedNorm) == ["0.0", "0.1", "1"]
+
+
 CHECKS = {
+    NORMS: test_every_norm_that_torch_converts_is_over_all_ranks,
     "`python train.py`": test_a_script_is_the_job_of_its_name,
     "`python train_DP.py`": test_a_script_is_the_job_of_its_name,
     "`python train_amp.py`": test_a_script_is_the_job_of_its_name,

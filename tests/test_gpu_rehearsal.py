@@ -1,12 +1,14 @@
 """What is for GPUs, on a stand-in for the CUDA runtime: that it runs, on which device, and what it asks of the GPU in a step."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from common.largest_batch import with_margin
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs
 from tests.gpu.table import ROWS
@@ -180,3 +182,57 @@ def test_the_driver_is_asked_through_its_library(tmp_path):
     code = "from common import drivers; print(drivers.nvidia(), drivers.gpus())"
     printed = rehearse(tmp_path, sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", gpus=3)
     assert printed.split() == ["580.0", "3"]
+
+
+# --- The largest batch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "job, words",
+    [
+        ("train_ddp", [*SMALL, "--max_samples", "5000"]),
+        ("train_imagenet", [*PHOTOS, "--image_size", "96", "--total_batch", "64"]),
+    ],
+)
+def test_a_gpu_with_more_memory_takes_more(tmp_path, job, words):
+    found = {}
+    for mib in (1024, 2048):
+        printed = rehearse(
+            tmp_path,
+            *command(job, *words),
+            "--find_max_batch",
+            "true",
+            "--output_dir",
+            tmp_path / "out",
+            gpus=2,
+            REHEARSAL_MIB=str(mib),
+        )
+        tried = {
+            int(size): fits for size, fits in re.findall(r"--batch_size (\d+) (fits|does not fit)$", printed, re.MULTILINE)
+        }
+        found[mib] = int(
+            re.search(r"^done: take --batch_size (\d+): \d+ is the largest of which 3 steps fitted", printed, re.MULTILINE)[1]
+        )
+        largest_tried = max(size for size, fits in tried.items() if fits == "fits")
+        assert found[mib] == with_margin(largest_tried) and "does not fit" in tried.values()
+        assert not (tmp_path / "out").exists()
+    assert 1.5 < found[2048] / found[1024] < 3
+
+
+def test_where_the_data_end_first_that_is_said(tmp_path):
+    printed = rehearse(tmp_path, *command("train", *SMALL), "--find_max_batch", "true", "--output_dir", tmp_path / "out")
+    assert "is more than the data have" in printed and "fits, and the data have too few samples for a larger one" in printed
+
+
+def test_the_flagship_goes_on_in_smaller_portions(tmp_path):
+    words = [*command("train_imagenet", *PHOTOS), "--batch_size", "1024", "--output_dir", tmp_path / "out"]
+    printed = rehearse(tmp_path, *words, REHEARSAL_MIB="1024")
+    (line,) = re.findall("^warning: CUDA out of memory.*$", printed, re.MULTILINE)[-1:]
+    assert (
+        "in portions of" in line
+        and "and the same total batch, as with --batch_size" in line
+        and "for a total batch of 1024, in portions of 1024" in printed
+    )
+    assert "done: " in printed and printed.count("CUDA out of memory") <= 4
+    printed = rehearse(tmp_path, *command("train_ddp", *SMALL, "--batch_size", "1024"), REHEARSAL_MIB="300", check=1)
+    assert "lower --batch_size (--find_max_batch true finds the largest that fits)" in printed

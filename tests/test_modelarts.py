@@ -297,11 +297,13 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacit
     [
         (
             torch.OutOfMemoryError(OOM),
-            "CUDA out of memory. Tried to allocate 2.00 GiB: the GPU's memory is full; lower --batch_size",
+            "CUDA out of memory. Tried to allocate 2.00 GiB: the GPU's memory is full; lower --batch_size "
+            "(--find_max_batch true finds the largest that fits)",
         ),
         (
             torch.OutOfMemoryError("CUDA error: out of memory"),
-            "CUDA error: out of memory: the GPU's memory is full; lower --batch_size",
+            "CUDA error: out of memory: the GPU's memory is full; lower --batch_size "
+            "(--find_max_batch true finds the largest that fits)",
         ),
         (MemoryError(), "this node's memory is full: lower --workers or --batch_size, or ask for more memory"),
         (

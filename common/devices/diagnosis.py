@@ -14,10 +14,11 @@ from common.packages import first_two
 
 KILLED = "a loader process was killed, perhaps for want of memory: lower --workers or --batch_size, or ask for more memory"
 
-# {pattern of an error for lack of memory: the text to show}. {words} keeps the device's own words, with the sizes.
-NO_MEMORY = {
-    r"(?P<words>(CUDA|NPU|XPU|MPS) out of memory\. Tried to allocate \S+ \w+|CUDA error: out of memory"
-    r"|MPS backend out of memory|\w+_STATUS_ALLOC_FAILED)": "{words}: the {noun}'s memory is full; lower --batch_size",
+OF_THE_DEVICE = re.compile(
+    r"(CUDA|NPU|XPU|MPS) out of memory\. Tried to allocate \S+ \w+|CUDA error: out of memory|MPS backend out of memory"
+    r"|\w+_STATUS_ALLOC_FAILED"
+)
+NO_MEMORY = {  # of the node: {pattern of an error: the text to show}
     r"DataLoader worker .* Bus error|insufficient shared memory": (
         "/dev/shm is full: start the container with more (--shm-size), or lower --workers"
     ),
@@ -30,10 +31,17 @@ NO_MEMORY = {
 
 def no_memory(error: Exception) -> Optional[TrainingFailed]:
     """Return the error to end with if a device, /dev/shm or the node has run out of memory; else None."""
+    if full := full_device(error):
+        return TrainingFailed(f"{full}; lower --batch_size (--find_max_batch true finds the largest that fits)")
     message = f"{type(error).__name__}: {error}"
-    found = ((re.search(pattern, message), text) for pattern, text in NO_MEMORY.items())
-    lines = (text.format(**match.groupdict(), noun=kinds.noun()) for match, text in found if match)
+    lines = (text for pattern, text in NO_MEMORY.items() if re.search(pattern, message))
     return next(map(TrainingFailed, lines), None)
+
+
+def full_device(error: Exception) -> Optional[str]:
+    """Return that the memory of the device is full, in its own words, with the sizes; None if the error is another."""
+    found = OF_THE_DEVICE.search(f"{type(error).__name__}: {error}")
+    return f"{found[0]}: the {kinds.noun()}'s memory is full" if found else None
 
 
 def unknown_architecture(capability: tuple[int, int], known: list[str]) -> Optional[str]:

@@ -11,7 +11,8 @@
 A checkpoint is made when the loop asks for its next batch or epoch, so it includes what the lines after run.step() and
 run.end_epoch() have changed; where gradients are accumulated over several steps, it is made after the update. Samples count as
 consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so the state
-of no generator is saved. In a trial (--prof) steps are taken, but no checkpoint is read and no file is written.
+of no generator is saved. In a trial (--prof, --find_max_batch) steps are taken, but no checkpoint is read and no file
+is written.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.checkpoints.weights import unwrapped
 from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
-from common.errors import STOP_SIGNALS
+from common.errors import STOP_SIGNALS, UserError
 from common.moments import REPLACED
 from common.run import first_lines
 from common.run.clock import Clock
@@ -87,8 +88,10 @@ class Run:
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.model = unwrapped(model)
         self.device = next(self.model.parameters()).device
+        if args.find_max_batch and not devices.is_accelerator(self.device):
+            raise UserError("--find_max_batch true looks at the memory of a GPU, and this job computes on a CPU")
         self.peers: Fixed = (REPLACED.peers or Fixed)(args)
-        self.trial = bool(prof)
+        self.trial = bool(prof) or args.find_max_batch
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.clock = Clock(args.print_freq, test_samples)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
@@ -341,7 +344,18 @@ class Run:
             self.tell(Observer.ended)
             self.enter("done")
             sys.exit(0)
+        if self.args.find_max_batch:
+            self._end_if_the_batch_fits()
         self.tell(Observer.stepped)
+
+    def _end_if_the_batch_fits(self) -> None:
+        from common.largest_batch import STEPS
+
+        if self.position.total_steps == STEPS:
+            devices.synchronize(self.device)
+            self.tell(Observer.ended)
+            self.enter("done")
+            sys.exit(0)
 
     def _show_line(self, loss):
         if self.position.total_steps > self.plan.resumed_at.total_steps + STEPS_WATCHED:

@@ -198,7 +198,8 @@ static size_t& in_use(int number) {
     return bytes[number];
 }
 static thread_local int device = 0;
-static const size_t TOTAL = 16ull << 30;  // each GPU's memory
+static const char* const MIB = getenv("REHEARSAL_MIB");
+static const size_t TOTAL = (MIB ? strtoull(MIB, nullptr, 10) : 16384) << 20;  // each GPU's memory
 
 static Block block_of(const void* place) {
     std::lock_guard<std::mutex> guard(memory);
