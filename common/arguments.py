@@ -138,7 +138,7 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "checkpoints": True,
         "print_freq": None,
         "run_epochs": None,
-        "largest_growth": math.inf,  # of the learning rate with the global batch; a recipe may set it
+        "largest_growth": None,
     }
     # For jobs that have no such options, need no special device, or do not describe their data for the report.
     parser.set_defaults(**absent, needs=(), data=None)
@@ -229,6 +229,12 @@ def _trackers(text):
     if wrong := [name for name in names if name not in TRACKERS]:
         raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(TRACKERS)}")
     return ",".join(names)
+
+
+def growth(args: argparse.Namespace, global_batch: int) -> float:
+    """Return by what --lr, which is for --batch_size samples, is multiplied for a global batch; a recipe may limit it."""
+    factor = global_batch / args.batch_size
+    return min(factor, args.largest_growth) if args.largest_growth else factor
 
 
 def explain(parser: Parser, **texts: str) -> None:

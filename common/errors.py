@@ -38,6 +38,10 @@ class UserError(ValueError):
     exit_code = 2
 
 
+class TooFewSamples(UserError):
+    """The data have fewer samples than a batch."""
+
+
 class TrainingFailed(RuntimeError):
     """The run cannot go on, though it was started correctly."""
 

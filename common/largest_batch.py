@@ -1,78 +1,76 @@
 """--find_max_batch true: the largest --batch_size of which a few steps fit into the memory of one device.
 
-Each size is tried by a child process: it trains STEPS steps of this job, as it always does, and saves nothing. Sizes are
+Each size is tried by a process of its own: this job with that size, which ends after STEPS steps and saves nothing. Sizes are
 doubled while they fit, and halved while they do not; then what lies between is halved.
 """
 
 import argparse
+import ctypes
 import os
 import signal
+import subprocess
 import sys
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 from common import moments, progress
-from common.errors import UserError
+from common.errors import TooFewSamples, UserError
 
-STEPS = 3  # the optimizer makes its state in the first
-NO_MEMORY, TOO_FEW_SAMPLES = 71, 72  # exit codes of a child, beside those of every job
+STEPS = 3
+VARIABLE = "ANYRANK_TRIES_A_BATCH"  # set for a process that tries a size
+FITS, NO_MEMORY, TOO_FEW_SAMPLES = 70, 71, 72  # exit codes of such a process, beside those of every job
 PRECISION = 16  # what lies between is halved until it is below this fraction of a size
 MARGIN = 16  # this fraction is left free: a larger picture or a library's buffer may come later
+SAYS = {FITS: "fits", NO_MEMORY: "does not fit", TOO_FEW_SAMPLES: "is more than the data have"}
+PR_SET_PDEATHSIG = 1
 
 
 def find(args: argparse.Namespace) -> None:
-    """Return in each child, with the arguments for its size; else print the size that was found, and exit."""
-    vars(args).update(nproc_per_node=1, total_batch=None, min_nodes=None)
-
-    def ends_with(size: int, fits_below: bool) -> int:
-        """Return the exit code of a child that tries this size; 0 if it fits. In this child, raise _IsChild."""
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            with open(os.devnull, "w") as nothing:
-                os.dup2(nothing.fileno(), 1)  # the lines of its job
-            args.batch_size = size
-            moments.listen(_Trial(fits_below))
-            raise _IsChild
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = {0: "fits", NO_MEMORY: "does not fit", TOO_FEW_SAMPLES: "is more than the data have"}
-        if code not in said:
-            if code < 0:
-                progress.say(f"error: --batch_size {size}: its process ended by {signal.Signals(-code).name}")
-            sys.exit(code if code > 0 else 1)
-        progress.say(f"--batch_size {size} {said[code]}")
-        return code
-
-    try:
-        size, refused = largest(args.batch_size, ends_with)
-    except _IsChild:
+    """Find the size, print it and exit. In a process that tries a size, prepare the arguments for it and return."""
+    if VARIABLE in os.environ:
+        _prepare_a_trial(args)
         return
+    for option in ("doctor", "evaluate"):
+        if vars(args)[option]:
+            raise UserError(f"--find_max_batch takes steps of the training, and --{option} none: give one of them")
+    size, next_code = largest(args.batch_size, _try_size)
     if not size:
         raise UserError("not even --batch_size 1 fits into the memory of this device: take a smaller network or smaller images")
-    if refused == TOO_FEW_SAMPLES:
+    if next_code == TOO_FEW_SAMPLES:
         progress.say(f"done: --batch_size {size} fits, and the data have too few samples for a larger one")
     else:
         progress.say(f"done: take --batch_size {with_margin(size)}: {size} is the largest of which {STEPS} steps fitted")
     sys.exit(0)
 
 
-def largest(first: int, ends_with: Callable[[int, bool], int]) -> tuple[int, Optional[int]]:
-    """Return (the largest size that fits, to within a PRECISIONth; 0 if none does, the code of the next larger one).
-
-    `ends_with(size, fits_below)`: 0 if this size fits; `fits_below`: whether a smaller one did.
-    """
-    fits = 0
-    refused = None
-    too_large = 0
-    size = first
-    while True:
-        code = ends_with(size, fits > 0)
+def _try_size(size: int) -> int:
+    """Run this job with a size, and return FITS, NO_MEMORY or TOO_FEW_SAMPLES. Exit as it did if it ended otherwise."""
+    command = [sys.executable, *sys.argv, f"--batch_size={size}"]
+    code = subprocess.run(command, env={**os.environ, VARIABLE: "1"}, stdout=subprocess.DEVNULL).returncode
+    if code not in SAYS:
         if code == 0:
+            progress.say(f"error: with --batch_size {size} the job ended before its step {STEPS}: give more --epochs")
+        elif code < 0:
+            progress.say(f"error: the process with --batch_size {size} was ended by signal {-code}")
+        sys.exit(code if code > 0 else 1)
+    progress.say(f"--batch_size {size} {SAYS[code]}")
+    return code
+
+
+def largest(first_size: int, try_size: Callable[[int], int]) -> tuple[int, Optional[int]]:
+    """Return (the largest size that fits, to within a PRECISIONth; 0 if none does, the code of the next larger one)."""
+    fits = 0
+    too_large = 0
+    next_code = None
+    size = first_size
+    while True:
+        code = try_size(size)
+        if code == FITS:
             fits = size
         else:
-            refused = code
             too_large = size
+            next_code = code
         if too_large and too_large - fits <= max(1, too_large // PRECISION):
-            return fits, refused
+            return fits, next_code
         if not too_large:
             size = 2 * size
         elif not fits:
@@ -82,31 +80,53 @@ def largest(first: int, ends_with: Callable[[int, bool], int]) -> tuple[int, Opt
 
 
 def with_margin(size: int) -> int:
-    """Return the size less a MARGINth; a multiple of 8 if it is larger than that, for which kernels are made."""
+    """Return the size less a MARGINth; a multiple of 8, for which kernels are made, unless it is smaller than 8."""
     smaller = max(1, size - size // MARGIN)
     return smaller // 8 * 8 if smaller >= 8 else smaller
 
 
-class _IsChild(Exception):
-    pass
+# --- A process that tries a size ------------------------------------------------------------------------------------------
+
+
+def _prepare_a_trial(args: argparse.Namespace) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # nobody waits for its result any more
+    own = {
+        "nproc_per_node": 1,
+        "max_restarts": 0,
+        "min_nodes": None,
+        "max_steps": None,
+        "run_epochs": None,
+        "epochs": max(args.epochs, STEPS),
+    }
+    if args.min_nodes:
+        own["shares"] = None
+    if vars(args).get("total_batch"):
+        own["total_batch"] = max(args.total_batch, args.batch_size)
+    vars(args).update({name: value for name, value in own.items() if name in vars(args)})
+    moments.listen(_Trial())
 
 
 class _Trial:
-    """In a child: ends it with the code for its error, if this is about the size."""
-
-    def __init__(self, fits_below: bool):
-        self._fits_below = fits_below
-
     def world(self, args: argparse.Namespace) -> None:
         if args.world.world_size > 1:
-            raise UserError(
-                "--find_max_batch looks at the memory of one device: start one process, without torchrun, on one node"
-            )
+            raise UserError("--find_max_batch looks at one device's memory: start one process, without torchrun, on one node")
 
     def failure(self, error: Exception) -> None:
-        from common.devices.diagnosis import no_memory
+        from common.devices.diagnosis import full_device
 
-        if no_memory(error):
+        if full_device(error):
             os._exit(NO_MEMORY)
-        if isinstance(error, UserError) and self._fits_below:
+        if isinstance(error, TooFewSamples):
             os._exit(TOO_FEW_SAMPLES)
+
+
+def end_of_step(args: argparse.Namespace, steps: int, sampler: Any, synchronize: Callable[[], None]) -> None:
+    """Exit with FITS after step STEPS; UserError if the batches of the job are smaller than --batch_size says."""
+    if sampler.global_batch < args.batch_size:
+        raise UserError(f"this job has batches of {sampler.global_batch} whatever --batch_size says: there is nothing to find")
+    if args.batch_size > sampler.num_samples:
+        raise TooFewSamples(f"{sampler.num_samples} samples are fewer than --batch_size {args.batch_size}")
+    if steps == STEPS:
+        synchronize()
+        sys.exit(FITS)

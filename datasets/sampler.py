@@ -10,7 +10,7 @@ from typing import Union
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import TooFewSamples, UserError
 
 
 class EpochSampler:
@@ -49,7 +49,7 @@ class EpochSampler:
             parts = f" ({global_batch // self.shares} x {self.shares} {self._parts})" if self.shares > 1 else ""
             fewer = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{parts}"
             do = "lower --batch_size" + (" or use fewer ranks" if parts else "")
-            raise UserError(f"an epoch would have no step: {fewer}; {do}")
+            raise TooFewSamples(f"an epoch would have no step: {fewer}; {do}")
         self.global_batch = global_batch
 
     def start_at(self, epoch: int, consumed: int) -> None:

@@ -126,7 +126,7 @@ def main():
 
     peak = args.lr
     ### DDP: a step sees more samples, so it may be larger ###
-    peak *= min(run.global_batch / args.batch_size, args.largest_growth)
+    peak *= arguments.growth(args, run.global_batch)
     run.say(f"learning rate {peak:g} for a global batch of {run.global_batch}")
     ### end DDP ###
     ### EXACT: a step sees the samples of all shares, so it may be larger ###

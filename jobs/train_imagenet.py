@@ -161,7 +161,11 @@ def main():
             steps += 1
             if halves_portions and steps <= portions.FIRST_STEPS:
                 total, portion = portions.halved_until_it_fits(
-                    lambda size, mixed=mixed: add_gradients(size, *mixed), portion, [*network.buffers()], run.say
+                    lambda size, mixed=mixed: add_gradients(size, *mixed),
+                    min(portion, len(images)),
+                    device,
+                    [*network.buffers()],
+                    run.say,
                 )
             else:
                 total = add_gradients(portion, *mixed)

@@ -11,7 +11,7 @@ A block begins with `### TAG: why ###` and ends with `### end TAG ###` at the sa
 
 list, show and revert also take a script in the form of ModelArts' sample, by its path. There a line that reads
 `### 分布式改造,... ###` opens a block, and the same line closes it. list and show take the Template's scripts as
-well, whose blocks begin with `# new #` and end before the next empty line.
+well, whose blocks begin with `# new #` and end before an empty line between two statements, or with their indentation.
 """
 
 import argparse

@@ -100,7 +100,13 @@ def test_a_norm_alone_is_over_all_ranks_and_an_own_kind_is_named(monkeypatch, ca
     alone = torch.nn.BatchNorm1d(3)
     made = norms.synchronised(alone)
     assert type(made) is norms.SynchronisedNorm1d and made.weight is alone.weight and made.running_var is alone.running_var
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    with pytest.raises(ValueError, match="more than one value for each channel"):
+        made(torch.zeros(1, 3))
     assert not capsys.readouterr().out
+    shared = torch.nn.BatchNorm2d(3)
+    both = norms.synchronised(torch.nn.Sequential(shared, shared))
+    assert both[0] is both[1] and type(both[0]) is norms.SynchronisedNorm2d and not capsys.readouterr().out
     network = norms.synchronised(torch.nn.Sequential(torch.nn.BatchNorm2d(3), Own(3)))
     assert [type(norm) for norm in network] == [norms.SynchronisedNorm2d, Own]
     assert "warning: Own: norms of this kind have the statistics of their own process alone" in capsys.readouterr().out

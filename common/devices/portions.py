@@ -6,19 +6,27 @@ from typing import Callable
 import torch
 
 from common.devices.diagnosis import full_device
+from common.devices.kinds import has_queues, module
 from common.devices.work import give_memory_back
 
 FIRST_STEPS = 10  # of a start, in which portions may be halved: what is full later has a leak
 
 
 def halved_until_it_fits(
-    compute: Callable[[int], torch.Tensor], size: int, buffers: Sequence[torch.Tensor], say: Callable[[str], None]
+    compute: Callable[[int], torch.Tensor],
+    size: int,
+    device: torch.device,
+    buffers: Sequence[torch.Tensor],
+    say: Callable[[str], None],
 ) -> tuple[torch.Tensor, int]:
     """Return (compute(size), size) with the first of `size`, a half of it, a quarter and so on for which there is memory.
 
-    `buffers` get back what they had after each try without success, as the running statistics of batch norms.
+    After each try without success `buffers`, such as the running statistics of batch norms, and the random generators get
+    back what they had.
     """
     before = [buffer.clone() for buffer in buffers]
+    random_state = torch.get_rng_state()
+    of_the_device = module().get_rng_state(device) if has_queues(device) else None
     while True:
         try:
             return compute(size), size
@@ -29,5 +37,8 @@ def halved_until_it_fits(
         size //= 2
         for buffer, value in zip(buffers, before):
             buffer.copy_(value)
-        give_memory_back(before[0].device)  # which the traceback of the error held
+        torch.set_rng_state(random_state)
+        if of_the_device is not None:
+            module().set_rng_state(of_the_device, device)
+        give_memory_back(device)  # which the traceback of the error held
         say(f"warning: {full}: this start goes on in portions of {size} and the same total batch, as with --batch_size {size}")

@@ -113,8 +113,7 @@ class Shares:
         )
 
     def learning_rate(self, run: Any) -> float:
-        """Return --lr, which is for --batch_size samples, scaled to the samples of a step, up to args.largest_growth."""
-        return self._args.lr * min(run.global_batch / self._args.batch_size, self._args.largest_growth)
+        return self._args.lr * arguments.growth(self._args, run.global_batch)
 
     def of(self, batch: Sequence[torch.Tensor], samples_seen: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield this rank's batch share by share. Before each, reset the buffers, set .grad to None and seed the generators."""

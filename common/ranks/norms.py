@@ -1,6 +1,7 @@
 """Batch norms over the samples of all ranks, with torch's kernels on NVIDIA GPUs and with plain operations elsewhere.
 
-Unlike torch.nn.SyncBatchNorm, these need the same number of samples on every rank, so the host never waits for the GPU.
+Unlike torch.nn.SyncBatchNorm, these need the same number of samples on every rank, so the host does not wait for the GPU (but
+with momentum=None, whose mean needs the number of batches).
 """
 
 import argparse
@@ -39,10 +40,12 @@ def synchronised(model: nn.Module) -> nn.Module:
 
     Norms of a kind that is not known here stay as they are, and a warning names them.
     """
-    for module in [*model.modules()]:
-        for name, child in module.named_children():
-            setattr(module, name, _over_all_ranks(child))
-    model = _over_all_ranks(model)
+    made = {norm: _over_all_ranks(norm) for norm in model.modules()}  # one for a norm that has several names
+    for module in [*made]:
+        for name, child in module._modules.items():
+            if child is not None:
+                setattr(module, name, made[child])
+    model = made[model]
     unknown = {
         type(one).__name__ for one in model.modules() if isinstance(one, KINDS) and not isinstance(one, SynchronisedNorm)
     }
@@ -80,6 +83,8 @@ class SynchronisedNorm(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
+        if input.numel() // input.shape[1] * distributed.get_world_size() < 2:
+            raise ValueError(f"a batch norm needs more than one value for each channel in training: {[*input.shape]}")
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -161,9 +166,10 @@ class GpuKernels:
 
     @staticmethod
     def joined(images, means, scales, running_mean, running_var, eps, momentum):
-        counts = torch.full((len(means),), images.numel() // images.shape[1], dtype=means.dtype, device=means.device)
+        statistics = means if running_mean is None else running_mean  # the kernel reads counts in this type
+        counts = torch.full((len(means),), images.numel() // images.shape[1], dtype=statistics.dtype, device=means.device)
         return torch.batch_norm_gather_stats_with_counts(
-            images, means, scales, running_mean, running_var, momentum, eps, counts
+            statistics, means, scales, running_mean, running_var, momentum, eps, counts
         )
 
     @staticmethod
@@ -172,7 +178,8 @@ class GpuKernels:
 
     @staticmethod
     def reduced(gradient, images, mean, scale, weight):
-        return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, True, True)
+        learns = weight is not None
+        return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, learns, learns)
 
     @staticmethod
     def gradient(gradient, images, mean, scale, weight, total, product):

@@ -88,7 +88,7 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         yield f"going on from {path}: {place}, step {run.total_steps}"
         yield from _other_samples(about.get("data_digests", {}), run.saving.data_digests)
         yield _course(run)
-        factor = min(global_batch / args.batch_size, args.largest_growth)
+        factor = arguments.growth(args, global_batch)
         if not has_process_group() and factor != 1:
             yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
     else:

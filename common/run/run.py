@@ -345,17 +345,14 @@ class Run:
             self.enter("done")
             sys.exit(0)
         if self.args.find_max_batch:
-            self._end_if_the_batch_fits()
+            self._end_a_trial_of_a_batch()
         self.tell(Observer.stepped)
 
-    def _end_if_the_batch_fits(self) -> None:
-        from common.largest_batch import STEPS
+    def _end_a_trial_of_a_batch(self) -> None:
+        from common import largest_batch
 
-        if self.position.total_steps == STEPS:
-            devices.synchronize(self.device)
-            self.tell(Observer.ended)
-            self.enter("done")
-            sys.exit(0)
+        steps = self.position.total_steps
+        largest_batch.end_of_step(self.args, steps, self.sampler, lambda: devices.synchronize(self.device))
 
     def _show_line(self, loss):
         if self.position.total_steps > self.plan.resumed_at.total_steps + STEPS_WATCHED:
