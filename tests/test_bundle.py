@@ -29,7 +29,9 @@ from tests.jobs import (
 )
 from tests.test_train import LEAVES, SMALLER
 
-JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.py"))
+JOBS = sorted(
+    path.name for path in (ROOT / "jobs").glob("*.py") if path.stem != "plain_ddp"
+)  # which needs none: tests/test_plain.py
 
 
 @pytest.fixture

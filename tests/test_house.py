@@ -248,6 +248,7 @@ CUDA_ALONE = {
     "datasets/facade.py": "an argument that the documents promise",
     "launch/export/modelarts.py": "the name of a platform's engine, and a program for it that has nothing of ours",
     "launch/submit/modelarts.py": "a word in the names of the platform's engines, in a program that never imports torch",
+    "jobs/plain_ddp.py": "it has nothing of ours",
     "launch/local.py": "the variable by which nodes share NVIDIA's GPUs, in a program that never imports torch",
 }
 

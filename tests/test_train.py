@@ -475,11 +475,14 @@ SMALLER = {
     "train_restore": ["--max_samples", 32, "--batch_size", 8, "--workers", 0],
     "speedrun": ["--net", "small", "--ignore", "batch_size,width,epochs,max_steps"],
 }
+PLAIN = "plain_ddp"  # has nothing of ours: tests/test_plain.py
 LEAVES = {"speedrun": "runs.jsonl"}  # the others leave checkpoints/*
 
 
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.rehearsal)])
-@pytest.mark.parametrize("job", slow_ones_marked(sorted(path.stem for path in (ROOT / "jobs").glob("*.py"))))
+@pytest.mark.parametrize(
+    "job", slow_ones_marked(sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if path.stem != PLAIN))
+)
 def test_every_job_from_an_unrelated_folder_beside_an_installed_package_called_datasets(tmp_path, job, launcher):
     """The decoy is on the module search path, as an installed Hugging Face `datasets` would be."""
     decoy = tmp_path / "site" / "datasets"

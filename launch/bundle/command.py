@@ -56,9 +56,11 @@ def bundle(job: Union[str, Path]) -> str:
     """Return the job and the modules that it uses as the text of one Python file; UserError if the job cannot be bundled so."""
     job = Path(job)
     text = _read_and_check_job(job)
+    places = modules_of(job)
+    if not places and "torch" in imports.packages_in(job):
+        return f"{text}\n\n# {MADE_BY} of anyrank {VERSION}: {job.name} needs no other file.\n"
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
-    places = modules_of(job)
     sources = {place: (imports.ROOT / place).read_text(encoding="utf-8") for place in [*places, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
