@@ -5,6 +5,7 @@ An old Python must be able to read this file, too.
 
 import functools
 import importlib.util
+import os
 import re
 import signal
 import sys
@@ -36,6 +37,15 @@ def check():
     check_python()
     _end_with(missing_error(importlib.util.find_spec))
     _end_with(version_error(version("torch"), version("numpy")))
+
+
+def require_datasets():
+    """Raise ImportError unless the package `datasets` is the folder beside `common`; Hugging Face's has the same name."""
+    spec = importlib.util.find_spec("datasets")
+    found = [*(spec.submodule_search_locations or [])] if spec else []
+    if os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "datasets") not in found:
+        another = f"; {found[0]} is another package of that name" if found else ""
+        raise ImportError(f"the folder datasets is missing beside common{another}")
 
 
 def check_python():

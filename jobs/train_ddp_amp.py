@@ -35,8 +35,10 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
 try:
     from common import packages
-except ImportError:  # this file was uploaded alone
-    sys.stderr.write("error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n")
+
+    packages.require_datasets()
+except ImportError as error:  # this file was uploaded alone, or without a part of its folder
+    sys.stderr.write(f"error: {error}: upload common and datasets too, or a bundle: python -m launch bundle JOB\n")
     sys.exit(2)
 if __name__ == "__main__":
     packages.check()  # before torch is imported, to report a missing or outdated package in one line

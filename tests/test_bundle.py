@@ -83,8 +83,23 @@ def test_its_help_is_that_of_the_job(empty):
 def test_a_job_that_was_uploaded_alone_says_what_is_missing(name, empty):
     shutil.copy(ROOT / "jobs" / name, empty)
     done = run_forked([empty / name, "--custom_data", "true"], empty, check=2)
-    said = "error: common and datasets are missing: upload them too, or a bundle: python -m launch bundle JOB\n"
+    said = "error: No module named 'common': upload common and datasets too, or a bundle: python -m launch bundle JOB\n"
     assert (done.stdout, done.stderr) == ("", said) and [path.name for path in empty.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_job_with_half_of_its_folder_says_which_half(another, empty):
+    """Without `datasets`, of which Hugging Face has a package, too."""
+    shutil.copytree(ROOT / "common", empty / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    (empty / "jobs").mkdir()
+    shutil.copy(ROOT / "jobs" / "train.py", empty / "jobs")
+    site = empty / "site" / "datasets"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("raise SystemExit('it was imported')")
+    done = run_forked([empty / "jobs" / "train.py"], empty, {"PYTHONPATH": str(site.parent) if another else ""}, check=2)
+    named = f"; {site} is another package of that name" if another else ""
+    said = f"error: the folder datasets is missing beside common{named}: upload common and datasets too, or a bundle"
+    assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1 and not done.stdout
 
 
 def test_only_what_the_job_uses_is_in_it():
