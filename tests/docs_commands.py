@@ -136,8 +136,8 @@ NOT_RUN = {
         "export HUAWEICLOUD_SDK_AK=... HUAWEICLOUD_SDK_SK=... HUAWEICLOUD_SDK_PROJECT_ID=...",
         "python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID",
     ],
-    "runs in a container of ModelArts; tests/test_bundle.py starts a bundle's folder": [
-        "python ${MA_JOB_DIR}/train_ddp/jobs/train_ddp.py",
+    "runs in a container of ModelArts; tests/test_bundle.py starts bundles": [
+        "python ${MA_JOB_DIR}/train_ddp/train_ddp.py",
     ],
     "writes a file where it stands; tests/test_engine.py prints it": [
         "python -m launch image --platform modelarts > Dockerfile",

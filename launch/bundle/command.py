@@ -138,6 +138,8 @@ def run(options: argparse.Namespace) -> None:
     untried = try_out(out, requirements.needed(job))
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}{untried}")
+    print(f"on ModelArts: Code Directory, the folder of the uploaded file; Boot File, {out.name}; Input data_url;")
+    print("    Output train_url with Predownload: Yes. Every field: docs/modelarts.md")
 
 
 def try_out(boot: Path, needed: set[str]) -> str:
