@@ -22,6 +22,7 @@ PRECISION = 16  # what lies between is halved until it is below this fraction of
 MARGIN = 16  # this fraction is left free: a larger picture or a library's buffer may come later
 SAYS = {FITS: "fits", NO_MEMORY: "does not fit", TOO_FEW_SAMPLES: "is more than the data have"}
 PR_SET_PDEATHSIG = 1
+ONE_PROCESS = "--find_max_batch looks at one device's memory: start one process, without torchrun, on one node"
 
 
 def find(args: argparse.Namespace) -> None:
@@ -32,13 +33,19 @@ def find(args: argparse.Namespace) -> None:
     for option in ("doctor", "evaluate"):
         if vars(args)[option]:
             raise UserError(f"--find_max_batch takes steps of the training, and --{option} none: give one of them")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(ONE_PROCESS)
     size, next_code = largest(args.batch_size, _try_size)
-    if not size:
-        raise UserError("not even --batch_size 1 fits into the memory of this device: take a smaller network or smaller images")
-    if next_code == TOO_FEW_SAMPLES:
+    if next_code == TOO_FEW_SAMPLES and size:
         progress.say(f"done: --batch_size {size} fits, and the data have too few samples for a larger one")
-    else:
+    elif next_code == TOO_FEW_SAMPLES:
+        raise UserError(
+            "a step takes more samples than the data have, even with --batch_size 1: lower --total_batch or --shares"
+        )
+    elif size:
         progress.say(f"done: take --batch_size {with_margin(size)}: {size} is the largest of which {STEPS} steps fitted")
+    else:
+        raise UserError("not even --batch_size 1 fits into the memory of this device: take a smaller network or smaller images")
     sys.exit(0)
 
 
@@ -48,7 +55,7 @@ def _try_size(size: int) -> int:
     code = subprocess.run(command, env={**os.environ, VARIABLE: "1"}, stdout=subprocess.DEVNULL).returncode
     if code not in SAYS:
         if code == 0:
-            progress.say(f"error: with --batch_size {size} the job ended before its step {STEPS}: give more --epochs")
+            progress.say(f"error: with --batch_size {size} the job ended before its step {STEPS}")
         elif code < 0:
             progress.say(f"error: the process with --batch_size {size} was ended by signal {-code}")
         sys.exit(code if code > 0 else 1)
@@ -97,12 +104,14 @@ def _prepare_a_trial(args: argparse.Namespace) -> None:
         "min_nodes": None,
         "max_steps": None,
         "run_epochs": None,
+        "early_stopping_patience": None,
         "epochs": max(args.epochs, STEPS),
     }
     if args.min_nodes:
         own["shares"] = None
-    if vars(args).get("total_batch"):
-        own["total_batch"] = max(args.total_batch, args.batch_size)
+    if vars(args).get("total_batch"):  # in whole portions: a job divides it into equal ones, which may be smaller
+        portions = args.batch_size * (own.get("shares", vars(args).get("shares")) or 1)
+        own["total_batch"] = -(-args.total_batch // portions) * portions
     vars(args).update({name: value for name, value in own.items() if name in vars(args)})
     moments.listen(_Trial())
 
@@ -110,7 +119,7 @@ def _prepare_a_trial(args: argparse.Namespace) -> None:
 class _Trial:
     def world(self, args: argparse.Namespace) -> None:
         if args.world.world_size > 1:
-            raise UserError("--find_max_batch looks at one device's memory: start one process, without torchrun, on one node")
+            raise UserError(ONE_PROCESS)
 
     def failure(self, error: Exception) -> None:
         from common.devices.diagnosis import full_device

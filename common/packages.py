@@ -41,7 +41,10 @@ def check():
 
 def require_datasets():
     """Raise ImportError unless the package `datasets` is the folder beside `common`; Hugging Face's has the same name."""
-    spec = importlib.util.find_spec("datasets")
+    try:
+        spec = importlib.util.find_spec("datasets")
+    except ValueError:  # it is imported, and nobody knows from where
+        spec = None
     found = [*(spec.submodule_search_locations or [])] if spec else []
     if os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "datasets") not in found:
         another = f"; {found[0]} is another package of that name" if found else ""

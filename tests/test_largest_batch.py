@@ -8,8 +8,10 @@ import torch
 
 from common import arguments, largest_batch
 from common.devices import portions
+from common.devices.diagnosis import full_device
 from common.errors import TooFewSamples, UserError
 from common.largest_batch import FITS, NO_MEMORY, TOO_FEW_SAMPLES, largest, with_margin
+from datasets.dali.batches import is_fault_of_picture
 from tests.jobs import TINY, module_of, run_job
 
 FULL = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
@@ -80,7 +82,40 @@ def test_a_trial_is_the_job_on_one_device_with_nothing_that_ends_it_early(monkey
         "run_epochs": None,
     }
     assert (args.batch_size, args.total_batch, args.epochs) == (96, 96, 3)
-    assert trial_of(monkeypatch, "--batch_size", "32", "--total_batch", "64")[0].total_batch == 64, "all of it is on the device"
+    for size, total, shares, expected in ((32, 64, None, 64), (1920, 2048, None, 3840), (512, 2048, 8, 4096)):
+        words = ["--batch_size", size, "--total_batch", total, *(["--exact", "true", "--shares", shares] if shares else [])]
+        found = trial_of(monkeypatch, *map(str, words))[0].total_batch
+        assert found == expected, "all of it is on the device, in portions of just this size"
+
+
+@pytest.mark.parametrize(
+    "code, words, said",
+    [
+        (TOO_FEW_SAMPLES, {}, "a step takes more samples than the data have, even with --batch_size 1: lower --total_batch"),
+        (NO_MEMORY, {}, "not even --batch_size 1 fits into the memory of this device"),
+        (FITS, {"TORCHELASTIC_RUN_ID": "7"}, "start one process, without torchrun"),
+    ],
+)
+def test_where_nothing_is_found_the_reason_is_said(monkeypatch, code, words, said):
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(largest_batch, "_try_size", lambda _: code)
+    args = types.SimpleNamespace(doctor=False, evaluate=False, batch_size=128)
+    with pytest.raises(UserError, match=said):
+        largest_batch.find(args)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "Can't allocate 4096 bytes on device 0.",
+    ],
+)
+def test_a_full_device_is_known_by_the_words_of_dali_and_triton_too(text):
+    assert full_device(RuntimeError(text)) and not is_fault_of_picture(RuntimeError(text))
 
 
 class Ended(Exception):

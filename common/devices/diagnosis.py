@@ -16,7 +16,8 @@ KILLED = "a loader process was killed, perhaps for want of memory: lower --worke
 
 OF_THE_DEVICE = re.compile(
     r"(CUDA|NPU|XPU|MPS) out of memory\. Tried to allocate \S+ \w+|CUDA error: out of memory|MPS backend out of memory"
-    r"|\w+_STATUS_ALLOC_FAILED"
+    r"|\w+_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|CUDA driver error: out of memory|Triton Error \[CUDA\]: out of memory"
+    r"|Can't allocate \d+ bytes on device"
 )
 NO_MEMORY = {  # of the node: {pattern of an error: the text to show}
     r"DataLoader worker .* Bus error|insufficient shared memory": (

@@ -76,7 +76,7 @@ class PipelineBatches:
 
 # Errors of the machine, which would recur with the next batch.
 OF_THE_MACHINE = re.compile(
-    r"out of memory|bad_alloc|memory allocation|cannot allocate|CUDA|NVJPEG_STATUS_ALLOCATOR|No space", re.I
+    r"out of memory|bad_alloc|memory allocation|cannot allocate|can't allocate|CUDA|NVJPEG_STATUS_ALLOCATOR|No space", re.I
 )
 
 
