@@ -232,7 +232,7 @@ def _trackers(text):
 
 
 def growth(args: argparse.Namespace, global_batch: int) -> float:
-    """Return by what --lr, which is for --batch_size samples, is multiplied for a global batch; a recipe may limit it."""
+    """Return the factor by which --lr grows with the batch, from --batch_size to `global_batch`; a recipe may limit it."""
     factor = global_batch / args.batch_size
     return min(factor, args.largest_growth) if args.largest_growth else factor
 

@@ -17,7 +17,10 @@ from common.errors import TooFewSamples, UserError
 
 STEPS = 3
 VARIABLE = "ANYRANK_TRIES_A_BATCH"  # set for a process that tries a size
-FITS, NO_MEMORY, TOO_FEW_SAMPLES = 70, 71, 72  # exit codes of such a process, beside those of every job
+# Exit codes of such a process, beside those of every job.
+FITS = 70
+NO_MEMORY = 71
+TOO_FEW_SAMPLES = 72
 PRECISION = 16  # what lies between is halved until it is below this fraction of a size
 MARGIN = 16  # this fraction is left free: a larger picture or a library's buffer may come later
 SAYS = {FITS: "fits", NO_MEMORY: "does not fit", TOO_FEW_SAMPLES: "is more than the data have"}

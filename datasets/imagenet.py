@@ -248,8 +248,8 @@ def loader(
     mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0,
     decode_on_gpu: Optional[bool] = None, **how: Any,
 ) -> Loader:  # fmt: skip
-    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `decode_on_gpu`: of
-    DALI, unset with dali-gpu alone; `how`: more arguments of DeviceLoader."""
+    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `decode_on_gpu`:
+    where DALI decodes; unset, it does so with dali-gpu alone; `how`: more arguments of DeviceLoader."""
     if backend in NO_INPUT:
         from datasets.synthetic import Resident
 

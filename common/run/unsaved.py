@@ -53,8 +53,8 @@ class Weight(NamedTuple):
     version: int
     checksum: int
 
-    def has_become(self, weight: torch.Tensor) -> bool:
-        """Return whether it was written to since."""
+    def has_changed(self, weight: torch.Tensor) -> bool:
+        """Return whether `weight`, which was noted here, was written to since."""
         if self.owner() is None or weight.is_inference():
             return False
         return weight._version > self.version or _checksum(weight) != self.checksum
@@ -190,7 +190,7 @@ class Unsaved:
 
     def _has_changed(self, weight: torch.Tensor) -> bool:
         noted = self._weights.get(id(weight))
-        return noted is not None and noted.has_become(weight)
+        return noted is not None and noted.has_changed(weight)
 
 
 def _line(one: object, what: str, name: str) -> str:

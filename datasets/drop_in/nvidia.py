@@ -16,10 +16,11 @@ import torch
 from common import devices
 from datasets import imagenet, kspeed
 from datasets.drop_in.article import computes_on
+from datasets.loader import Loader
 from datasets.photos import tree
 from datasets.photos.files import MEGAPIXELS
 from datasets.photos.labelled import Photos
-from datasets.sampler import EpochSampler, InOrder
+from datasets.sampler import EpochSampler, InOrder, Sampler
 from datasets.synthetic import ColouredNoise
 
 # The five of Alibaba's document, then those of NVIDIA's script that it patches.
@@ -126,7 +127,10 @@ def _mode(interpolation):
     return "bicubic" if interpolation == "bicubic" else "bilinear"
 
 
-def _sharded(data_set, sampler, workers, backend, prefetch, layout, decode_on_gpu=None):
+def _sharded(
+    data_set: imagenet.DataSet, sampler: Sampler, workers: int, backend: str, prefetch: int, layout: torch.memory_format,
+    decode_on_gpu: Optional[bool] = None,
+) -> Loader:  # fmt: skip
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     if grouped:
         sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
