@@ -88,7 +88,7 @@ def test_who_looks_is_not_taken_for_a_holder_by_others_who_look_or_want_it(tmp_p
     for looker in lookers:
         looker.start()
     try:
-        for _ in range(200):
+        for _ in range(20):
             with once.locked(path, "somebody else holds it"):
                 pass
     finally:
@@ -98,6 +98,18 @@ def test_who_looks_is_not_taken_for_a_holder_by_others_who_look_or_want_it(tmp_p
     with once.locked(path, "somebody else holds it"):
         assert not once.is_free(path)
     assert once.is_free(path) and seen
+
+
+def test_a_lock_is_taken_once_those_that_look_at_it_have_let_go_and_refused_at_once_while_it_is_held(tmp_path, monkeypatch):
+    path = str(tmp_path / "work")
+    looked_at = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looked_at, fcntl.LOCK_SH)
+    waits = iter(range(20))
+    monkeypatch.setattr(once.time, "sleep", lambda _: next(waits) == 19 and os.close(looked_at))
+    with once.locked(path, "somebody else holds it"):
+        assert next(waits, None) is None
+        with pytest.raises(UserError, match="somebody else holds it"), once.locked(path, "somebody else holds it"):
+            raise AssertionError("both were let in")  # a wait would end in StopIteration
 
 
 def test_alone_or_refused(tmp_path):

@@ -21,8 +21,8 @@ from common.progress import LINE_SECONDS, TELL_SECONDS
 from common.secrets import mask
 
 POLL_SECONDS = 0.1
-TRIES = 4  # of who tries to take a lock once: another process may look at it just then, and lets go at once
-RETRY_SECONDS = 0.05  # most between two of them
+LOOKERS_SECONDS = 10  # most that is waited for processes that only look at a lock: each of them lets go at once
+RETRY_SECONDS = 0.05  # most between two tries to take it
 RANDOM = random.SystemRandom()  # not the generator from which a training draws
 
 
@@ -84,7 +84,7 @@ def locked(path: str, refusal: str) -> Iterator[None]:
     """Hold the lock of `path` during the block; raise a UserError with the text `refusal` if another process holds it."""
     file = _lockable(path)
     try:
-        if not _take(file, TRIES):
+        if not _take_after_lookers(file):
             raise UserError(refusal)
         yield
     finally:
@@ -97,10 +97,10 @@ def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
     file = _lockable(path)
     try:
         while goes_on():
-            if _take(file, TRIES):
+            if _lock(file, fcntl.LOCK_EX):
                 yield True
                 return
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS * RANDOM.random())  # not in step with those that look at it
         yield False
     finally:
         os.close(file)
@@ -136,7 +136,7 @@ def _lockable(path: str) -> int:
 def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
     """Wait for the lease and take it. Return the last owner's note if it is newer than `began` (time.monotonic), else {}."""
     printed = time.monotonic()
-    while not _take(file):
+    while not _lock(file, fcntl.LOCK_EX):
         note = _read(file)
         lease.pulse.set("fetch", int(note.get("at", 0)))  # so this process counts as stuck only if the owner is
         if time.monotonic() - printed > LINE_SECONDS:
@@ -154,13 +154,16 @@ def boot_id() -> str:
     return ""
 
 
-def _take(file: int, tries: int = 1) -> bool:
-    """Take the lock unless another process holds it. With several tries, one that only looks (is_free) is not in the way."""
-    for _ in range(tries - 1):
-        if _lock(file, fcntl.LOCK_EX):
-            return True
+def _take_after_lookers(file: int) -> bool:
+    """Take the lock unless another process holds it: at once, or when those that only look at it (is_free) have let go."""
+    deadline = time.monotonic() + LOOKERS_SECONDS
+    while not _lock(file, fcntl.LOCK_EX):
+        held = not _lock(file, fcntl.LOCK_SH)
+        if held or time.monotonic() > deadline:
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
         time.sleep(RETRY_SECONDS * RANDOM.random())
-    return _lock(file, fcntl.LOCK_EX)
+    return True
 
 
 def _lock(file: int, kind: int) -> bool:
