@@ -13,6 +13,7 @@ import pytest
 from common import VERSION
 from common.errors import UserError
 from launch.bundle import command as bundle
+from tests import pictures
 from tests.jobs import (
     PATIENCE,
     ROOT,
@@ -44,9 +45,9 @@ def empty(tmp_path):
     return tmp_path / "upload"
 
 
-def write(folder, name, change=lambda text: text):
+def write(folder, name, change=lambda text: text, wanted=()):
     path = folder / name
-    path.write_text(change(bundle.bundle(ROOT / "jobs" / name)))
+    path.write_text(change(bundle.bundle(ROOT / "jobs" / name, wanted)))
     return path
 
 
@@ -112,6 +113,82 @@ def test_only_what_the_job_uses_is_in_it():
     assert not [place for place in bundle.modules_of(ROOT / "jobs" / "train.py") if place.startswith(others)]
     assert {"datasets/dpex/bridge.py", "datasets/dpex/worker.py"} <= set(bundle.modules_of(ROOT / "jobs" / "train_dpex.py"))
     assert not any(place.startswith(("launch", "tests")) for name in JOBS for place in bundle.modules_of(ROOT / "jobs" / name))
+
+
+@pytest.mark.parametrize(
+    "name, most_lines, most_kilobytes", [("train_ddp", 14_600, 685), ("train", 13_700, 645), ("train_imagenet", 20_700, 985)]
+)
+def test_what_an_option_alone_needs_is_left_out(name, most_lines, most_kilobytes):
+    job = ROOT / "jobs" / f"{name}.py"
+    lean, whole = bundle.bundle(job, ()), bundle.bundle(job)
+    assert lean.count("\n") < most_lines and len(lean.encode()) < most_kilobytes * 1000
+    assert len(lean) < 0.82 * len(whole)
+
+
+PHOTOS = ["--custom_data", "false", "--data_url", "photos", "--batch_size", "8"]
+NEEDS = [
+    ("train_ddp", "elastic", ["--min_nodes", "1", "--nproc_per_node", "1"]),
+    ("train_ddp", "doctor", ["--doctor", "true"]),
+    ("train", "find_max_batch", ["--find_max_batch=true"]),
+    ("train", "track", ["--track", "wandb"]),
+    ("train", "profile", ["--profile", "true"]),
+    ("train", "buckets", ["--custom_data", "false", "--data_url", "s3://bucket/cifar10"]),
+    ("train", "buckets", ["--output_dir", "obs://bucket/run"]),
+    ("train_imagenet", "kspeed", ["--data_backend", "kspeed", "--kspeed_iplist", "127.0.0.1", *PHOTOS]),
+    ("train_imagenet", "dpex", ["--data_backend", "dpex"]),
+    ("train_imagenet", "dali", ["--data-backend", "dali-cpu", *PHOTOS]),
+]
+
+
+@pytest.mark.parametrize("name, feature, options", NEEDS)
+def test_a_job_that_is_asked_for_what_its_bundle_lacks_says_how_to_bundle_it(name, feature, options, empty):
+    if "photos" in options:
+        pictures.make("shapes", str(empty / "photos"), 20)
+    path = write(empty, f"{name}.py", wanted=["track"] if feature == "doctor" else ())
+    done = run_forked([path, *TINY, *SMALLER.get(name, []), *options], empty, check=2)
+    also = "doctor,track" if feature == "doctor" else feature
+    command = f"python -m launch bundle {ROOT}/jobs/{name}.py --with {also}"
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said == [f"error: {feature} is not in this bundle: make another with {command}"], done.stderr
+    assert "Traceback" not in done.stderr and not re.search("epoch 0", done.stdout)
+
+
+@pytest.mark.parametrize("name, feature, options", NEEDS)
+def test_the_options_that_a_job_will_have_bring_what_they_need(name, feature, options):
+    features = bundle.features.asked_for([], options)
+    assert features == {feature} == bundle.features.asked_for([feature], ["--lr", "0.1"])
+    stubs, lean = (bundle.features.stubs(ROOT / "jobs" / f"{name}.py", wanted) for wanted in (features, ()))
+    assert set(stubs) < set(lean) and not [text for text in stubs.values() if f"{feature} is not" in text]
+
+
+def test_a_feature_that_is_asked_for_is_in_the_file_and_in_the_folder(empty, capsys):
+    job, lean, asked = str(ROOT / "jobs" / "train.py"), empty / "lean.py", empty / "asked.py"
+    for words in (
+        ["-o", str(lean)],
+        ["--with", "doctor,track", "-o", str(asked)],
+        ["-o", str(empty / "all.py"), "--with", "all"],
+    ):
+        assert bundle.main([job, *words]) == 0
+    assert bundle.main([job, "--folder", str(empty / "code"), "--", "--doctor", "true"]) == 0
+    assert (empty / "all.py").read_text() == bundle.bundle(Path(job))
+    places = [set(re.findall(r"^# ==== (\S+) =+$", path.read_text(), re.MULTILINE)) for path in (lean, asked)]
+    assert {"common/doctor/checks.py", "common/track/follow.py"} <= places[1] - places[
+        0
+    ] and "common/doctor/__init__.py" in places[0]
+    assert (empty / "code/common/doctor/checks.py").exists() and not (empty / "code/common/track").exists()
+    capsys.readouterr()
+    assert bundle.main([job, "--with", "doctors"]) == 2
+    assert "--with doctors: there is no such part; give all, or some of buckets,dali,doctor" in capsys.readouterr().err
+
+
+def test_what_a_job_is_about_is_in_its_bundle():
+    for name, module in (
+        ("train_dali", "datasets/dali/batches.py"),
+        ("train_dpex", "datasets/dpex/bridge.py"),
+        ("speedrun", "common/storage/bucket.py"),
+    ):
+        job = ROOT / "jobs" / f"{name}.py"
+        assert module in bundle.modules_of(job, bundle.features.stubs(job, ()))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -360,12 +437,12 @@ def test_a_traceback_names_the_line_of_the_repository(empty):
 
 
 def test_a_folder_holds_the_job_and_what_it_uses(empty, capsys, monkeypatch):
-    assert bundle.main([str(ROOT / "jobs" / "train.py"), "--folder", str(empty / "code")]) == 0
+    job = ROOT / "jobs" / "train.py"
+    stubs = bundle.features.stubs(job, ())
+    assert bundle.main([str(job), "--folder", str(empty / "code")]) == 0
     assert "the boot file is jobs/train.py" in capsys.readouterr().out
     found = sorted(str(path.relative_to(empty / "code")) for path in (empty / "code").rglob("*") if path.is_file())
-    assert found == sorted(
-        [bundle.MARKER, "jobs/train.py", *bundle.requirements.NAMES, *bundle.modules_of(ROOT / "jobs" / "train.py")]
-    )
+    assert found == sorted([bundle.MARKER, "jobs/train.py", *bundle.requirements.NAMES, *bundle.modules_of(job, stubs), *stubs])
     started(empty, empty / "code" / "jobs" / "train.py", *TINY, "--max_steps", 1)
     with pytest.raises(UserError, match="is not empty: give another folder, or --overwrite true"):
         bundle.write_folder(ROOT / "jobs" / "train.py", empty / "code")
@@ -411,4 +488,4 @@ def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
         assert bundle.main(words) == 2 and message in capsys.readouterr().err
     assert (tmp_path / "mine.py").read_text() == "print('mine')\n"
     assert bundle.main([str(ROOT / "jobs" / "train.py"), "-o", str(tmp_path / "out.py")]) == 0
-    assert Path(tmp_path / "out.py").read_text() == bundle.bundle(ROOT / "jobs" / "train.py")
+    assert Path(tmp_path / "out.py").read_text() == bundle.bundle(ROOT / "jobs" / "train.py", ())

@@ -21,6 +21,7 @@ from common.alive import patience as time_limit
 from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, one_line
 from common.secrets import mask
+from common.storage.item import Item
 
 THREADS = 16  # concurrent requests
 
@@ -59,19 +60,6 @@ class Settings:
 
 class ObjectChanged(Exception):
     """The object has changed since it was listed, or is shorter than the requested range."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """An object as the store lists it. `digest`: the ETag if it looks like an MD5, or an MD5 of MD5s and -N for N parts."""
-
-    key: str
-    size: int
-    etag: str
-
-    @property
-    def digest(self) -> Optional[str]:
-        return self.etag if re.fullmatch(r"[0-9a-f]{32}(-\d+)?", self.etag) else None
 
 
 class Bucket:

@@ -17,8 +17,9 @@ from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, 
 from common.files import create, refuse_link
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore, ranges
-from common.storage.bucket import THREADS, Bucket, Item, ObjectChanged
+from common.storage.bucket import THREADS, Bucket, ObjectChanged
 from common.storage.index import Index, Parts
+from common.storage.item import Item
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few enough for the processor's cache

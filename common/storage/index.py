@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from common.errors import naming_what_is_in_the_way
 from common.files import create, refuse_link
-from common.storage.bucket import Item
+from common.storage.item import Item
 from common.world.folders import FETCHING, is_fetchable_name
 
 INDEX = "index.jsonl"

@@ -4,7 +4,8 @@ import datetime
 import functools
 from typing import Any, Callable, Optional
 
-from common.storage.bucket import Bucket, Item, read_seconds
+from common.storage.bucket import Bucket, read_seconds
+from common.storage.item import Item
 
 PIECE = 1 << 18  # bytes: they are still in the processor's cache when they are written
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from common.alive.patience import Patience
 from common.storage import obstore
-from common.storage.bucket import Bucket, Item, ObjectChanged
+from common.storage.bucket import Bucket, ObjectChanged
+from common.storage.item import Item
 
 SLOW_SECONDS = 30.0  # for which boto3 reads after a request of obstore's has failed; twice as long after each further one
 

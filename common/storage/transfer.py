@@ -26,13 +26,15 @@ def fetch(
     """
     if not is_address(url):
         return url
-    from common.storage import download, https, index, once
+    from common.storage import https, index, once
 
     if not is_bucket(url):
         https.refuse_unsafe(url)
     folder = folder or local_folder(url, inputs)
     try:
         if is_bucket(url):
+            from common.storage import download
+
             lease = os.path.join(index.notes(folder), "fetch")
             what = "" if only is None else hashlib.sha256("\n".join(sorted(only)).encode()).hexdigest()
             once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say, only), what)

@@ -12,7 +12,8 @@ from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, one_line
 from common.files import MIB, TEMPORARY
 from common.storage import etag
-from common.storage.bucket import Bucket, Item
+from common.storage.bucket import Bucket
+from common.storage.item import Item
 
 PART = 16 << 20  # larger files go in parts of this size
 

@@ -2,8 +2,10 @@
 
     python -m launch bundle jobs/train_ddp.py                          dist/train_ddp.py, for consoles that take a script
     python -m launch bundle jobs/train_ddp.py --folder dist/train_ddp  for consoles that take a folder and a boot file
+    python -m launch bundle jobs/train_ddp.py -- --min_nodes 2         with what this option needs; or --with elastic
 
-The one file begins with the job. Every module that the job imports follows unchanged, below a line with its name. The same
+The one file begins with the job. Every module that the job imports follows unchanged, below a line with its name, but for those
+that are for one option alone: with such an option, the job ends at once with a line that says how to bundle it. The same
 sources give the same bytes.
 """
 
@@ -15,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Union
 
@@ -22,9 +25,9 @@ from common import VERSION
 from common.arguments import boolean
 from common.errors import UserError, one_line
 from launch import engines
-from launch.bundle import imports, requirements
+from launch.bundle import features, imports, requirements
 from launch.bundle.imports import modules_of
-from launch.options import missing_job, new_parser, run_for_exit_code
+from launch.options import missing_job, new_parser, run_for_exit_code, split_words
 
 LOADER = "launch/bundle/importer.py"
 
@@ -52,8 +55,11 @@ def _read_and_check_job(job: Path) -> str:
     return job.read_text(encoding="utf-8")
 
 
-def bundle(job: Union[str, Path]) -> str:
-    """Return the job and the modules that it uses as the text of one Python file; UserError if the job cannot be bundled so."""
+def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -> str:
+    """Return the job and the modules that it uses as the text of one Python file; UserError if the job cannot be bundled so.
+
+    `wanted`: the names of the features that it is to have, also if the job works without them (features.py).
+    """
     job = Path(job)
     text = _read_and_check_job(job)
     places = modules_of(job)
@@ -61,7 +67,9 @@ def bundle(job: Union[str, Path]) -> str:
         return f"{text}\n\n# {MADE_BY} of anyrank {VERSION}: {job.name} needs no other file.\n"
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
-    sources = {place: (imports.ROOT / place).read_text(encoding="utf-8") for place in [*places, LOADER]}
+    stubs = features.stubs(job, wanted)
+    files = sorted([*modules_of(job, without=stubs), *stubs])
+    sources = {file: stubs.get(file) or (imports.ROOT / file).read_text(encoding="utf-8") for file in [*files, LOADER]}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
         FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
@@ -79,7 +87,9 @@ def bundle(job: Union[str, Path]) -> str:
     return "".join(parts)
 
 
-def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool = False) -> tuple[int, int]:
+def write_folder(
+    job: Union[str, Path], out: Union[str, Path], overwrite: bool = False, wanted: Collection[str] = features.FEATURES
+) -> tuple[int, int]:
     """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (files, bytes)."""
     job, out = Path(job), Path(out)
     _read_and_check_job(job)
@@ -89,16 +99,18 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
     if out.resolve() in job.resolve().parents:
         raise UserError(f"{one_line(job)} is in {one_line(out)}, which the bundle replaces: give another folder")
-    places = {f"jobs/{job.name}": job, **{place: imports.ROOT / place for place in modules_of(job)}}
+    stubs = features.stubs(job, wanted)
+    places = {f"jobs/{job.name}": job, **{place: imports.ROOT / place for place in modules_of(job, without=stubs)}}
     for place, path in list(places.items()):
         beside = imports.files_beside(path)
         places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
     packages = requirements.text(job.resolve())
-    size = sum(path.stat().st_size for path in places.values()) + len(requirements.NAMES) * len(packages)
-    folders = {str(parent) for place in places for parent in Path(place).parents} - {"."}
+    written = {**stubs, **dict.fromkeys(requirements.NAMES, packages)}
+    size = sum(path.stat().st_size for path in places.values()) + sum(len(text) for text in written.values())
+    folders = {str(parent) for place in (*places, *written) for parent in Path(place).parents} - {"."}
     limits = [
         (size, MOST_BYTES, "bytes"),
-        (len(places) + len(requirements.NAMES) + len(folders), MOST_FILES, "files and folders"),
+        (len(places) + len(written) + len(folders), MOST_FILES, "files and folders"),
         (max(place.count("/") + 1 for place in places), DEEPEST, "levels of folders"),
     ]
     for count, most, what in limits:
@@ -113,22 +125,25 @@ def write_folder(job: Union[str, Path], out: Union[str, Path], overwrite: bool =
     for place, path in places.items():
         (out / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, out / place)
-    for name in requirements.NAMES:
-        (out / name).write_text(packages)
-    return len(places) + len(requirements.NAMES), size
+    for place, text in written.items():
+        (out / place).parent.mkdir(parents=True, exist_ok=True)
+        (out / place).write_text(text)
+    return len(places) + len(written), size
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
     if options.engine:
         engines.read(options.engine)
     job = Path(options.job).absolute()
+    wanted = features.asked_for(options.parts, job_options)
     if options.folder:
-        count, size = write_folder(options.job, options.folder, options.overwrite)
+        count, size = write_folder(options.job, options.folder, options.overwrite, wanted)
         untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
         print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{job.name}{untried}")
+        _tell_what_is_left_out(job, wanted)
         return
     out = Path(options.output or f"dist/{job.name}")
-    text = bundle(options.job)
+    text = bundle(options.job, wanted)
     if out.exists() and MADE_BY not in out.read_text(errors="replace"):
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +155,12 @@ def run(options: argparse.Namespace) -> None:
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}{untried}")
     print(f"on ModelArts: Code Directory, the folder of the uploaded file; Boot File, {out.name}; Input data_url;")
     print("    Output train_url with Predownload: Yes. Every field: docs/modelarts.md")
+    _tell_what_is_left_out(job, wanted)
+
+
+def _tell_what_is_left_out(job: Path, wanted: Collection[str]) -> None:
+    if names := sorted(set(features.left_out(job, wanted).values())):
+        print(f"without {', '.join(names)}: --with NAME, or the job's options after --, put in what they need")
 
 
 def try_out(boot: Path, needed: set[str]) -> str:
@@ -169,7 +190,12 @@ def _write_unless_foreign(path: Path, text: str) -> bool:
     return path.read_text(errors="replace") == text
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def main(argv: list[str]) -> int:
+    words, job_options = split_words(argv)
     parser = new_parser("bundle", __doc__)
     parser.add_argument("job", metavar="JOB", help="the job's file, such as jobs/train_ddp.py")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the one file goes (default: dist/ and the job's name)")
@@ -177,7 +203,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--engine", metavar="NAME", help="the platform's engine that will run it: one that is too old is refused"
     )
+    about = f"also what is for one option alone: all, or some of {', '.join(features.FEATURES)}"
+    parser.add_argument("--with", dest="parts", metavar="NAME[,NAME...]", type=_names, default=[], help=about)
     about = "true: replace a folder that launch bundle has written (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
-    options = parser.parse_args(argv)
-    return run_for_exit_code(lambda: run(options))
+    options = parser.parse_args(words)
+    return run_for_exit_code(lambda: run(options, job_options))

@@ -2,10 +2,11 @@
 
 import ast
 import functools
+import itertools
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Union
@@ -14,16 +15,21 @@ from common.errors import UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = ("common", "datasets")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 READS_BESIDE = re.compile(r"\b(__file__|pkgutil|importlib\.resources|from importlib import resources)\b")
 
 
-def modules_of(job: Union[str, Path]) -> list[str]:
-    """Return the files of all our modules that a job imports, also indirectly, as sorted paths below ROOT."""
+def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str]:
+    """Return the files of all our modules that a job imports, also indirectly, as sorted paths below ROOT.
+
+    Neither the files in `without` are among them, nor what those alone import.
+    """
     places: set[str] = set()
     left = [Path(job)]
     while left:
         for name in names_in(left.pop()):
-            new = _files_of(name) - places
+            imported = itertools.takewhile(lambda file: file not in without, files_of(name))
+            new = set(imported) - places
             places |= new
             left += [ROOT / place for place in new]
     return sorted(places)
@@ -42,16 +48,24 @@ def _nodes(path: Path) -> list[ast.AST]:
 
 @functools.lru_cache(maxsize=500)
 def _parse(source: str, name: str) -> list[ast.AST]:
-    return [node for node in ast.walk(ast.parse(source, name)) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Constant))]
+    kinds = (ast.Import, ast.ImportFrom, ast.Constant, *FUNCTIONS)
+    return [node for node in ast.walk(ast.parse(source, name)) if isinstance(node, kinds)]
 
 
 def _texts_in(path: Path) -> list[str]:
     return [node.value for node in _nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-def names_in(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, each a module or a name in one; UserError for a relative import."""
-    for node in _nodes(path):
+def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
+    """Yield the dotted names that a file imports, each a module or a name in one; UserError for a relative import.
+
+    `at_once`: only those that are imported with the file itself, and not when one of its functions is called.
+    """
+    nodes = _nodes(path)
+    later = {inner for node in nodes if at_once and isinstance(node, FUNCTIONS) for inner in ast.walk(node)}
+    for node in nodes:
+        if node in later:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -63,12 +77,12 @@ def names_in(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _files_of(name: str) -> set[str]:
-    """Return the files of common or datasets that Python runs to import `name`: the module and its packages; else empty."""
+def files_of(name: str) -> list[str]:
+    """Return the files of common or datasets that Python runs to import `name`, in order: its packages and the module."""
     words = name.split(".")
     paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
     places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
-    return {place for place in places if (ROOT / place).is_file()}
+    return [place for place in places if (ROOT / place).is_file()]
 
 
 def require_bundled_imports(job: Path) -> None:

@@ -1,0 +1,81 @@
+"""What of a job's modules an option alone needs: a bundle has it if it is asked for, or if the job is no job without it.
+
+In the place of a module that is left out is one that ends the job, with the command that makes a bundle with it.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UserError, one_line
+from launch.bundle import imports
+
+
+class Feature(NamedTuple):
+    modules: tuple[str, ...]  # by which other modules come to it
+    asked_for_by: str  # a pattern of options with their values
+
+
+FEATURES = {
+    "buckets": Feature(
+        ("common.storage.bucket", "common.storage.download", "common.storage.upload", "common.checkpoints.run_bucket"),
+        "(s3|obs|oss)://",
+    ),
+    "dali": Feature(("datasets.dali",), "dali"),
+    "doctor": Feature(("common.doctor",), "--doctor"),
+    "dpex": Feature(("datasets.dpex",), "dpex"),
+    "elastic": Feature(("common.elastic",), "--min.nodes"),
+    "find_max_batch": Feature(("common.largest_batch",), "--find.max.batch"),
+    "kspeed": Feature(("datasets.kspeed",), "kspeed"),
+    "profile": Feature(("common.run.observers.trace", "common.run.timing"), "--profile"),
+    "track": Feature(("common.run.observers.tracker",), "--track"),
+}
+
+STUB = '''"""Left out of this bundle: it is for one option alone."""
+
+from common.errors import UserError
+
+raise UserError({text!r})
+'''
+
+
+def asked_for(names: Iterable[str], options: Sequence[str]) -> set[str]:
+    """Return the features with these names, of which "all" is every one, and those that the job's `options` need."""
+    given = set(FEATURES) if "all" in names else set(names)
+    if unknown := sorted(given - set(FEATURES)):
+        raise UserError(f"--with {one_line(unknown[0])}: there is no such part; give all, or some of {','.join(FEATURES)}")
+    return given | {name for name, feature in FEATURES.items() if re.search(feature.asked_for_by, " ".join(options))}
+
+
+def left_out(job: Path, wanted: Collection[str]) -> dict[str, str]:
+    """Return {file: feature} of the modules of features that are neither wanted nor needed by the job."""
+    names = set(FEATURES) - set(wanted)
+    while needed := _needed(job, _entries(names)):
+        names -= needed
+    entries = _entries(names)
+    return {file: entries[file] for file in imports.modules_of(job) if file in entries}
+
+
+def stubs(job: Path, wanted: Collection[str]) -> dict[str, str]:
+    """Return {file: source} of what stands in for the modules that are left out."""
+    return {file: STUB.format(text=_refusal(job, name, wanted)) for file, name in left_out(job, wanted).items()}
+
+
+def _entries(names: Iterable[str]) -> dict[str, str]:
+    """Return {file of a module: its feature} for the features with these names."""
+    files = {name: [imports.files_of(module)[-1:] for module in FEATURES[name].modules] for name in names}
+    return {file: name for name, found in files.items() for last in found for file in last}
+
+
+def _needed(job: Path, entries: Mapping[str, str]) -> set[str]:
+    """Return those features of `entries` that the job itself imports anywhere, or another module as soon as it is imported."""
+    imported = set(imports.names_in(job))
+    for file in imports.modules_of(job, without=entries):
+        imported.update(imports.names_in(imports.ROOT / file, at_once=True))
+    return {entries[file] for name in imported for file in imports.files_of(name) if file in entries}
+
+
+def _refusal(job: Path, name: str, wanted: Collection[str]) -> str:
+    names = ",".join(sorted({*wanted, name}))
+    return f"{name} is not in this bundle: make another with python -m launch bundle {one_line(job)} --with {names}"
