@@ -127,13 +127,14 @@ def test_what_an_option_alone_needs_is_left_out(name, most_lines, most_kilobytes
 
 PHOTOS = ["--custom_data", "false", "--data_url", "photos", "--batch_size", "8"]
 NEEDS = [
-    ("train_ddp", "elastic", ["--min_nodes", "1", "--nproc_per_node", "1"]),
+    ("train_ddp_exact", "elastic", ["--min_nodes", "1", "--nproc_per_node", "1"]),
     ("train_ddp", "doctor", ["--doctor", "true"]),
     ("train", "find_max_batch", ["--find_max_batch=true"]),
     ("train", "track", ["--track", "wandb"]),
     ("train", "profile", ["--profile", "true"]),
     ("train", "buckets", ["--custom_data", "false", "--data_url", "s3://bucket/cifar10"]),
     ("train", "buckets", ["--output_dir", "obs://bucket/run"]),
+    ("train_imagenet", "profile", ["--prof", "3"]),
     ("train_imagenet", "kspeed", ["--data_backend", "kspeed", "--kspeed_iplist", "127.0.0.1", *PHOTOS]),
     ("train_imagenet", "dpex", ["--data_backend", "dpex"]),
     ("train_imagenet", "dali", ["--data-backend", "dali-cpu", *PHOTOS]),
@@ -147,7 +148,7 @@ def test_a_job_that_is_asked_for_what_its_bundle_lacks_says_how_to_bundle_it(nam
     path = write(empty, f"{name}.py", wanted=["track"] if feature == "doctor" else ())
     done = run_forked([path, *TINY, *SMALLER.get(name, []), *options], empty, check=2)
     also = "doctor,track" if feature == "doctor" else feature
-    command = f"python -m launch bundle {ROOT}/jobs/{name}.py --with {also}"
+    command = f"python -m launch bundle jobs/{name}.py --with {also}"
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert said == [f"error: {feature} is not in this bundle: make another with {command}"], done.stderr
     assert "Traceback" not in done.stderr and not re.search("epoch 0", done.stdout)
@@ -178,7 +179,7 @@ def test_a_feature_that_is_asked_for_is_in_the_file_and_in_the_folder(empty, cap
     assert (empty / "code/common/doctor/checks.py").exists() and not (empty / "code/common/track").exists()
     capsys.readouterr()
     assert bundle.main([job, "--with", "doctors"]) == 2
-    assert "--with doctors: there is no such part; give all, or some of buckets,dali,doctor" in capsys.readouterr().err
+    assert "--with doctors: there is no such feature; give all, or some of buckets,dali,doctor" in capsys.readouterr().err
 
 
 def test_what_a_job_is_about_is_in_its_bundle():
@@ -189,6 +190,27 @@ def test_what_a_job_is_about_is_in_its_bundle():
     ):
         job = ROOT / "jobs" / f"{name}.py"
         assert module in bundle.modules_of(job, bundle.features.stubs(job, ()))
+
+
+def test_a_job_that_publishes_by_itself_has_the_buckets(tmp_path, monkeypatch):
+    (tmp_path / "my job.py").write_text((ROOT / "jobs" / "train.py").read_text() + "\nfrom common import storage\n")
+    stubs = bundle.features.stubs(tmp_path / "my job.py", ())
+    assert stubs and not [file for file in stubs if file.startswith("common/storage")]
+    assert "python -m launch bundle 'my job.py' --with doctor" in stubs["common/doctor/__init__.py"]
+    monkeypatch.chdir(tmp_path)
+    assert bundle.bundle("my job.py", ()) == bundle.bundle(tmp_path / "my job.py", ())
+
+
+def test_what_a_feature_needs_is_asked_for(empty):
+    job, out = str(ROOT / "jobs" / "train_imagenet.py"), ["-o", str(empty / "job.py")]
+    for words, packages in (
+        (["--with", "dali", "--with", "dpex,doctor"], ["nvidia-dali-cuda120", "ray"]),
+        (["--", "--data_url", "obs://bucket/photos"], ["boto3"]),
+        (["--with", "all"], []),
+    ):
+        assert bundle.main([job, *out, *words]) == 0
+        lines = [line for line in (empty / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+        assert [re.split("[>=;]", line)[0] for line in lines] == packages
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -2,11 +2,11 @@
 
     python -m launch bundle jobs/train_ddp.py                          dist/train_ddp.py, for consoles that take a script
     python -m launch bundle jobs/train_ddp.py --folder dist/train_ddp  for consoles that take a folder and a boot file
-    python -m launch bundle jobs/train_ddp.py -- --min_nodes 2         with what this option needs; or --with elastic
+    python -m launch bundle jobs/train_ddp.py -- --doctor true         with what this option needs; or --with doctor
 
 The one file begins with the job. Every module that the job imports follows unchanged, below a line with its name, but for those
-that are for one option alone: with such an option, the job ends at once with a line that says how to bundle it. The same
-sources give the same bytes.
+that are for one option alone: with such an option, the job ends before its first step with a line that says how to bundle it.
+The same sources give the same bytes.
 """
 
 import argparse
@@ -62,14 +62,14 @@ def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -
     """
     job = Path(job)
     text = _read_and_check_job(job)
-    places = modules_of(job)
+    stubs = features.stubs(job, wanted)
+    places = modules_of(job, without=stubs)
     if not places and "torch" in imports.packages_in(job):
         return f"{text}\n\n# {MADE_BY} of anyrank {VERSION}: {job.name} needs no other file.\n"
     if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
         raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
-    stubs = features.stubs(job, wanted)
-    files = sorted([*modules_of(job, without=stubs), *stubs])
-    sources = {file: stubs.get(file) or (imports.ROOT / file).read_text(encoding="utf-8") for file in [*files, LOADER]}
+    files = [*sorted([*places, *stubs]), LOADER]
+    sources = {file: stubs.get(file) or (imports.ROOT / file).read_text(encoding="utf-8") for file in files}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
         FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
@@ -104,7 +104,7 @@ def write_folder(
     for place, path in list(places.items()):
         beside = imports.files_beside(path)
         places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
-    packages = requirements.text(job.resolve())
+    packages = requirements.text(job.resolve(), features.packages(wanted))
     written = {**stubs, **dict.fromkeys(requirements.NAMES, packages)}
     size = sum(path.stat().st_size for path in places.values()) + sum(len(text) for text in written.values())
     folders = {str(parent) for place in (*places, *written) for parent in Path(place).parents} - {"."}
@@ -135,7 +135,8 @@ def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
     if options.engine:
         engines.read(options.engine)
     job = Path(options.job).absolute()
-    wanted = features.asked_for(options.parts, job_options)
+    names = [name for text in options.features for name in text.split(",")]
+    wanted = features.asked_for(names, job_options)
     if options.folder:
         count, size = write_folder(options.job, options.folder, options.overwrite, wanted)
         untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
@@ -148,7 +149,7 @@ def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    packages = requirements.text(job)
+    packages = requirements.text(job, features.packages(wanted))
     beside = [name for name in requirements.NAMES if _write_unless_foreign(out.parent / name, packages)]
     untried = try_out(out, requirements.needed(job))
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
@@ -190,10 +191,6 @@ def _write_unless_foreign(path: Path, text: str) -> bool:
     return path.read_text(errors="replace") == text
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def main(argv: list[str]) -> int:
     words, job_options = split_words(argv)
     parser = new_parser("bundle", __doc__)
@@ -204,7 +201,7 @@ def main(argv: list[str]) -> int:
         "--engine", metavar="NAME", help="the platform's engine that will run it: one that is too old is refused"
     )
     about = f"also what is for one option alone: all, or some of {', '.join(features.FEATURES)}"
-    parser.add_argument("--with", dest="parts", metavar="NAME[,NAME...]", type=_names, default=[], help=about)
+    parser.add_argument("--with", dest="features", metavar="NAME[,NAME...]", action="append", default=[], help=about)
     about = "true: replace a folder that launch bundle has written (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
     options = parser.parse_args(words)

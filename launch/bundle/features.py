@@ -4,6 +4,7 @@ In the place of a module that is left out is one that ends the job, with the com
 """
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,20 +16,24 @@ from launch.bundle import imports
 class Feature(NamedTuple):
     modules: tuple[str, ...]  # by which other modules come to it
     asked_for_by: str  # a pattern of options with their values
+    package: str = ""  # that it cannot do without, by the name of its import
+    used_by_jobs_as: str = ""  # a package of ours: a job that imports it by itself has the feature
 
 
 FEATURES = {
     "buckets": Feature(
         ("common.storage.bucket", "common.storage.download", "common.storage.upload", "common.checkpoints.run_bucket"),
         "(s3|obs|oss)://",
+        package="boto3",
+        used_by_jobs_as="common.storage",
     ),
-    "dali": Feature(("datasets.dali",), "dali"),
+    "dali": Feature(("datasets.dali",), "dali", package="nvidia"),
     "doctor": Feature(("common.doctor",), "--doctor"),
-    "dpex": Feature(("datasets.dpex",), "dpex"),
+    "dpex": Feature(("datasets.dpex",), "dpex", package="ray"),
     "elastic": Feature(("common.elastic",), "--min.nodes"),
     "find_max_batch": Feature(("common.largest_batch",), "--find.max.batch"),
-    "kspeed": Feature(("datasets.kspeed",), "kspeed"),
-    "profile": Feature(("common.run.observers.trace", "common.run.timing"), "--profile"),
+    "kspeed": Feature(("datasets.kspeed",), "kspeed", package="pymemcache"),
+    "profile": Feature(("common.run.observers.trace", "common.run.timing"), "--prof"),  # and NVIDIA's --prof
     "track": Feature(("common.run.observers.tracker",), "--track"),
 }
 
@@ -40,12 +45,17 @@ raise UserError({text!r})
 '''
 
 
-def asked_for(names: Iterable[str], options: Sequence[str]) -> set[str]:
+def asked_for(names: Collection[str], options: Sequence[str]) -> set[str]:
     """Return the features with these names, of which "all" is every one, and those that the job's `options` need."""
-    given = set(FEATURES) if "all" in names else set(names)
-    if unknown := sorted(given - set(FEATURES)):
-        raise UserError(f"--with {one_line(unknown[0])}: there is no such part; give all, or some of {','.join(FEATURES)}")
-    return given | {name for name, feature in FEATURES.items() if re.search(feature.asked_for_by, " ".join(options))}
+    wanted = set(FEATURES) if "all" in names else set(names)
+    if unknown := sorted(wanted - set(FEATURES)):
+        raise UserError(f"--with {one_line(unknown[0])}: there is no such feature; give all, or some of {','.join(FEATURES)}")
+    return wanted | {name for name, feature in FEATURES.items() if re.search(feature.asked_for_by, " ".join(options))}
+
+
+def packages(wanted: Collection[str]) -> set[str]:
+    """Return the packages that these features cannot do without; none for all of them, as no job uses all."""
+    return set() if set(wanted) == set(FEATURES) else {FEATURES[name].package for name in wanted} - {""}
 
 
 def left_out(job: Path, wanted: Collection[str]) -> dict[str, str]:
@@ -64,18 +74,33 @@ def stubs(job: Path, wanted: Collection[str]) -> dict[str, str]:
 
 def _entries(names: Iterable[str]) -> dict[str, str]:
     """Return {file of a module: its feature} for the features with these names."""
-    files = {name: [imports.files_of(module)[-1:] for module in FEATURES[name].modules] for name in names}
-    return {file: name for name, found in files.items() for last in found for file in last}
+    entries = {}
+    for name in names:
+        for module in FEATURES[name].modules:
+            files = imports.files_of(module)  # its packages, and the module itself as the last; none if it is not there
+            entries.update(dict.fromkeys(files[-1:], name))
+    return entries
 
 
 def _needed(job: Path, entries: Mapping[str, str]) -> set[str]:
     """Return those features of `entries` that the job itself imports anywhere, or another module as soon as it is imported."""
-    imported = set(imports.names_in(job))
+    by_the_job = set(imports.names_in(job))
+    imported = set(by_the_job)
     for file in imports.modules_of(job, without=entries):
         imported.update(imports.names_in(imports.ROOT / file, at_once=True))
-    return {entries[file] for name in imported for file in imports.files_of(name) if file in entries}
+    needed = {entries[file] for name in imported for file in imports.files_of(name) if file in entries}
+    used = {
+        name for name in entries.values() if (package := FEATURES[name].used_by_jobs_as) and _any_is_in(package, by_the_job)
+    }
+    return needed | used
+
+
+def _any_is_in(package: str, names: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for name in names)
 
 
 def _refusal(job: Path, name: str, wanted: Collection[str]) -> str:
     names = ",".join(sorted({*wanted, name}))
-    return f"{name} is not in this bundle: make another with python -m launch bundle {one_line(job)} --with {names}"
+    path = job.resolve()
+    place = path.relative_to(imports.ROOT) if imports.ROOT in path.parents else path.name
+    return f"{name} is not in this bundle: make another with python -m launch bundle {shlex.quote(str(place))} --with {names}"

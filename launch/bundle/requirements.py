@@ -7,6 +7,7 @@ that would bring another numpy. A job lists what it cannot train without; the re
 import importlib.metadata
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Union
 
@@ -35,11 +36,11 @@ MADE = re.compile("# Of .*: what it cannot train without, ")  # the beginning of
 UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
-def text(job: Union[str, Path], at_addresses: bool = False) -> str:
-    """Return the requirements.txt of a job; a relative path is below ROOT. `at_addresses`: boto3 too, for buckets."""
-    lines = [wanted(package_of(name)) for name in sorted(needed(imports.ROOT / job))]
+def text(job: Union[str, Path], also: Collection[str] = ()) -> str:
+    """Return the requirements.txt of a job; a relative path is below ROOT. `also`: packages that its options need."""
+    lines = [wanted(package_of(name)) for name in sorted({*needed(imports.ROOT / job), *also})]
     if (boto3 := wanted(OF_ADDRESSES)) not in lines:
-        lines.append(boto3 if at_addresses else UNUSED + boto3)
+        lines.append(UNUSED + boto3)
     return TEXT.format(job=os.path.basename(job)) + "".join(f"{line}\n" for line in lines)
 
 
