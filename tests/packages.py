@@ -95,6 +95,11 @@ def python_program(name, requirement):
     return installed(folder, folder / "bin" / name, new, see_ours, pip)
 
 
+def packages_of(program):
+    (folder,) = (program.parent.parent / "lib").glob("python*/site-packages")
+    return str(folder)
+
+
 def python_package(requirement):
     """The folder to import it from; what it needs we have."""
     folder = TOOLS / requirement

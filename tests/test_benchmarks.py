@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+import torch
+
 from common.storage import download, etag
 from tests.benchmarks import __main__ as bench
-from tests.benchmarks import storage
+from tests.benchmarks import libraries, storage
 from tests.benchmarks.__main__ import RESULTS, fallen, recorded
 
 TABLE = """
@@ -56,3 +59,28 @@ def test_a_fetch_that_is_not_verified_takes_every_byte_for_right(monkeypatch):
     hasher = etag.Hasher("0" * 32, 5, 5)
     hasher.update(b"other")
     assert fetched == [True] and hasher.matches() is False
+
+
+def test_a_loop_of_another_library_is_measured_between_two_steps_as_ours_is():
+    found = []
+    training = libraries.Training(
+        torch.nn.Linear(2, 3),
+        torch.nn.CrossEntropyLoss(),
+        [(torch.ones(5, 2), torch.zeros(5).long())],
+        torch.device("cpu"),
+        "float32",
+        libraries.Steps(2, 5, 5, lambda: None, _ends_with(found)),
+    )
+    with pytest.raises(StopAsyncIteration):
+        libraries.plain(training)
+    assert len(found[0]["images/s"]) == 3 and min(found[0]["images/s"]) > 0
+    assert found[0]["seconds to"]["the second step"] >= found[0]["seconds to"]["the first step"] > 0
+    assert found[0]["CPU seconds to the first step"] > 0
+
+
+def _ends_with(found):
+    def end(figures):
+        found.append(figures)
+        raise StopAsyncIteration
+
+    return end

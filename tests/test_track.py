@@ -20,7 +20,7 @@ from launch import track
 from tests import observed
 from tests.jobs import PATIENCE, ROOT, TINY, assert_same_bits, command, environment, final_state, run_job, saved, wait_for
 from tests.objectstore import free_port
-from tests.packages import python_program
+from tests.packages import packages_of, python_program
 from tests.runs import ended, made_up
 from tests.test_elastic import Nodes
 
@@ -311,11 +311,6 @@ class Server:
     def history(self, run, name):
         got = self.ask(f"metrics/get-history?run_id={run['info']['run_id']}&metric_key={urllib.request.quote(name, '')}")
         return [(int(row["step"]), row["value"]) for row in got.get("metrics", [])]
-
-
-def packages_of(program):
-    (folder,) = (program.parent.parent / "lib").glob("python*/site-packages")
-    return str(folder)
 
 
 LONG = [*TINY, "--epochs", "6"]

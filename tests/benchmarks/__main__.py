@@ -22,7 +22,7 @@ from tests.jobs import ROOT, environment
 # In the order of the table; what each needs of the data.
 BENCHMARKS = {
     "base": "cifar, if given", "images": "imagenet", "validation": "imagenet", "pairs": "", "ray": "", "storage": "", "memcached": "",
-    "publishing": "", "arriving": "", "ddp": "", "speedrun": "cifar", "growth": "",
+    "publishing": "", "arriving": "", "ddp": "", "libraries": "", "speedrun": "cifar", "growth": "",
 }  # fmt: skip
 WORDS = {"validation": ["images", "--validation"]}  # of the others, their name
 RESULTS = Path(__file__).with_name("RESULTS.md")

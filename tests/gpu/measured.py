@@ -1,10 +1,12 @@
 """A job measured from inside: python -m tests.gpu.measured FIRST LAST jobs/JOB.py OPTIONS, ended after step LAST.
 
 Its last line is JSON: images a second in three windows between the two steps, the longest step of them in milliseconds, the peak
-of the GPU's memory, and the seconds from the start of the process to the end of the first step. No epoch may end in a window: its
-evaluation and its checkpoint would be measured, too. CIFAR-10 is therefore as many images as one epoch of LAST steps needs.
+of the GPU's memory, what torch has reserved of it at both ends, and the seconds from the start of the process to the ends of the first two
+steps and to what lies before them. No epoch may end in a window: its evaluation and its checkpoint would be measured, too. CIFAR-10 is therefore as
+many images as one epoch of LAST steps needs.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ import time
 from pathlib import Path
 
 WINDOWS = 3
+NAMES = {1: "first", 2: "second"}
 
 
 def process_age():
@@ -36,6 +39,22 @@ def repeated(load, samples):
     return load_more
 
 
+class OneBatch:
+    """A loader whose first batch comes over and over."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def __len__(self):
+        return len(self._loader)
+
+    def __iter__(self):
+        return itertools.repeat(next(iter(self._loader)))
+
+
 def end(found):
     """Nothing of this run is kept. Loader workers would hold the pipe until they notice."""
     print(json.dumps(found), flush=True)
@@ -47,24 +66,41 @@ def end(found):
 def main(first, last, script, *options):
     sys.argv = [script, *options]
     sys.path.insert(0, os.getcwd())
+    start = {"python": process_age()}
     import torch
+
+    start["torch"] = process_age()
 
     from common import devices
     from common.alive import heartbeat
     from common.run import Run
     from datasets import cifar10
 
-    step, end_epoch, ends, found = Run.step, Run.end_epoch, [], {}
+    start["our modules"] = process_age()
+    steps, step, end_epoch, ends, found = Run.steps, Run.step, Run.end_epoch, [], {}
     marks = [first + (last - first) * number // WINDOWS for number in range(WINDOWS + 1)]
 
+    def announced(self, loader):
+        start.setdefault("before the first batch", process_age())
+        for batch in steps(self, loader):
+            start.setdefault("the first batch", process_age())
+            yield batch
+
     def measured(self, loss):
-        step(self, loss)
         number = len(ends) + 1
-        if number in (1, *marks):
+        if number in (1, 2):
+            devices.synchronize(self.device)
+            start[f"the {NAMES[number]} step"] = process_age()
+        if number == 1:
+            found["CPU seconds to the first step"] = round(time.process_time(), 2)
+        if number == 2:
+            found["seconds to"] = {name: round(seconds, 2) for name, seconds in start.items()}
+        step(self, loss)
+        if number in marks:
             devices.synchronize(self.device)
         ends.append(time.perf_counter())
-        if number == 1:
-            found["seconds to the first step"] = round(process_age(), 1)
+        if number in (first, last) and devices.has_queues(self.device):
+            found.setdefault("reserved MiB", []).append(round(torch.cuda.memory_reserved(self.device) / 2**20))
         if number == last:
             pairs = zip(marks, marks[1:])
             found["images/s"] = [round((b - a) * self.global_batch / (ends[b - 1] - ends[a - 1]), 1) for a, b in pairs]
@@ -80,7 +116,10 @@ def main(first, last, script, *options):
             sys.exit(f"an epoch ended after step {len(ends)}, which lies in the measured window from {first} to {last}")
         end_epoch(self, *scores, **metrics)
 
-    Run.step, Run.end_epoch = measured, outside
+    Run.steps, Run.step, Run.end_epoch = announced, measured, outside
+    if "GPU_ONE_BATCH" in os.environ:
+        loader = cifar10.loader
+        cifar10.loader = lambda *args, **kwargs: OneBatch(loader(*args, **kwargs))
     if "--batch_size" in options and "--max_samples" not in options:
         cifar10.load = repeated(cifar10.load, (last + 1) * int(options[options.index("--batch_size") + 1]))
     runpy.run_path(script, run_name="__main__")

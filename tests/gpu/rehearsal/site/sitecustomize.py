@@ -66,7 +66,7 @@ def capture_without_triton(module):
     """--compile: the graphs as on a GPU, of kernels that are not fused, for which Triton would be needed."""
     compile_in_place = module.Module.compile
 
-    def compile(self, mode, dynamic=None):
+    def compile(self, mode=None, dynamic=None):
         import torch._dynamo
 
         # The statistics of norms are written inside the graphs, as Inductor does it.
