@@ -1,6 +1,7 @@
 """What is for GPUs, on a stand-in for the CUDA runtime: that it runs, on which device, and what it asks of the GPU in a step."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import pytest
 
 from common.largest_batch import with_margin
+from tests.benchmarks import libraries
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs
 from tests.gpu.table import ROWS
 from tests.jobs import PATIENCE, ROOT, command, environment, saved, wait_for
 from tests.objectstore import free_port
+from tests.packages import packages_of, python_package, python_program
 
 pytestmark = pytest.mark.rehearsal  # minutes
 
@@ -153,6 +156,11 @@ print(json.dumps(found))
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_of_make_gpu_comes_to_its_end(tmp_path, row):
     """Numbers mean nothing here, so they are not judged; how the programs behave is."""
+    more = {"out of memory": {"REHEARSAL_MIB": "2048"}}
+    if row == "other libraries":
+        folders = [packages_of(python_program("python", requirement)) for requirement in libraries.NEEDS.values()]
+        path = [rehearsal.environment()["PYTHONPATH"], *folders, python_package("timm==1.0.31")]
+        more[row] = {"PYTHONPATH": os.pathsep.join(map(str, path))}
     words = [
         sys.executable,
         "-m",
@@ -168,7 +176,7 @@ def test_every_row_of_make_gpu_comes_to_its_end(tmp_path, row):
         "--only",
         row,
     ]
-    printed = rehearse(ROOT, *words, seconds=2400, OMP_NUM_THREADS="2")
+    printed = rehearse(ROOT, *words, seconds=2400, OMP_NUM_THREADS="2", **more.get(row, {}))
     (found,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert found["verdict"] in ("passed", "not judged"), printed
 

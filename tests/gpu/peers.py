@@ -11,6 +11,7 @@ import time
 import torch
 
 from common.models import resnet18
+from tests.benchmarks import libraries
 
 GPU = torch.device("cuda")
 WARM_UP = 20
@@ -81,7 +82,7 @@ def captured_cifar(batch=128, half=False):
     return rate(graph.replay, batch)
 
 
-def reference(batches, classes=1000, dtype="float16"):
+def reference(batches, classes=1000, dtype="float16", compiled=False):
     """torchvision's reference loop in half precision, with a scaler for float16, on these (images, labels)."""
     import torchvision
 
@@ -89,6 +90,8 @@ def reference(batches, classes=1000, dtype="float16"):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     loss_fn, scaler = torch.nn.CrossEntropyLoss(label_smoothing=0.1), torch.amp.GradScaler("cuda", enabled=dtype == "float16")
     torch.backends.cudnn.benchmark = True
+    if compiled:
+        model.compile()
     seen = 0
 
     def step():
@@ -105,6 +108,32 @@ def reference(batches, classes=1000, dtype="float16"):
 
     step()
     return rate(step, seen)
+
+
+def in_library(name: str, batch: int, dtype: str = "bfloat16", compiled: bool = False) -> None:
+    """Train ResNet-50 on noise in the loop of another library, show images a second in three windows, and end."""
+    import torchvision
+
+    torch.backends.cudnn.benchmark = True
+    if name == "timm":
+        import timm
+
+        network = timm.create_model("resnet50")
+    else:
+        network = torchvision.models.resnet50()
+    network = libraries.ChannelsLast(network).to(GPU)
+    if compiled:
+        network.compile()
+    measure = libraries.Steps(WARM_UP, 80, batch, torch.cuda.synchronize, lambda figures: show(figures["images/s"]))
+    training = libraries.Training(
+        network=network,
+        loss_fn=torch.nn.CrossEntropyLoss(label_smoothing=0.1),
+        batches=noise(batch),
+        device=GPU,
+        precision=dtype,
+        after_step=measure,
+    )
+    libraries.LOOPS[name](training)
 
 
 def noise(batch, size=224):

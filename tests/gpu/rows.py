@@ -42,13 +42,14 @@ class Row:
         """Run jobs/NAME.py, its output in folder/NAME; returns what it printed."""
         return self.run(*command(name, *options, "--output_dir", self.folder / name), **how)
 
-    def run(self, *words: object, expect: int = 0) -> str:
+    def run(self, *words: object, expect: int = 0, environment: Optional[dict[str, str]] = None) -> str:
         """What a command printed, which also stands in the row's log; it fails unless its exit code is `expect`.
 
         It ends with the time of its row.
         """
         began, words = time.monotonic(), tuple(map(str, words))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        env.update(environment or {})
         done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with open(self.folder / "log", "a") as log:
             print(f"$ {' '.join(words)}\n{done.stdout}\n[{done.returncode} after {time.monotonic() - began:.1f} s]", file=log)

@@ -1,6 +1,7 @@
 """Whole runs of the jobs on a GPU: that they wait for nothing, survive kills, and hand their checkpoints to a CPU and back."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -90,8 +91,21 @@ def every_job_runs_and_no_step_waits(row):
     row.judge("speedrun", None, number=False)
 
 
-def killed_runs_end_with_the_same_bits(row, kills=10):
-    options = [*SMALL, "--max_samples", 4096, "--epochs", 3, "--save_steps", 5, "--deterministic", "true"]
+def killed_runs_end_with_the_same_bits(row, kills=10, compiled="false"):
+    options = [
+        *SMALL,
+        "--max_samples",
+        4096,
+        "--epochs",
+        3,
+        "--save_steps",
+        5,
+        "--deterministic",
+        "true",
+        "--compile",
+        compiled,
+    ]
+    shutil.rmtree(row.folder / "train", ignore_errors=True)  # of a row that was cut off
     row.job("train", *options)
     undisturbed = row.folder / "undisturbed"
     shutil.rmtree(undisturbed, ignore_errors=True)
@@ -112,6 +126,32 @@ def killed_runs_end_with_the_same_bits(row, kills=10):
     row.judge("kills", judge.at_least(done, 1), number=False)
     ours, theirs = (weights(final_state(row.folder, name)) for name in ("train", "undisturbed"))
     row.judge("weights", judge.same_bits(ours, theirs))
+
+
+def compiled_runs_go_on(row):
+    """The same with --compile true: the next process finds the compiled kernels, or compiles the network again."""
+    killed_runs_end_with_the_same_bits(row, kills=2, compiled="true")
+
+
+OF_AN_IMAGE = 44 * 2**20  # bytes that ResNet-50 takes in half precision
+LEFT = 16 * 2**30  # bytes of the GPU that a job may have here, so that a batch of 1,024 is too large
+
+
+def a_batch_that_does_not_fit(row):
+    """Twice what the memory holds: the flagship goes on in smaller portions, and says with --compile true which option helps."""
+    free, _ = torch.cuda.mem_get_info()
+    left = min(free, LEFT)
+    occupied = torch.empty(free - left, dtype=torch.uint8, device="cuda")
+    batch = 2 ** math.ceil(math.log2(2 * left / OF_AN_IMAGE))
+    words = command("train_imagenet", "--data_backend", "synthetic", "--batch_size", batch, "--prof", 5)
+    printed = row.run(*words)
+    smaller = "and the same total batch"
+    row.judge("eager", judge.says(printed, "out of memory", smaller, "Training speed was"), number=False)
+    row.figures["eager"] = next((line for line in printed.splitlines() if smaller in line), "it fitted")
+    printed = row.run(*words, "--compile", "true", expect=1)
+    row.judge("compiled", judge.says(printed, "out of memory", "lower --batch_size"), number=False)
+    row.figures["compiled"] = printed.strip().splitlines()[-1]
+    row.figures["free beside them"] = f"{free - occupied.numel():,} bytes, a batch of {batch}"
 
 
 def weights(state):
