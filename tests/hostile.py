@@ -19,10 +19,10 @@ import zipfile
 import torch
 from torch import nn
 
-from common import tensors
 from common.checkpoints import checkpoint
-from common.checkpoints.pretrained import read_weights
 from common.errors import UserError
+from common.weights import tensors
+from common.weights.pretrained import read_weights
 
 CANARY = "canary"  # which a file would make in the current folder, if anything in it were run
 
@@ -78,7 +78,7 @@ RUNS = text(f"touch {CANARY}".encode())
 CALLS = [b"os\nsystem", b"posix\nsystem", b"subprocess\ngetoutput", b"builtins\neval", b"builtins\nexec", b"builtins\ngetattr",
          b"torch\nload", b"torch.jit\nload", b"torch.hub\nload", b"torch.storage\n_load_from_bytes", b"torch._utils\n_rebuild_wrapper_subclass",
          b"torch._tensor\n_rebuild_from_type_v2", b"numpy\nload", b"pickle\nloads", b"collections\nCounter", b"torch.serialization\n_load",
-         b"torch\nUntypedStorage", b"torch._utils\n_rebuild_sparse_tensor", b"importlib\nimport_module", b"common.tensors\nread"]  # fmt: skip
+         b"torch\nUntypedStorage", b"torch._utils\n_rebuild_sparse_tensor", b"importlib\nimport_module", b"common.weights.tensors\nread"]  # fmt: skip
 DEEP = b"N" + b"\x85" * 500_000
 
 HOSTILE = {

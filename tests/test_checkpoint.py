@@ -21,10 +21,10 @@ import torchvision
 
 from common.checkpoints import checkpoint
 from common.checkpoints.manifest import Position, learning_rate
-from common.checkpoints.pretrained import about_weights, fit, load_weights, read_weights
 from common.checkpoints.saver import Saving
-from common.checkpoints.weights import evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError
+from common.weights.files import evaluated_weights, write_weights
+from common.weights.pretrained import about_weights, fit, load_weights, read_weights
 
 
 def state(value=0.0):

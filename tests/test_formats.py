@@ -6,6 +6,7 @@
 0.2.0/run/      jobs/train_exact.py with these options, --batch_size 8 --shares 2 --keep 1; its packs are those of 0.1.0, byte for byte
 0.3.0/run/      the same, with the weights of the first epoch; its packs are those of 0.1.0, too
 0.3.0/bucket/   the same in a bucket, of two starts, the second one on an empty disk
+0.3.0/imports.txt  what its jobs, and the scripts of its pages, import of ours
 """
 
 import json
@@ -20,9 +21,9 @@ import numpy as np
 import pytest
 
 from common.checkpoints import checkpoint
-from common.checkpoints.pretrained import about_weights, load_weights, read_weights
 from common.models import resnet18
 from common.storage.index import Index, Parts
+from common.weights.pretrained import about_weights, load_weights, read_weights
 from common.world.folders import FETCHING
 from datasets.photos import decode, packed, tree
 from datasets.photos import files as photo_files
@@ -47,6 +48,16 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, version):
     job, *options = RUNS[version]
     done = run_job(job, tmp_path, *OPTIONS, *options)
     went_on(OLD.parent / version / "run", tmp_path / "out", done.stdout)
+
+
+def test_a_copy_of_a_job_finds_what_it_imports():
+    lines = (OLD.parent / "0.3.0" / "imports.txt").read_text().splitlines()
+    assert (
+        len(lines) == 41
+        and "from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights" in lines
+    )
+    for line in lines:
+        exec(line, {})
 
 
 @pytest.mark.usefixtures("reachable")

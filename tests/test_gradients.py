@@ -6,7 +6,7 @@ import torch
 from common.checkpoints import checkpoint
 from common.ranks import collectives
 from common.run.gradients import MOST_WAITED, USES_SEEN, Gradients, of_this_rank
-from common.tensors import read
+from common.weights.tensors import read
 
 
 class Loop:

@@ -14,10 +14,10 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from common.checkpoints import checkpoint, parts
-from common.checkpoints.weights import unwrapped
 from common.errors import UserError
 from common.run import Scaler
-from common.tensors import read
+from common.weights.files import unwrapped
+from common.weights.tensors import read
 from tests.jobs import ROOT, assert_same_bits, final_state, in_rehearsal, run_forked
 
 SMALL = ["--custom_data", "true", "--max_samples", "128", "--batch_size", "32", "--width", "4", "--epochs", "3"]  # of 4 steps

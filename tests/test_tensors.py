@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import plain, tensors
+from common.weights import plain, tensors
 from tests.hostile import (
     ALL,
     CANARY,

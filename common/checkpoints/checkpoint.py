@@ -5,13 +5,12 @@
 
 Without a manifest there is no checkpoint. Both files are complete under temporary names before the first is renamed. If the
 same number is saved again, one of the two checkpoints therefore exists at every moment. The digest is verified before parsing,
-and parsing makes only tensors and plain values (common/tensors.py).
+and parsing makes only tensors and plain values (common/weights/tensors.py).
 """
 
 import collections
 import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -24,7 +23,8 @@ import torch
 from common.checkpoints import names
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, contents, give_name, raising_taken_over, remove, temporary, unfinished, write_aside
-from common.plain import Refused, check
+from common.weights.files import encode
+from common.weights.plain import Refused, check
 
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 
@@ -61,12 +61,6 @@ def estimated_size(state: dict) -> int:
     return 2 * size_of(state["model"]) + size_of(state)
 
 
-def encode(state: dict) -> memoryview:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getbuffer()
-
-
 def _encode_manifest(manifest):
     return json.dumps(manifest, indent=1).encode()
 
@@ -82,7 +76,7 @@ def require_plain(state: dict) -> None:
 
 def write(folder: str, state: dict, about: dict) -> None:
     """Write a checkpoint of `state`, with `about` as its manifest; its number is about["samples_seen"]."""
-    about = json.loads(json.dumps(about))  # plain types only, or common/tensors.py would refuse them at the next start
+    about = json.loads(json.dumps(about))  # plain types only, or common/weights/tensors.py would refuse them at the next start
     path, manifest_path = (
         os.path.join(folder, names.of_checkpoint(about["samples_seen"], ending)) for ending in ("pt", "json")
     )
@@ -161,7 +155,7 @@ def _read_manifest(path, content):
 
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
     """Return (state, about) in verified bytes; UserError if they are no checkpoint or hold a manifest other than `manifest`."""
-    from common.tensors import read as read_tensors
+    from common.weights.tensors import read as read_tensors
 
     try:
         state = read_tensors(content, verified=True)

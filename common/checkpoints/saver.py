@@ -16,8 +16,8 @@ from common import files
 from common.checkpoints import checkpoint, names, restore, run_folder
 from common.checkpoints.manifest import Position
 from common.checkpoints.run_folder import RunFolder
-from common.checkpoints.weights import OPTIONS, evaluated_weights, write_weights
 from common.errors import TrainingFailed, UserError, one_line
+from common.weights.files import OPTIONS, evaluated_weights, write_weights
 
 
 class Saving:

@@ -25,11 +25,12 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from common import devices, moments, tensors
+from common import devices, moments
 from common.alive import heartbeat
 from common.elastic import quorum
 from common.errors import UserError, one_line
 from common.ranks.collectives import AtOnce, RanksChanged, Stopped
+from common.weights import tensors
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way

@@ -51,7 +51,7 @@ def from_rank_0(choose: Callable[[], Any], what: str = "checkpoint") -> Any:
         torch.save(answer, content)
         return content.getvalue()
 
-    from common import tensors
+    from common.weights import tensors
 
     content = on_every_rank(what, encoded)  # no collective waits for it, as fetching may take long
     answer = tensors.read(broadcast(content), verified=True)

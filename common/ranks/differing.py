@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from common import tensors
 from common.ranks import collectives
+from common.weights import tensors
 
 
 def of_other_ranks(own: Any) -> list[Any]:

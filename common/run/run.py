@@ -31,7 +31,6 @@ from common.checkpoints import checkpoint, manifest, parts, restore, run_folder
 from common.checkpoints.evidence import Evidence
 from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
-from common.checkpoints.weights import unwrapped
 from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
 from common.errors import STOP_SIGNALS, UserError
 from common.moments import REPLACED
@@ -45,6 +44,7 @@ from common.run.plan import Plan, Results
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 from common.run.unsaved import STEPS_WATCHED, Unsaved
+from common.weights.files import unwrapped
 
 NOT_APPLIED = (
     "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike those of others, "

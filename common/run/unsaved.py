@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from common.checkpoints.parts import SCHEDULES, fingerprint, is_schedule
-from common.checkpoints.weights import unwrapped
 from common.errors import one_line
 from common.run.gradients import weights_of
+from common.weights.files import unwrapped
 
 NOT_THE_SCRIPTS = {"common", "datasets", "torch"}  # packages whose variables are not looked at
 DEEPEST = 10  # references from a saved part to what it saves

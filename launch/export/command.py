@@ -22,10 +22,10 @@ import torch
 
 from common.arguments import number
 from common.checkpoints import checkpoint, names
-from common.checkpoints.pretrained import about_weights, read_weights
-from common.checkpoints.weights import evaluated_weights, write_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
+from common.weights.files import evaluated_weights, write_weights
+from common.weights.pretrained import about_weights, read_weights
 from common.world.folders import is_address
 from datasets import cifar10, imagenet
 from datasets.photos import decode

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from common.tensors import SAFE_TYPES
+from common.weights.tensors import SAFE_TYPES
 
 IN_BOTH = re.compile(r"(resnet|resnext|wide_resnet|densenet)\d")  # torchvision's networks that have the same names in timm
 

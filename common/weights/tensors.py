@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Callable
 import numpy as np
 import torch
 
-from common.plain import TYPES, Refused, check, is_key
+from common.weights.plain import TYPES, Refused, check, is_key
 
 LONGEST_PICKLE = 64 << 20  # bytes
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # at the beginning of a file in the form before torch 1.6
