@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from common import arguments, moments
+from common.address import is_address
 from common.ranks.barrier import on_every_rank
-from common.world.folders import is_address
 from datasets import crops, digests
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 

@@ -8,12 +8,13 @@ from glob import escape, glob
 import numpy as np
 
 from common import storage
+from common.address import INPUT_DIR, is_address
 from common.errors import UserError, one_line, require_folder
 from common.files import sha256
 from common.progress import warn
 from common.storage import https, index
 from common.storage.once import once_per_node
-from common.world.folders import INPUT_DIR, can_be_made, is_address
+from common.world.folders import can_be_made
 from datasets import untrusted
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from common import arguments, devices, moments, progress
+from common.address import is_address
 from common.checkpoints import restore
 from common.errors import UserError, one_line, require_folder
 from common.ranks import collectives
 from common.ranks.barrier import on_every_rank
-from common.world.folders import is_address
 from datasets import crops, recipe
 from datasets.loader import DeviceLoader, Loader, more_workers, torch_batches
 from datasets.photos import decode, splits, tree

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from common import arguments, devices, moments, storage
+from common.address import is_address
 from common.errors import UserError, require_folder
 from common.ranks.barrier import on_every_rank
-from common.world.folders import is_address
 from datasets.dali import PairBatches
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 from datasets.photos import files

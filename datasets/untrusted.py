@@ -23,9 +23,9 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from common.address import is_fetchable_name
 from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import MIB, open_regular
-from common.world.folders import is_fetchable_name
 
 NOTE = ".archive.json"  # file in an unpacked folder that identifies its archive
 BLOCK = tarfile.BLOCKSIZE

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Callable
 
 from common import report
+from common.address import is_bucket
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket, download
 from common.typed import boolean
-from common.world.folders import is_bucket
 from launch.options import new_parser, run_for_exit_code
 
 

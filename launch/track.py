@@ -11,11 +11,11 @@ import tempfile
 import time
 
 from common import storage
+from common.address import is_bucket
 from common.errors import TrainingFailed, UserError, one_line
 from common.track import senders
 from common.track.follow import PICTURES, Follower, has_ended, rows
 from common.typed import boolean
-from common.world.folders import is_bucket
 from launch.options import new_parser, run_for_exit_code
 from launch.report import fetch_files
 

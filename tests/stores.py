@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from common.world.folders import FETCHING
+from common.address import FETCHING
 
 MIB = 1 << 20
 BIG = bytes(range(256)) * (20 * MIB // 256)  # three parts of ours

@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 
 from common import report, storage
+from common.address import local_folder
 from common.alive import heartbeat, patience
 from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.files import MIB
 from common.storage import bucket, listing, once, ranges
-from common.world.folders import local_folder
 from datasets.crc import crc32
 from datasets.photos import arrival, fetcher, packed
 from datasets.photos.fetcher import State

@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 
 from common import progress, storage
+from common.address import FETCHING, local_folder
 from common.alive import patience
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket, download, index, listing, obstore
 from common.storage import etag as etag_module
-from common.world import folders
-from common.world.folders import FETCHING
 from tests.faultproxy import BODY_FAULTS, faults
 from tests.jobs import ROOT, environment
 from tests.stores import BIG, MIB, SMALL, names_in, same
@@ -374,11 +373,11 @@ ADDRESSES = [
 
 
 def test_of_two_addresses_nothing_is_in_one_folder():
-    found = {folders.local_folder(url, "root") for url in ADDRESSES}
+    found = {local_folder(url, "root") for url in ADDRESSES}
     assert len(found) == len(ADDRESSES)
     for folder in found:
         assert os.path.normpath(folder) == folder and folder.startswith("root/") and FETCHING not in folder.split("/")
-    assert folders.local_folder("s3://b/a/", "root") == folders.local_folder("s3://b/a", "root") == "root/s3/b/a"
+    assert local_folder("s3://b/a/", "root") == local_folder("s3://b/a", "root") == "root/s3/b/a"
 
 
 def test_keys_with_any_signs_are_each_fetched(store):

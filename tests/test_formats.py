@@ -20,11 +20,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from common.address import FETCHING
 from common.checkpoints import checkpoint
 from common.models import resnet18
 from common.storage.index import Index, Parts
 from common.weights.pretrained import about_weights, load_weights, read_weights
-from common.world.folders import FETCHING
 from datasets.photos import decode, packed, tree
 from datasets.photos import files as photo_files
 from tests.jobs import ROOT, command, run_forked, run_job

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from common import progress, storage
+from common.address import FETCHING
 from common.alive import patience
 from common.errors import UserError
 from common.storage import https
-from common.world.folders import FETCHING
 from datasets import cifar10, cifar10_files
 from tests.test_data import archive, arguments  # noqa: F401 (fixtures)
 

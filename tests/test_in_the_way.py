@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from common import storage
+from common.address import local_folder
 from common.errors import UserError
 from common.files import read_note
 from common.storage import once
 from common.track import follow
-from common.world.folders import local_folder
 from datasets.photos import arrival, fetcher, packed
 from datasets.photos.fetcher import State
 from tests.jobs import wait_for

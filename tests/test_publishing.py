@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from common import storage
+from common.address import FETCHING
 from common.alive import patience
 from common.alive.stops import STOPS
 from common.checkpoints import checkpoint, publisher, run_bucket, run_folder, saver
 from common.checkpoints.run_bucket import RunBucket
 from common.errors import TrainingFailed, UserError
 from common.storage import bucket, upload
-from common.world.folders import FETCHING
 from tests.faultproxy import faults
 from tests.jobs import PATIENCE, TINY, Popen, assert_same_bits, command, environment, final_state, run, run_forked, wait_for
 from tests.permissions import of_anybody

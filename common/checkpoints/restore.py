@@ -9,10 +9,10 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from common.address import is_bucket
 from common.checkpoints import checkpoint
 from common.errors import UserError, one_line
 from common.ranks.barrier import from_rank_0
-from common.world.folders import is_bucket
 
 CLASSES = "list of classes"  # in an identity
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)

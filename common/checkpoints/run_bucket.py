@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from common import moments, storage
+from common.address import local_folder
 from common.checkpoints import checkpoint, names, run_folder, starts
 from common.checkpoints.publisher import FAILURE_SECONDS, Publisher, Surplus
 from common.errors import TrainingFailed, UserError
 from common.files import TEMPORARY, TakenOver
 from common.storage import bucket, download
-from common.world.folders import local_folder
 
 FOLDERS = (names.FOLDER, starts.FOLDER)
 GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")

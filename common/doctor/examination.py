@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from common import naming
+from common.address import is_bucket
 from common.alive import heartbeat
 from common.doctor import checks, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
@@ -23,7 +24,6 @@ from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.moments import REPLACED
 from common.secrets import mask
 from common.world import folders
-from common.world.folders import is_bucket
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 

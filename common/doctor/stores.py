@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Optional
 
+from common.address import local_folder
 from common.alive.patience import Patience
 from common.doctor.checks import check_clock
 from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, size
@@ -18,7 +19,6 @@ from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
 from common.storage import bucket, https
 from common.storage.listing import SPARE
-from common.world import folders
 
 ANSWER_SECONDS = 5  # that a store or a server may take
 TRIES = 1000  # more than there are nodes, each of which removes its folders once
@@ -122,7 +122,7 @@ def check_bucket(
     yield good(what, f"{where}: {some}{count(len(items), 'object')}, {size(total)}; one was {done}")
     yield check_clock(ahead, "the store")
     if inputs:
-        folder = folders.local_folder(url, inputs)
+        folder = local_folder(url, inputs)
         need = max(0, total - _size_of_files(folder))
         disk = check_disk("disk", folder, need, f"{some}{count(len(items), 'object')} to be fetched")
         yield doubtful(*disk[1:3], "what has no room comes again in every epoch") if passes and disk.severity == BAD else disk

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Optional
 
+from common.address import FETCHING, is_fetchable_name
 from common.errors import naming_what_is_in_the_way
 from common.files import create, refuse_link
 from common.storage.item import Item
-from common.world.folders import FETCHING, is_fetchable_name
 
 INDEX = "index.jsonl"
 

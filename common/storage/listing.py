@@ -3,13 +3,13 @@
 import os
 from typing import Optional
 
+from common.address import is_fetchable_name
 from common.errors import UserError, one_line
 from common.files import MIB
 from common.progress import Tell
 from common.storage import index
 from common.storage.bucket import Bucket
 from common.storage.item import Item
-from common.world.folders import is_fetchable_name
 
 SPARE = 64 << 20  # bytes that stay free on the disk
 

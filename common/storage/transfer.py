@@ -12,9 +12,9 @@ from collections.abc import Collection
 from typing import Optional
 
 from common import files
+from common.address import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 from common.alive.patience import Say
 from common.errors import UserError, of_a_file, one_line
-from common.world.folders import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 
 
 def fetch(

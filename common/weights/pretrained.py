@@ -13,11 +13,11 @@ from typing import Any, Callable, Optional
 import torch
 
 from common import progress
+from common.address import is_bucket, local_folder
 from common.errors import UserError, one_line
 from common.files import MIB, contents, open_regular
 from common.models import classifiers
 from common.weights.files import BESIDE, DIGEST, beside, evaluated_weights, plain_name
-from common.world.folders import is_bucket, local_folder
 
 OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
 # torchvision's files of DenseNet have an old name: "norm.1.weight" for "norm1.weight".

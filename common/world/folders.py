@@ -6,7 +6,6 @@ survive a restart) and the TensorBoard events. If a platform names only the outp
 
 import argparse
 import fnmatch
-import hashlib
 import os
 import re
 import shutil
@@ -14,8 +13,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Optional
 
+from common.address import INPUT_DIR, is_address, local_folder
 from common.errors import UserError, of_a_file, one_line
-from common.secrets import BUCKETS, mask
+from common.secrets import BUCKETS
 
 # The variables that name each place; the first that is not empty wins. A name with * stands for its matches in sorted order.
 DATA = [
@@ -33,11 +33,6 @@ TENSORBOARD = ["AIP_TENSORBOARD_LOG_DIR", "PAI_OUTPUT_TENSORBOARD", "AIHC_TENSOR
 
 # {argument: the prefixes of the addresses that it accepts besides a folder}
 ADDRESSES = {"data_url": (*BUCKETS, "https://", "http://"), "output_dir": BUCKETS}
-
-INPUT_DIR = "input_dir"  # the default name of the folder for fetched data and for the indexes of data sets
-
-# The subfolder of fetched data that holds unfinished files and the records of the fetch. No object can have this name.
-FETCHING = ".fetching"
 
 # Folders of platforms. KEPT: {variable that the platform sets: folders whose files outlive the container}.
 INPUTS = "/home/ma-user/modelarts/inputs"  # on ModelArts, with a subfolder for each input
@@ -180,36 +175,3 @@ def can_be_made(folder: str) -> bool:
     while not os.path.lexists(place):
         place = os.path.dirname(place)
     return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
-
-
-def is_address(text: object) -> bool:
-    """Whether `text` looks like an address, also a mistyped one such as s3:/bucket, which must not be taken for a folder."""
-    return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
-
-
-def is_bucket(text: object) -> bool:
-    return isinstance(text, str) and text.startswith(BUCKETS)
-
-
-def is_fetchable_name(name: object) -> bool:
-    """Whether an object's name can be a path below the folder of fetched data: not long, no part empty, ., .. or .fetching."""
-    words = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
-    return not any(word.lower() in ("", ".", "..", FETCHING) or "\0" in word for word in words)
-
-
-def local_folder(url: str, root: str) -> str:
-    """Return the local folder for `url`, such as ROOT/s3/bucket/prefix, or ROOT/https/host/folder for a file on the web."""
-    scheme, _, rest = mask(url).partition("://")
-    if scheme in ("http", "https"):  # the address of a file, which is stored in the local folder
-        rest = re.split("[?#]", rest)[0]
-        rest = rest.rpartition("/")[0] or rest
-    words = list(map(_as_folder, rest.removesuffix("/").split("/")))
-    if mask(url) != url:  # addresses that differ only in a password or query need different folders
-        words.append("%" + hashlib.sha256(url.encode()).hexdigest()[:16])
-    return os.path.join(root, scheme, *words)
-
-
-def _as_folder(word):
-    """Return a folder name for a part of an address: never empty, ., .. or FETCHING, and different for different parts."""
-    word = word.replace("%", "%25")
-    return f"%{word}" if word.lower() in ("", ".", "..", FETCHING) else word

@@ -7,11 +7,11 @@ import shutil
 from typing import Optional
 
 from common import storage
+from common.address import is_address, local_folder
 from common.errors import UserError, one_line
 from common.progress import Progress
 from common.storage import once
 from common.storage.listing import SPARE
-from common.world.folders import is_address, local_folder
 from datasets import untrusted
 from datasets.photos import files, splits
 

@@ -21,12 +21,12 @@ from typing import Any, Optional
 import numpy as np
 
 from common import moments, progress, storage
+from common.address import is_address, is_bucket, local_folder
 from common.alive import heartbeat, patience
 from common.child import START_SECONDS, start_python
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, contents
 from common.storage import once
-from common.world.folders import is_address, is_bucket, local_folder
 from datasets.photos import fetcher, packed, splits
 from datasets.photos.fetcher import State
 

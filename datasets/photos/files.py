@@ -9,9 +9,9 @@ import os
 from typing import IO, TYPE_CHECKING, Optional
 
 from common import arguments
+from common.address import INPUT_DIR
 from common.errors import UserError, of_a_file, one_line
 from common.files import open_regular
-from common.world.folders import INPUT_DIR
 from datasets.photos import remarks
 
 if TYPE_CHECKING:

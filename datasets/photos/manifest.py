@@ -18,9 +18,9 @@ from typing import Any, Optional
 import numpy as np
 
 from common import storage
+from common.address import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 from common.errors import UserError, of_a_file, one_line
 from common.files import open_regular
-from common.world.folders import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 from datasets.photos import tree
 
 LONGEST_LINE = 1 << 20  # bytes

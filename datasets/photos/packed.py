@@ -23,11 +23,11 @@ from typing import Any, Callable, ClassVar, Optional
 import numpy as np
 
 from common import storage
+from common.address import INPUT_DIR, is_bucket, is_fetchable_name, local_folder
 from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, one_line
 from common.files import read_note, sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
-from common.world.folders import INPUT_DIR, is_bucket, is_fetchable_name, local_folder
 from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
 

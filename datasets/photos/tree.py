@@ -19,11 +19,11 @@ from typing import IO, TYPE_CHECKING, Callable, ClassVar, Union
 
 import numpy as np
 
+from common.address import INPUT_DIR
 from common.errors import UserError, one_line, require_folder
 from common.files import write_atomically
 from common.progress import Progress, say
 from common.storage import once
-from common.world.folders import INPUT_DIR
 from datasets import digests
 from datasets.crc import crc32
 from datasets.photos import files, remarks

@@ -27,13 +27,13 @@ from typing import Optional
 import numpy as np
 
 from common import storage
+from common.address import is_address, local_folder
 from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line, require_folder
 from common.files import MIB, TEMPORARY, read_note, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
-from common.world import folders
 from datasets.photos import files, manifest, packed, splits, tiles, tree
 from launch.options import new_parser, run_for_exit_code
 from launch.pack import index, parquet
@@ -216,7 +216,7 @@ def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
 
 def verify(folder: str, root: Optional[str], workers: int) -> None:
     """Compare shards and samples with their checksums and, if `root` is given, the originals; TrainingFailed if any differs."""
-    if folders.is_address(folder):
+    if is_address(folder):
         raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
     parts = [packed.load(folder, split) for split in splits.SPLITS]
     form = parts[0].form
@@ -290,10 +290,10 @@ def run(options: argparse.Namespace) -> None:
         return verify(options.verify, manifest.load(labels)[0][0].folder if labels else options.root, options.workers)
     if options.form == "tiled":
         tiles.need_jpegtran()
-    url = options.out if folders.is_address(options.out) else None
+    url = options.out if is_address(options.out) else None
     if url:
         bucket.Bucket(url)  # a wrong address is an error before hours of work
-    folder = folders.local_folder(url, "output_dir") if url else options.out
+    folder = local_folder(url, "output_dir") if url else options.out
     paths = parquet.files_of(options.root)
     shards = pack_parquet(paths, folder, options) if paths else pack(options.root, folder, options)
     if url:

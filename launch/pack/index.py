@@ -19,12 +19,12 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from common import storage
+from common.address import is_bucket
 from common.alive.patience import Patience
 from common.errors import UserError, count, one_line, require_folder
 from common.files import open_regular
 from common.progress import Progress, say
 from common.storage import bucket, ranges
-from common.world.folders import is_bucket
 from datasets import untrusted
 from datasets.crc import crc32
 from datasets.photos import files, packed, splits, tree

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
 from common import typed
+from common.address import is_address
 from common.errors import UserError, one_line
-from common.secrets import is_secret, mask
+from common.secrets import BUCKETS, is_secret, mask
 from common.storage.bucket import ADDRESS
-from common.world.folders import BUCKETS, is_address
 from launch import bundle
 from launch.options import missing_job
 

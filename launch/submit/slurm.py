@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+from common.address import is_address
 from common.errors import UserError
-from common.world.folders import is_address
 from launch.submit import request as requests
 from launch.submit.request import Request
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.address import local_folder
 from common.storage import listing
-from common.world.folders import local_folder
 from datasets.photos import fetcher, packed
 from launch.pack import command as pack
 from tests.benchmarks.arriving import fill
