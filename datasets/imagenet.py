@@ -189,7 +189,7 @@ def _counted(found):
 def _find(args):
     """Return ([photographs of each needed split], False), or ([all photographs], True) if there is neither train nor val."""
     if args.data_backend.startswith("packed"):
-        from datasets.photos import arrival
+        from datasets.packs import arrival
 
         return arrival.find(args), False
     labels = photo_files.manifest_of(args.data_url)
@@ -200,7 +200,7 @@ def _find(args):
         return manifest.load(labels, args.input_dir)
     require_folder("--data_url", root, "give the folder that holds one with pictures for each class")
     if not os.path.isdir(os.path.join(root, "train")):
-        from datasets.photos import packed
+        from datasets.packs import packed
 
         if os.path.isfile(packed.index_path(root, "train")):
             raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")

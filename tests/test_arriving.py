@@ -30,8 +30,8 @@ from common.errors import TrainingFailed, UserError
 from common.files import MIB
 from common.storage import bucket, listing, once, ranges
 from datasets.crc import crc32
-from datasets.photos import arrival, fetcher, packed
-from datasets.photos.fetcher import State
+from datasets.packs import arrival, fetcher, packed
+from datasets.packs.fetcher import State
 from launch.pack import command as pack
 from tests.faultproxy import faults
 from tests.jobs import (
@@ -378,7 +378,7 @@ def bytes_there(came, pack):
 
 
 def test_what_the_process_imports(tmp_path):
-    code = "import sys, datasets.photos.fetcher; print([name for name in ('torch', 'boto3', 'obstore', 'PIL') if name in sys.modules])"
+    code = "import sys, datasets.packs.fetcher; print([name for name in ('torch', 'boto3', 'obstore', 'PIL') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout == "[]\n"
 

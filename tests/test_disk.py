@@ -22,7 +22,8 @@ from common.errors import SampleError, TrainingFailed, UserError
 from common.run import side_files
 from common.run.observers import tensorboard
 from datasets.loader import DeviceLoader, torch_batches
-from datasets.photos import decode, packed
+from datasets.packs import packed
+from datasets.photos import decode
 from datasets.photos import files as photo_files
 from datasets.sampler import InOrder
 from jobs import speedrun

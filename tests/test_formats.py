@@ -25,7 +25,8 @@ from common.checkpoints import checkpoint
 from common.models import resnet18
 from common.storage.index import Index, Parts
 from common.weights.pretrained import about_weights, load_weights, read_weights
-from datasets.photos import decode, packed, tree
+from datasets.packs import packed
+from datasets.photos import decode, tree
 from datasets.photos import files as photo_files
 from tests.jobs import ROOT, command, run_forked, run_job
 from tests.stores import store_environment

@@ -37,6 +37,7 @@ FLOORS = [
     ["datasets.loader"],
     ["datasets.augment", "datasets.mixing", "datasets.synthetic"],
     ["datasets.photos", "datasets.cifar10", "datasets.recipe"],
+    ["datasets.packs"],
     ["datasets.kspeed", "datasets.dali", "datasets.dpex"],
     ["datasets.imagenet", "datasets.pairs"],
     ["datasets.facade"],

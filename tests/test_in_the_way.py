@@ -12,8 +12,8 @@ from common.errors import UserError
 from common.files import read_note
 from common.storage import once
 from common.track import follow
-from datasets.photos import arrival, fetcher, packed
-from datasets.photos.fetcher import State
+from datasets.packs import arrival, fetcher, packed
+from datasets.packs.fetcher import State
 from tests.jobs import wait_for
 from tests.test_arriving import at, fetchers, is_whole, packs, publish  # noqa: F401 (fixtures)
 

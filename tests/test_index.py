@@ -15,7 +15,8 @@ import pytest
 
 from common.errors import UserError
 from common.storage.listing import SPARE
-from datasets.photos import arrival, packed, splits, tree
+from datasets.packs import arrival, packed
+from datasets.photos import splits, tree
 from launch.pack import command
 from tests.hostile import mutated
 from tests.jobs import NETWORK, assert_same_bits, final_state, run_job, wait_for

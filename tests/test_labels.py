@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from datasets.photos import packed, splits
+from datasets.packs import packed
+from datasets.photos import splits
 from launch.pack import labels
 from tests.test_index import encoded, parquet, run, tar_of, write_tars  # noqa: F401 (a fixture)
 

@@ -25,7 +25,8 @@ from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
 from datasets.loader import DeviceLoader, SampleLoader, TransferClock, ahead, torch_batches
-from datasets.photos import labelled, packed, tree
+from datasets.packs import packed
+from datasets.photos import labelled, tree
 from datasets.sampler import EpochSampler, InOrder
 from jobs import train_imagenet, train_restore
 from launch.pack import command as pack

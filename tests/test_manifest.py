@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from datasets.photos import manifest, packed, tree
+from datasets.packs import packed
+from datasets.photos import manifest, tree
 from launch.pack import command as pack
 from tests import pictures
 from tests.jobs import NETWORK, PATIENCE, assert_same_bits, final_state, run_job

@@ -11,7 +11,8 @@ from PIL import Image
 from common.checkpoints import restore
 from common.errors import UserError
 from datasets.cifar10 import ImageArrays
-from datasets.photos import packed, pairs, tree
+from datasets.packs import packed
+from datasets.photos import pairs, tree
 from launch.pack import command
 from tests.jobs import NETWORK, run_job
 

@@ -28,8 +28,9 @@ from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.storage import once
 from datasets import imagenet
-from datasets.photos import arrival, packed, splits, tree
-from datasets.photos.fetcher import State
+from datasets.packs import arrival, packed
+from datasets.packs.fetcher import State
+from datasets.photos import splits, tree
 from launch.pack import command as pack
 from tests import pictures
 from tests.faultproxy import faults

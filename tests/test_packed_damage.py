@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from datasets.photos import packed
+from datasets.packs import packed
 from tests.test_packed import SMALL_SHARDS, contents, copied, elsewhere, flip, root, run, settings, whole  # noqa: F401 (some: fixtures)
 
 

@@ -16,7 +16,8 @@ from PIL import Image
 from common.errors import UserError
 from datasets import crops
 from datasets.loader import torch_batches
-from datasets.photos import decode, labelled, packed, tree
+from datasets.packs import packed
+from datasets.photos import decode, labelled, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms

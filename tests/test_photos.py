@@ -19,7 +19,8 @@ from PIL import Image
 from common import arguments
 from common.errors import TrainingFailed, UserError
 from datasets import crops, imagenet, synthetic
-from datasets.photos import decode, files, labelled, packed, tree
+from datasets.packs import packed
+from datasets.photos import decode, files, labelled, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from tests.jobs import ROOT, environment, module_of, run

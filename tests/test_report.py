@@ -16,7 +16,7 @@ from common.run import clock, scores, side_files
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
 from datasets.loader import torch_batches
-from datasets.photos import fetcher
+from datasets.packs import fetcher
 from datasets.sampler import InOrder
 from launch.report import main
 from tests import observed

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from datasets.loader import torch_batches
-from datasets.photos import decode, labelled, packed, tiles, tree
+from datasets.packs import packed
+from datasets.photos import decode, labelled, tiles, tree
 from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from tests.packages import program

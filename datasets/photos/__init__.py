@@ -1,5 +1,3 @@
-"""Photographs in folders, packs and pairs: how they are found, decoded, and put into batches."""
+"""Photographs in folders and pairs: how they are found, decoded, and put into batches. In a few large files: packs."""
 
-__all__ = [
-    "archive", "arrival", "decode", "files", "labelled", "manifest", "packed", "pairs", "remarks", "splits", "tiles", "tree",
-]  # fmt: skip
+__all__ = ["archive", "decode", "files", "labelled", "manifest", "pairs", "remarks", "splits", "tiles", "tree"]

@@ -34,7 +34,8 @@ from common.files import MIB, TEMPORARY, read_note, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
-from datasets.photos import files, manifest, packed, splits, tiles, tree
+from datasets.packs import packed
+from datasets.photos import files, manifest, splits, tiles, tree
 from launch.options import new_parser, run_for_exit_code
 from launch.pack import index, parquet
 from launch.pack.forms import FORMS

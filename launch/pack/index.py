@@ -27,7 +27,8 @@ from common.progress import Progress, say
 from common.storage import bucket, ranges
 from datasets import untrusted
 from datasets.crc import crc32
-from datasets.photos import files, packed, splits, tree
+from datasets.packs import packed
+from datasets.photos import files, splits, tree
 from launch.pack import labels
 from launch.pack.threads import in_threads
 

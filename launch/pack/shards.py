@@ -20,7 +20,8 @@ from common.errors import UserError, one_line
 from common.files import MIB, TEMPORARY, create, read_note, write_atomically
 from common.progress import say
 from datasets.crc import crc32
-from datasets.photos import packed, remarks, tree
+from datasets.packs import packed
+from datasets.photos import remarks, tree
 from launch.pack import forms
 
 BLOCK = tarfile.BLOCKSIZE

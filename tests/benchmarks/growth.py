@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from common.files import write_atomically
-from datasets.photos import files, packed, tree
+from datasets.packs import packed
+from datasets.photos import files, tree
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.jobs import ROOT, command, environment
@@ -41,7 +42,8 @@ LOADERS = 2  # processes
 PROBE = """
 import json, os, sys, time
 import numpy, torch
-from datasets.photos import packed, tree
+from datasets.photos import tree
+from datasets.packs import packed
 from datasets.sampler import EpochSampler
 
 def held():

@@ -33,7 +33,8 @@ from datasets.dali.batches import DaliBatches
 from datasets.kspeed import samples
 from datasets.kspeed.cache import SampleCache
 from datasets.loader import DeviceLoader, torch_batches
-from datasets.photos import decode, packed, tree
+from datasets.packs import packed
+from datasets.photos import decode, tree
 from datasets.sampler import EpochSampler, InOrder
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine

@@ -20,7 +20,7 @@ from PIL import Image
 from torchvision.transforms.functional import resized_crop
 
 from datasets import crops, imagenet
-from datasets.photos import packed
+from datasets.packs import packed
 from launch.pack import command as pack
 from launch.pack.forms import FORMS
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from common.address import local_folder
 from common.storage import listing
-from datasets.photos import fetcher, packed
+from datasets.packs import fetcher, packed
 from launch.pack import command as pack
 from tests.benchmarks.arriving import fill
 from tests.faultproxy import FaultProxy

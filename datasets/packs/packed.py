@@ -55,7 +55,7 @@ class Packed(tree.Tree):
     stored_widths: np.ndarray  # of the pictures in the pack; 0 for one that could not be decoded
     stored_heights: np.ndarray
     number: np.ndarray  # of a sample in the pack
-    arrival: Any  # datasets.photos.arrival.Arrival while the shards come from a bucket, else None
+    arrival: Any  # datasets.packs.arrival.Arrival while the shards come from a bucket, else None
 
     def crc(self, number: int) -> int:
         return int(self.checksum[number])

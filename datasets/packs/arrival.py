@@ -27,8 +27,9 @@ from common.child import START_SECONDS, start_python
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, contents
 from common.storage import once
-from datasets.photos import fetcher, packed, splits
-from datasets.photos.fetcher import State
+from datasets.packs import fetcher, packed
+from datasets.packs.fetcher import State
+from datasets.photos import splits
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.02  # seconds between two looks
 NOTED = 0.02  # seconds after which a wait is one for the store, and no slow loader
