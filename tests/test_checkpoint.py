@@ -20,9 +20,10 @@ import torch
 import torchvision
 
 from common.checkpoints import checkpoint
-from common.checkpoints.manifest import Position, learning_rate
+from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.errors import TrainingFailed, UserError
+from common.run.about import learning_rate
 from common.weights.files import evaluated_weights, write_weights
 from common.weights.pretrained import about_weights, fit, load_weights, read_weights
 

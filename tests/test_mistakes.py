@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from common.alive import heartbeat
-from common.checkpoints import checkpoint, manifest, run_folder
+from common.checkpoints import checkpoint, run_folder
 from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
 from common.errors import UserError
 from common.models import classifiers
+from common.run.about import restart_command
 from common.run.plan import Results
 from tests.jobs import ROOT, TINY, forked, module_of, run_forked, run_job
 from tests.ranks import free_port
@@ -229,7 +230,7 @@ def test_the_next_command_goes_on(tmp_path):
     assert "--max_steps" not in command and "--epochs 2" in command
     words = ["jobs/train.py", "--max_steps=2", "--lr", "1", "--max-steps", "3"]
     args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=1, local_world_size=1))
-    assert manifest.restart_command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
+    assert restart_command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_the_next_command_is_torchruns_where_torchrun_has_started_this_one(monke
     if parent:
         monkeypatch.setenv(heartbeat.PARENT, "1")
     args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=nodes, local_world_size=2))
-    assert manifest.restart_command(args, ["jobs/train_ddp.py"]).startswith(begins)
+    assert restart_command(args, ["jobs/train_ddp.py"]).startswith(begins)
 
 
 def test_the_first_five_of_five_classes_say_nothing():

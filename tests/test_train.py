@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from common import VERSION, arguments
-from common.checkpoints import manifest
 from common.models.resnet import FEW, Across, resnet18
-from common.run import first_lines
+from common.run import about, first_lines
 from common.run.run import Run
 from datasets import cifar10
 from datasets.sampler import EpochSampler
@@ -100,8 +99,8 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
 
 
 def test_the_command_for_the_network_is_one_that_this_torch_can_do(monkeypatch):
-    monkeypatch.setattr(manifest.devices, "TORCH", (2, 5))
-    assert manifest.export_command("out").endswith("out --format onnx")
+    monkeypatch.setattr(about.devices, "TORCH", (2, 5))
+    assert about.export_command("out").endswith("out --format onnx")
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):

@@ -13,11 +13,12 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from common.checkpoints import checkpoint, manifest, restore
+from common.checkpoints import checkpoint, restore
 from common.elastic.members import Members
 from common.errors import TrainingFailed, UserError
 from common.ranks import collectives
 from common.run import Observer
+from common.run.about import facts_of_this_start, manifest_of
 from common.run.peers import Fixed
 
 
@@ -88,7 +89,7 @@ class Elastic(Fixed):
 
     def _to_hand_over(self):
         state = checkpoint.snapshot(self._run.state())
-        return {"state": state, "about": manifest.of_run(self._run), "counted": self._counted}
+        return {"state": state, "about": manifest_of(self._run), "counted": self._counted}
 
     def _take(self, given):
         run, about = self._run, given["about"]
@@ -132,7 +133,7 @@ class Elastic(Fixed):
             run.saving.take_over()
             run.evidence.keep(self.rank, attempt=True, ledger=True)
             if run.plan.resumed_at:
-                run.tell(Observer.began, about=manifest.of_this_start(run, "the state of the other nodes"))
+                run.tell(Observer.began, about=facts_of_this_start(run, "the state of the other nodes"))
         if self._counted:  # the rank that noted it may be lost; a new start in the ledger lets it count once
             epoch, consumed, ids = self._counted
             run.evidence.begin(epoch, consumed)

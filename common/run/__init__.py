@@ -6,4 +6,4 @@ from common.run.observers import Observer
 from common.run.run import Run
 from common.run.scores import Scores
 
-__all__ = ["Observer", "Run", "Scaler", "Scores", "peers", "timing"]
+__all__ = ["Observer", "Run", "Scaler", "Scores", "about", "peers", "timing"]

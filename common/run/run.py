@@ -27,7 +27,7 @@ import torch
 
 from common import devices, files, moments
 from common.alive.stops import STOPS
-from common.checkpoints import checkpoint, manifest, parts, restore, run_folder
+from common.checkpoints import checkpoint, parts, restore, run_folder
 from common.checkpoints.evidence import Evidence
 from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
@@ -35,6 +35,7 @@ from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
 from common.errors import STOP_SIGNALS, UserError
 from common.moments import REPLACED
 from common.run import first_lines
+from common.run.about import facts_of_this_start, learning_rate, manifest_of
 from common.run.clock import Clock
 from common.run.gradients import Gradients
 from common.run.losses import Losses, Scaler
@@ -228,7 +229,7 @@ class Run:
         if not self.trial:
             for line in first_lines.of_run(self, found, self.evidence.attempt):
                 self.say(line)
-            about = manifest.of_this_start(self, found[2] if found else None) if writes else {}
+            about = facts_of_this_start(self, found[2] if found else None) if writes else {}
             self.tell(Observer.began, about=about)
             if self.side_files.shows and self.args.checkpoints:
                 self.unsaved.begin()
@@ -361,7 +362,7 @@ class Run:
         left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
         self.enter("start" if self.position.total_steps == self.plan.resumed_at.total_steps + 1 else "save")
-        rate, overflowed = manifest.learning_rate(self.parts), skipped(self.parts)
+        rate, overflowed = learning_rate(self.parts), skipped(self.parts)
         self.tell(Observer.line, loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
         self.enter("step")
 
@@ -450,7 +451,7 @@ class Run:
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
         self.enter("save")
-        self.saving.save(self.state, manifest.of_run(self), weights_of_epoch)
+        self.saving.save(self.state, manifest_of(self), weights_of_epoch)
         if not STOPS.noted:
             self.unsaved.say_what_is_found("the end of an epoch" if weights_of_epoch else "a save")
         self.saving.require_published()

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from common import packages, progress
-from common.checkpoints import manifest, names, run_folder
+from common.checkpoints import names, run_folder
 from common.errors import UserError, count
+from common.run.about import export_command, restart_command
 from common.run.clock import TRAINING_PHASES, WARM_UP
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
@@ -94,7 +95,7 @@ class Console(Observer):
     def failed(self, _facts: Facts, error: BaseException) -> None:
         self._close_bar()
         if not isinstance(error, UserError):
-            self._say(f"next: {manifest.restart_command(self._args, sys.argv)}")
+            self._say(f"next: {restart_command(self._args, sys.argv)}")
 
     def _close_bar(self):
         if self._bar:
@@ -117,9 +118,9 @@ class Console(Observer):
             self._say(f"done: {facts.results.summary(at, weights)}{more}{last_good}")
         self._say(f"files: {run_folder.describe_files(args)}")
         longer = "with more --epochs the same command trains longer"
-        if self._classifies and (use := manifest.export_command(args.output_dir)):
+        if self._classifies and (use := export_command(args.output_dir)):
             longer += f". A network for any program: {use}"
-        self._say(f"next: {manifest.restart_command(args, sys.argv, without) if goes_on else longer}")
+        self._say(f"next: {restart_command(args, sys.argv, without) if goes_on else longer}")
 
 
 def of_which(skipped: int) -> str:

@@ -1,0 +1,137 @@
+"""What is said about a run: in the manifest of a checkpoint, in the journal of a start, and as commands that go on from here.
+
+These facts are the command, options that are not at their defaults, the machine, and versions.
+"""
+
+import argparse
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from common import VERSION, arguments, cores, devices
+from common.alive import heartbeat
+from common.secrets import HIDDEN, is_secret, mask
+
+LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes
+OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node
+
+
+def versions() -> dict[str, str]:
+    return {"anyrank": VERSION, "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Describe the machine of this process, without its name and address."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.machine()
+    memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"device": devices.describe(device), "cpu": cpu, "cores": cores.count(), "memory_gib": round(memory / 2**30)}
+
+
+def restart_command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
+    """Return the command to start this run again, with secrets hidden, without the platform's options and `without`."""
+    launcher = shlex.split(os.environ.get(LAUNCHER, ""))
+    kept, taken = [], iter(launcher or words)
+    for word in taken:
+        name, equals, _ = word.partition("=")
+        plain = name.lstrip("-").replace("-", "_")
+        if name.startswith("-") and plain in {*OF_THE_PLATFORM, *without}:
+            None if equals else next(taken, None)
+        elif name.startswith("-") and is_secret(plain):
+            kept.append(f"{name}={HIDDEN}")
+            None if equals else next(taken, None)
+        else:
+            kept.append(mask(word))
+    if launcher:
+        return shlex.join(kept)
+    if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():  # our parent process sets it for its workers, too
+        return f"python {shlex.join(kept)}"
+    nodes = f"--nnodes {args.world.num_nodes} " if args.world.num_nodes > 1 else ""
+    return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"
+
+
+def export_command(folder: str) -> Optional[str]:
+    """Return the command that exports an output folder's best network for other programs; None in a bundle without launch/."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "launch").is_dir():
+        return None
+    here = os.getcwd() == str(root)
+    form = "torch" if devices.TORCH >= (2, 6) else "onnx"
+    words = ["python", "-m", "launch", "export", folder if here else os.path.abspath(folder), "--format", form]
+    return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
+
+
+def manifest_of(run: Any) -> dict[str, Any]:
+    """Return the manifest of a checkpoint that is made now, without the digest and size of its file."""
+    return {
+        **vars(run.position),
+        "global_batch": run.sampler.global_batch,
+        "world_size": run.peers.size,
+        "run": run.saving.id,
+        "lr": learning_rate(run.parts),
+        "identity": run.saving.identity,
+        "asked": arguments.plain_values(run.args.given),
+        "arguments": arguments.plain_values(vars(run.args)),
+        "job": run.args.world.job_id,
+        "classes": run.saving.classes,
+        "data_digests": run.saving.data_digests,
+        "versions": versions(),
+    }
+
+
+def learning_rate(parts: dict) -> float:
+    """Return the present learning rate of the first group of parts["optimizer"]; 0.0 if there is none."""
+    return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
+
+
+def code_version() -> dict[str, str]:
+    """Return {"commit": ...} of the job's code, with -dirty if files have changed since; {} if git knows none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "describe", "--always", "--dirty", "--exclude=*"]
+        return {"commit": subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()}
+    return {}
+
+
+def _short(value):
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def facts_of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
+    args, at = run.args, run.position
+    changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
+    shown = {name: HIDDEN if is_secret(name) else mask(_short(vars(args)[name])) for name in changed}
+    return {
+        "run": run.saving.id,
+        "goes_on_from": goes_on_from,
+        "branched": bool(goes_on_from) and args.resume not in ("auto", "never"),  # gone on from the --resume PATH of this start
+        **at.row(at.epoch),
+        "consumed": at.consumed,
+        "epochs": args.epochs,
+        "samples_per_epoch": run.sampler.samples_per_epoch,
+        "best_by": run.results.best_by,
+        "best_is": run.results.best_is,
+        "global_batch": run.global_batch,
+        "ranks": run.peers.size,
+        "synthetic": args.input.synthetic,
+        "job": args.job,
+        "command": restart_command(args, sys.argv),
+        "options": {name: [shown[name], str(_short(default))] for name, default in changed.items()},
+        "data": args.data,
+        "use": export_command(args.output_dir),
+        "machine": machine(run.device),
+        "versions": {**versions(), **code_version()},
+        "platform": args.world.platform,
+        "nodes": args.world.num_nodes,
+    }
