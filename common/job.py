@@ -36,7 +36,7 @@ class _CallTheDoctor:
 class _FindTheLargestBatch:
     def arguments(self, args: argparse.Namespace) -> None:
         if args.find_max_batch:
-            from common import largest_batch
+            from common.devices import largest_batch
 
             largest_batch.find(args)
 

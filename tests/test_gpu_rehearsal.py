@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from common.largest_batch import with_margin
+from common.devices.largest_batch import with_margin
 from tests.benchmarks import libraries
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import costs

@@ -6,11 +6,11 @@ import types
 import pytest
 import torch
 
-from common import arguments, largest_batch
-from common.devices import portions
+from common import arguments
+from common.devices import largest_batch, portions
 from common.devices.diagnosis import full_device
+from common.devices.largest_batch import FITS, NO_MEMORY, TOO_FEW_SAMPLES, largest, with_margin
 from common.errors import TooFewSamples, UserError
-from common.largest_batch import FITS, NO_MEMORY, TOO_FEW_SAMPLES, largest, with_margin
 from datasets.dali.batches import is_fault_of_picture
 from tests.jobs import TINY, module_of, run_job
 

@@ -350,7 +350,7 @@ class Run:
         self.tell(Observer.stepped)
 
     def _end_a_trial_of_a_batch(self) -> None:
-        from common import largest_batch
+        from common.devices import largest_batch
 
         steps = self.position.total_steps
         largest_batch.end_of_step(self.args, steps, self.sampler, lambda: devices.synchronize(self.device))

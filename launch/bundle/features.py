@@ -31,7 +31,7 @@ FEATURES = {
     "doctor": Feature(("common.doctor",), "--doctor"),
     "dpex": Feature(("datasets.dpex",), "dpex", package="ray"),
     "elastic": Feature(("common.elastic",), "--min.nodes"),
-    "find_max_batch": Feature(("common.largest_batch",), "--find.max.batch"),
+    "find_max_batch": Feature(("common.devices.largest_batch",), "--find.max.batch"),
     "kspeed": Feature(("datasets.kspeed",), "kspeed", package="pymemcache"),
     "profile": Feature(("common.run.observers.trace", "common.run.timing"), "--prof"),  # and NVIDIA's --prof
     "track": Feature(("common.run.observers.tracker",), "--track"),
