@@ -156,8 +156,8 @@ def test_a_job_that_is_asked_for_what_its_bundle_lacks_says_how_to_bundle_it(nam
 
 @pytest.mark.parametrize("name, feature, options", NEEDS)
 def test_the_options_that_a_job_will_have_bring_what_they_need(name, feature, options):
-    features = bundle.features.asked_for([], options)
-    assert features == {feature} == bundle.features.asked_for([feature], ["--lr", "0.1"])
+    features = bundle.features.of_options(options)
+    assert features == {feature} == bundle.features.named([feature]) and not bundle.features.of_options(["--lr", "0.1"])
     stubs, lean = (bundle.features.stubs(ROOT / "jobs" / f"{name}.py", wanted) for wanted in (features, ()))
     assert set(stubs) < set(lean) and not [text for text in stubs.values() if f"{feature} is not" in text]
 
@@ -178,7 +178,7 @@ def test_a_feature_that_is_asked_for_is_in_the_file_and_in_the_folder(empty, cap
     ] and "common/doctor/__init__.py" in places[0]
     assert (empty / "code/common/doctor/checks.py").exists() and not (empty / "code/common/track").exists()
     capsys.readouterr()
-    assert bundle.main([job, "--with", "doctors"]) == 2
+    assert bundle.main([job, "--with", "all,doctors"]) == 2
     assert "--with doctors: there is no such feature; give all, or some of buckets,dali,doctor" in capsys.readouterr().err
 
 
@@ -207,6 +207,9 @@ def test_what_a_feature_needs_is_asked_for(empty):
         (["--with", "dali", "--with", "dpex,doctor"], ["nvidia-dali-cuda120", "ray"]),
         (["--", "--data_url", "obs://bucket/photos"], ["boto3"]),
         (["--with", "all"], []),
+        (["--with", "all", "--", "--output_dir", "s3://bucket/run"], ["boto3"]),
+        (["--", "--data_url", "/data/dalian", "--output_dir", "/runs/kspeed"], []),
+        (["--", "--data-backend", "dali-kspeed"], ["nvidia-dali-cuda120", "pymemcache"]),
     ):
         assert bundle.main([job, *out, *words]) == 0
         lines = [line for line in (empty / "requirements.txt").read_text().splitlines() if not line.startswith("#")]

@@ -88,9 +88,16 @@ def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -
 
 
 def write_folder(
-    job: Union[str, Path], out: Union[str, Path], overwrite: bool = False, wanted: Collection[str] = features.FEATURES
+    job: Union[str, Path],
+    out: Union[str, Path],
+    overwrite: bool = False,
+    wanted: Collection[str] = features.FEATURES,
+    also: Collection[str] = (),
 ) -> tuple[int, int]:
-    """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (files, bytes)."""
+    """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (files, bytes).
+
+    `wanted`: as of bundle(); `also`: packages to ask for, besides those that the job imports.
+    """
     job, out = Path(job), Path(out)
     _read_and_check_job(job)
     ours = (out / MARKER).is_file()
@@ -104,7 +111,7 @@ def write_folder(
     for place, path in list(places.items()):
         beside = imports.files_beside(path)
         places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
-    packages = requirements.text(job.resolve(), features.packages(wanted))
+    packages = requirements.text(job.resolve(), also)
     written = {**stubs, **dict.fromkeys(requirements.NAMES, packages)}
     size = sum(path.stat().st_size for path in places.values()) + sum(len(text) for text in written.values())
     folders = {str(parent) for place in (*places, *written) for parent in Path(place).parents} - {"."}
@@ -136,9 +143,11 @@ def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
         engines.read(options.engine)
     job = Path(options.job).absolute()
     names = [name for text in options.features for name in text.split(",")]
-    wanted = features.asked_for(names, job_options)
+    of_options = features.of_options(job_options)
+    wanted = features.named(names) | of_options
+    packages = features.packages({*names, *of_options})
     if options.folder:
-        count, size = write_folder(options.job, options.folder, options.overwrite, wanted)
+        count, size = write_folder(options.job, options.folder, options.overwrite, wanted, packages)
         untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
         print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{job.name}{untried}")
         _tell_what_is_left_out(job, wanted)
@@ -149,8 +158,8 @@ def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    packages = requirements.text(job, features.packages(wanted))
-    beside = [name for name in requirements.NAMES if _write_unless_foreign(out.parent / name, packages)]
+    asked_for = requirements.text(job, packages)
+    beside = [name for name in requirements.NAMES if _write_unless_foreign(out.parent / name, asked_for)]
     untried = try_out(out, requirements.needed(job))
     also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
     print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}{untried}")

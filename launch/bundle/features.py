@@ -27,12 +27,12 @@ FEATURES = {
         package="boto3",
         used_by_jobs_as="common.storage",
     ),
-    "dali": Feature(("datasets.dali",), "dali", package="nvidia"),
+    "dali": Feature(("datasets.dali",), r"--(data.backend[ =]|use.)?dali", package="nvidia"),
     "doctor": Feature(("common.doctor",), "--doctor"),
-    "dpex": Feature(("datasets.dpex",), "dpex", package="ray"),
+    "dpex": Feature(("datasets.dpex",), r"--data.backend[ =]dpex", package="ray"),
     "elastic": Feature(("common.elastic",), "--min.nodes"),
     "find_max_batch": Feature(("common.devices.largest_batch",), "--find.max.batch"),
-    "kspeed": Feature(("datasets.kspeed",), "kspeed", package="pymemcache"),
+    "kspeed": Feature(("datasets.kspeed",), r"--(data.backend[ =](dali.)?)?kspeed", package="pymemcache"),
     "profile": Feature(("common.run.observers.trace", "common.run.timing"), "--prof"),  # and NVIDIA's --prof
     "track": Feature(("common.run.observers.tracker",), "--track"),
 }
@@ -45,17 +45,21 @@ raise UserError({text!r})
 '''
 
 
-def asked_for(names: Collection[str], options: Sequence[str]) -> set[str]:
-    """Return the features with these names, of which "all" is every one, and those that the job's `options` need."""
-    wanted = set(FEATURES) if "all" in names else set(names)
-    if unknown := sorted(wanted - set(FEATURES)):
+def of_options(options: Sequence[str]) -> set[str]:
+    """Return the features that a job with these options needs."""
+    return {name for name, feature in FEATURES.items() if re.search(feature.asked_for_by, " ".join(options))}
+
+
+def named(names: Collection[str]) -> set[str]:
+    """Return the features with these names, of which "all" is every one; UserError for an unknown name."""
+    if unknown := sorted(set(names) - {"all", *FEATURES}):
         raise UserError(f"--with {one_line(unknown[0])}: there is no such feature; give all, or some of {','.join(FEATURES)}")
-    return wanted | {name for name, feature in FEATURES.items() if re.search(feature.asked_for_by, " ".join(options))}
+    return set(FEATURES) if "all" in names else set(names)
 
 
-def packages(wanted: Collection[str]) -> set[str]:
-    """Return the packages that these features cannot do without; none for all of them, as no job uses all."""
-    return set() if set(wanted) == set(FEATURES) else {FEATURES[name].package for name in wanted} - {""}
+def packages(names: Collection[str]) -> set[str]:
+    """Return the packages that the features with these names cannot do without; "all" has none, as no job uses all."""
+    return {FEATURES[name].package for name in names if name != "all"} - {""}
 
 
 def left_out(job: Path, wanted: Collection[str]) -> dict[str, str]:
@@ -77,8 +81,9 @@ def _entries(names: Iterable[str]) -> dict[str, str]:
     entries = {}
     for name in names:
         for module in FEATURES[name].modules:
-            files = imports.files_of(module)  # its packages, and the module itself as the last; none if it is not there
-            entries.update(dict.fromkeys(files[-1:], name))
+            place = module.replace(".", "/")
+            files = {f"{place}.py", f"{place}/__init__.py"} & set(imports.files_of(module))
+            entries.update(dict.fromkeys(files, name))
     return entries
 
 

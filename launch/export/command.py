@@ -23,10 +23,10 @@ import torch
 from common.address import is_address
 from common.arguments import number
 from common.checkpoints import checkpoint, names
+from common.checkpoints.pretrained import about_weights, read_weights
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.weights.files import evaluated_weights, write_weights
-from common.weights.pretrained import about_weights, read_weights
 from datasets import cifar10, imagenet
 from datasets.photos import decode
 from launch.export import modelarts, network, readme, safetensors

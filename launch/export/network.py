@@ -13,9 +13,9 @@ from typing import Any, Optional
 import torch
 
 from common import devices
+from common.checkpoints.pretrained import fit
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
-from common.weights.pretrained import fit
 
 OPSET, OLDER_OPSET = 18, 17  # of ONNX, and the highest of the older exporter; every runtime of the last years supports them
 FOR_PROGRAMS = (2, 6)  # the first torch whose programs take any number of pictures, and whose newer exporter of ONNX is whole
