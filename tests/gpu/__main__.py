@@ -1,7 +1,7 @@
 """What these jobs do on the GPU of this machine, row by row.
 
     python3 -m tests.gpu --out FOLDER --budget MINUTES      all rows, the most important first; ONLY some with --only ROW ...
-    python3 -m tests.gpu --slice behaviour --out FOLDER     rows that take up to nine minutes together; --slice alone lists the slices
+    python3 -m tests.gpu --slice behaviour --out FOLDER     rows that take up to ten minutes together; --slice alone lists the slices
     python3 -m tests.gpu --page FOLDER/rows.jsonl           add rows to tests/benchmarks/gpu.jsonl, and write GPU.md from it (no GPU needed)
 
 Each row has a time limit, and its result is written to FOLDER/rows.jsonl at once, its log to FOLDER/logs.tgz; what a run writes

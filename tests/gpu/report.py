@@ -130,7 +130,7 @@ def answer(question, found):
     here += [f"({remark})" for (name, date), remark in REMARKS.items() if name == row["row"] and row["at"].startswith(date)]
     beside = matching(figures, question.peers)
     texts = (question.text, "<br>".join(here), "<br>".join(beside), f"{row['at'].split()[0]}, {row['torch']}")
-    return "| " + " | ".join(text.replace("|", "/") for text in texts) + " |"
+    return "| " + " | ".join(re.sub(r"\s+", " ", text).replace("|", "/") for text in texts) + " |"
 
 
 def matching(figures: dict[str, str], pattern: str) -> list[str]:

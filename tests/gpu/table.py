@@ -1,4 +1,4 @@
-"""The rows of `make gpu`, the most important first, and the seconds that each may take; slices of them that take up to nine minutes."""
+"""The rows of `make gpu`, the most important first, and the seconds that each may take; slices of them that take up to ten minutes."""
 
 from dataclasses import dataclass
 

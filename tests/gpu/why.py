@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -79,6 +80,7 @@ print(f", the GPU's first operation {time.perf_counter() - began:.2f} s")
 def starts(row: Row) -> dict[str, str]:
     """The imports as they are, the same with a folder for bytecode that can be written to, and what a start of train.py spends where."""
     found = {"site-packages can be written to": str(os.access(os.path.dirname(torch.__file__), os.W_OK))}
+    shutil.rmtree(row.folder / "bytecode", ignore_errors=True)  # of a row that was cut off
     kept = {"PYTHONPYCACHEPREFIX": str(Path(row.folder, "bytecode")), "PYTHONDONTWRITEBYTECODE": ""}
     for name, environment in (("as it is", {}), ("bytecode written", kept), ("bytecode read", kept)):
         found[name] = row.python(IMPORTS, environment=environment).strip().splitlines()[-1]
