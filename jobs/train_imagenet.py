@@ -37,6 +37,7 @@ from torch import distributed
 from common import arguments, devices, exact
 from common.arguments import COUNT, POSITIVE, boolean, number
 from common.checkpoints import restore
+from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights
 from common.devices import portions
 from common.errors import UserError, one_line
 from common.files import write_atomically
@@ -47,7 +48,6 @@ from common.progress import say
 from common.ranks import barrier, group, norms
 from common.run import Run, Scaler, Scores
 from common.weights.files import OPTIONS, beside, evaluated_weights
-from common.weights.pretrained import about_weights, fit, load_weights, local_weights
 from datasets import imagenet, recipe
 from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder

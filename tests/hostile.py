@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from common.checkpoints import checkpoint
+from common.checkpoints.pretrained import read_weights
 from common.errors import UserError
 from common.weights import tensors
-from common.weights.pretrained import read_weights
 
 CANARY = "canary"  # which a file would make in the current folder, if anything in it were run
 

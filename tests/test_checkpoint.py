@@ -21,11 +21,11 @@ import torchvision
 
 from common.checkpoints import checkpoint
 from common.checkpoints.manifest import Position
+from common.checkpoints.pretrained import about_weights, fit, load_weights, read_weights
 from common.checkpoints.saver import Saving
 from common.errors import TrainingFailed, UserError
 from common.run.about import learning_rate
 from common.weights.files import evaluated_weights, write_weights
-from common.weights.pretrained import about_weights, fit, load_weights, read_weights
 
 
 def state(value=0.0):

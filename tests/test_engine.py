@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from common import devices
+from common.checkpoints.pretrained import read_weights
 from common.devices import kinds
 from common.elastic import members
 from common.errors import UserError
-from common.weights.pretrained import read_weights
 from launch import bundle, engines, image
 from launch.__main__ import VERBS
 from launch.submit import modelarts

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from common.checkpoints import checkpoint
+from common.checkpoints.pretrained import read_weights
 from common.errors import TrainingFailed
 from common.models import resnet18
-from common.weights.pretrained import read_weights
 from datasets import cifar10, imagenet, synthetic
 from datasets.photos import decode, tree
 from datasets.photos.labelled import Photos

@@ -22,9 +22,9 @@ import pytest
 
 from common.address import FETCHING
 from common.checkpoints import checkpoint
+from common.checkpoints.pretrained import about_weights, load_weights, read_weights
 from common.models import resnet18
 from common.storage.index import Index, Parts
-from common.weights.pretrained import about_weights, load_weights, read_weights
 from datasets.packs import packed
 from datasets.photos import decode, tree
 from datasets.photos import files as photo_files

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from common import arguments, progress
+from common.checkpoints.pretrained import local_weights
 from common.errors import UserError
 from common.models.classifiers import classifier
 from common.storage import once
-from common.weights.pretrained import local_weights
 from datasets import augment, dali, drop_in, imagenet
 from datasets.drop_in import nvidia
 from datasets.photos import tree

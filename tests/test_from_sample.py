@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 
+from common.checkpoints.pretrained import load_weights
 from common.errors import UserError
 from common.models import resnet18
-from common.weights.pretrained import load_weights
 from datasets import cifar10, cifar10_files
 from launch import blocks
 from tests.from_page import assert_each_is_checked, typed_here

@@ -13,9 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoints import parts
+from common.checkpoints import parts, pretrained
 from common.errors import UserError
-from common.weights import pretrained
 from datasets.kspeed.cache import SampleCache
 from launch.pack import command as pack
 from tests.check_ledger import complaints, steps_that_count

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torchvision
 
+from common.checkpoints.pretrained import load_weights, read_weights
 from common.errors import UserError
 from common.weights import plain, tensors
-from common.weights.pretrained import load_weights, read_weights
 from tests.hostile import ONE, mutated, network, refused_in_a_line, safe, safe_of
 from tests.jobs import assert_same_bits
 from tests.packages import python_package

@@ -11,11 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoints import checkpoint
+from common.checkpoints import checkpoint, pretrained
 from common.errors import UserError
 from common.models import classifiers, of_timm
 from common.ranks import norms
-from common.weights import pretrained
 from datasets import imagenet
 from datasets.photos import decode, tree
 from launch import export

@@ -1,4 +1,4 @@
-"""What a file of tensors may hold, how it is read without running code, and which weights a run begins with or gives away."""
+"""What a file of tensors may hold, how it is read without running code, and what the weights of an epoch are."""
 
 # Modules.
-__all__ = ["files", "plain", "pretrained", "tensors"]
+__all__ = ["files", "plain", "tensors"]

@@ -1,4 +1,4 @@
-"""The files of weights that a run writes: the network of an epoch. Weights to begin with, or to evaluate: pretrained.py.
+"""The files of weights that a run writes: the network of an epoch. Those to begin with or to evaluate: checkpoints.pretrained.
 
 epoch_3.pth           tensors by name, as torch.save() writes them
 epoch_3.pth.sha256    its digest, for the program sha256sum
