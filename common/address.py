@@ -39,7 +39,7 @@ def local_folder(url: str, root: str) -> str:
     return os.path.join(root, scheme, *words)
 
 
-def _as_folder(word):
+def _as_folder(word: str) -> str:
     """Return a folder name for a part of an address: never empty, ., .. or FETCHING, and different for different parts."""
     word = word.replace("%", "%25")
     return f"%{word}" if word.lower() in ("", ".", "..", FETCHING) else word

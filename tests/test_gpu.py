@@ -222,7 +222,7 @@ def test_the_page_answers_what_a_person_asks_first(tmp_path):
             "gpu": "NVIDIA H100",
             "at": "2026-01-02 03:04",
             "verdict": "failed",
-            "why": "train | waits",
+            "why": "train |\n waits",
             "figures": {},
         },
     ]

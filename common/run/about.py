@@ -43,7 +43,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def restart_command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
     """Return the command to start this run again, with secrets hidden, without the platform's options and `without`."""
     launcher = shlex.split(os.environ.get(LAUNCHER, ""))
-    kept, taken = [], iter(launcher or words)
+    kept = []
+    taken = iter(launcher or words)
     for word in taken:
         name, equals, _ = word.partition("=")
         plain = name.lstrip("-").replace("-", "_")
@@ -104,12 +105,13 @@ def code_version() -> dict[str, str]:
     return {}
 
 
-def _short(value):
+def _short(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def facts_of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
-    args, at = run.args, run.position
+    args = run.args
+    at = run.position
     changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
     shown = {name: HIDDEN if is_secret(name) else mask(_short(vars(args)[name])) for name in changed}
     return {

@@ -73,7 +73,7 @@ def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
         FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
-        f"\n\n# The modules that {job.name} imports, each as it is in its repository. {MADE_BY} of anyrank {VERSION}.\n"
+        f"\n\n# The modules that {job.name} imports, unchanged or left out. {MADE_BY} of anyrank {VERSION}.\n"
         f"# Digest of the sources: {digest.hexdigest()}\n",
     ]
     if beside := [path for place in places for path in imports.files_beside(imports.ROOT / place)] + imports.files_beside(job):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from common.errors import UserError, one_line
 from launch.bundle import imports
+from launch.bundle.requirements import OF_ADDRESSES
 
 
 class Feature(NamedTuple):
@@ -24,7 +25,7 @@ FEATURES = {
     "buckets": Feature(
         ("common.storage.bucket", "common.storage.download", "common.storage.upload", "common.checkpoints.run_bucket"),
         "(s3|obs|oss)://",
-        package="boto3",
+        package=OF_ADDRESSES,
         used_by_jobs_as="common.storage",
     ),
     "dali": Feature(("datasets.dali",), r"--(data.backend[ =]|use.)?dali", package="nvidia"),

@@ -281,7 +281,7 @@ def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(bundle.bundle(ROOT / job), encoding="utf-8")
     at_addresses = any(word.split("=")[-1].startswith(BUCKETS) for word in arguments)
-    packages = bundle.requirements.text(job, ["boto3"] if at_addresses else [])
+    packages = bundle.requirements.text(job, [bundle.requirements.OF_ADDRESSES] if at_addresses else [])
     for name in bundle.requirements.NAMES:
         Path(folder, name).write_text(packages)
     shutil.copy(Path(__file__).with_name("boot_sagemaker.py"), folder)
