@@ -137,7 +137,7 @@ def _no_memory(error: Exception) -> Optional[TrainingFailed]:
 def _end_with_a_traceback(error: Exception) -> NoReturn:
     message = f"{type(error).__name__}: {one_line(error)[:300]}"
     with contextlib.suppress(OSError, ImportError, MemoryError):
-        from common.alive.wire import network
+        from common.world import network
 
         message += network.advice(error)
     text = one_line(error.line) if isinstance(error, SampleError) else message

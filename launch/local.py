@@ -28,8 +28,8 @@ from collections.abc import Mapping
 from typing import IO, Callable
 
 from common import arguments, cores, drivers, malloc
-from common.alive.wire.network import free_port
 from common.errors import count
+from common.world.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"

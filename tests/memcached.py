@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 
-from common.alive.wire.network import free_port
+from common.world.network import free_port
 from tests.packages import program
 
 HOST = "127.0.0.1"

@@ -14,10 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from common import drivers
-from common.alive.wire import network
 from common.devices import diagnosis
 from common.doctor import checks
 from common.errors import UserError
+from common.world import network
 from launch import local
 from tests.jobs import ROOT, TINY, command, run_forked
 from tests.test_world import MODELARTS, resolve

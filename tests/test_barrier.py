@@ -9,12 +9,11 @@ from collections import Counter
 import pytest
 from torch import distributed
 
-from common.alive.wire import network
 from common.devices import TORCH
 from common.errors import UserError
 from common.ranks import barrier, collectives, store
 from common.ranks.barrier import Board
-from common.world import World
+from common.world import World, network
 from tests.jobs import PATIENCE, ROOT, forked, wait_for
 
 RANKS = 40

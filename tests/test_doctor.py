@@ -18,11 +18,11 @@ import torch
 from torch import distributed
 
 from common import arguments, world
-from common.alive.wire.network import free_port
 from common.doctor import checks, examination, stores, table
 from common.doctor.table import BAD, DOUBTFUL, GOOD, bad, good
 from common.ranks import collectives, group
 from common.world import World
+from common.world.network import free_port
 from datasets import cifar10
 from tests.hosts import Hosts, wait_all
 from tests.jobs import PATIENCE, ROOT, TINY, command, environment, forked

@@ -15,7 +15,7 @@ from tests.jobs import ROOT, environment
 
 # From the ground up: a room, or a file that stands by itself, imports only from floors below its own.
 FLOORS = [
-    ["common.secrets", "common.naming"],
+    ["common.secrets"],
     ["common.address", "common.errors", "common.chance", "common.cores", "common.drivers", "common.moments", "common.child"],
     [
         "common.files",

@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from common import arguments, devices, job, moments, packages, storage
-from common.alive.wire import network
 from common.doctor import checks, examination
 from common.errors import TrainingFailed, UserError
 from common.ranks import group
-from common.world import World, folders
+from common.world import World, folders, network
 from datasets import cifar10, loader
 from launch import bundle
 from launch.submit import command as submit

@@ -14,11 +14,10 @@ import types
 
 import pytest
 
-from common import naming
 from common.alive.wire import channel, hub, secret
 from common.errors import UserError
 from common.ranks import store
-from common.world import World
+from common.world import World, naming
 from tests.jobs import PATIENCE, Popen, command, environment, saved, start, wait_for
 from tests.objectstore import free_port
 from tests.ranks import LONG, LOOPBACK, children, listening, ports_of

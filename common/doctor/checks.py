@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Optional
 
 from common import cores, devices, drivers
-from common.alive.wire import network, secret
+from common.alive.wire import secret
 from common.devices import diagnosis
 from common.doctor.table import Finding, bad, doubtful, good, size
 from common.errors import count
 from common.files import MIB
-from common.world import World
+from common.world import World, network
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
 GPU_BUSY_MIB = 1024  # with more in use, a GPU is busy; a rank that has just started uses half of it

@@ -14,7 +14,6 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from common import naming
 from common.address import is_bucket
 from common.alive import heartbeat
 from common.doctor import checks, stores
@@ -23,7 +22,7 @@ from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, tabl
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.moments import REPLACED
 from common.secrets import mask
-from common.world import folders
+from common.world import folders, naming
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 

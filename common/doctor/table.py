@@ -4,9 +4,9 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from common import naming
 from common.errors import SampleError, TrainingFailed, UserError, one_line
 from common.files import MIB
+from common.world import naming
 
 BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
 ORDER = (

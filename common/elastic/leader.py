@@ -13,9 +13,10 @@ import time
 from typing import Any, Optional
 
 from common.alive.judge import CASCADE_SECONDS
-from common.alive.wire import channel, network
+from common.alive.wire import channel
 from common.elastic import quorum
 from common.errors import UserError, count
+from common.world import network
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
 STOP_SECONDS = 1.5  # within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these

@@ -169,7 +169,7 @@ def require_equal(facts: dict) -> None:
     (lowest,) = map(int, reduce([size if name is None else rank], "MIN"))
     other = json.loads(broadcast(own, lowest))
     name = next(name for name in facts if other[name] != first[name])
-    from common.naming import first_difference
+    from common.world.naming import first_difference
 
     ours, theirs = first_difference(first[name], other[name])
     raise UserError(

@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common import arguments, devices, moments, naming
+from common import arguments, devices, moments
 from common.alive import heartbeat
 from common.errors import UserError
 from common.moments import REPLACED
 from common.ranks.collectives import GROUP, longest, require_equal, require_one_device_each
+from common.world import naming
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 65_536  # that a rank may have open: a stranger's connection to Gloo takes one, and Gloo aborts where none is left
@@ -89,7 +90,7 @@ def start_workers(args: argparse.Namespace) -> None:
 
 def join(args: argparse.Namespace, device: torch.device) -> None:
     """Form the process group (if elastic, of this rank). UserError if ranks differ in code or common options or share a GPU."""
-    from common.alive.wire import network
+    from common.world import network
 
     here = args.world
     if here.level == "node" and here.world_size > 1:

@@ -14,11 +14,10 @@ from typing import Any, Optional
 
 from torch import distributed
 
-from common import naming
 from common.alive.wire import channel
 from common.errors import UserError, one_line
 from common.ranks.collectives import GROUP
-from common.world import World
+from common.world import World, naming
 
 POLL_SECONDS = 0.05
 CAME, ALL = "anyrank/came", "anyrank/missing"  # keys

@@ -1,7 +1,8 @@
-"""The place of this process: its node and rank, how many there are, the platform, the folders for data and output."""
+"""The place of this process: its node and rank, how many there are, the platform, the folders for data and output,
+the network over which it reaches the others."""
 
 from common.world import folders
 from common.world.place import World
 from common.world.resolve import PLATFORM, here, require_one_device, resolve
 
-__all__ = ["PLATFORM", "World", "folders", "here", "require_one_device", "resolve"]
+__all__ = ["PLATFORM", "World", "folders", "here", "naming", "network", "require_one_device", "resolve"]

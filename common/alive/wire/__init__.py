@@ -1,3 +1,3 @@
-"""Communication between the nodes of a job: connections, messages, the shared secret, the network interface."""
+"""Communication between the nodes of a job: connections, messages, the shared secret."""
 
-__all__ = ["channel", "hub", "messages", "network", "secret"]
+__all__ = ["channel", "hub", "messages", "secret"]

@@ -13,8 +13,7 @@ import socket
 import time
 from typing import Any, Callable
 
-from common import naming
-from common.alive.wire import channel, network, secret
+from common.alive.wire import channel, secret
 from common.alive.wire.channel import (
     BEAT_SECONDS,
     NOT_OURS,
@@ -27,6 +26,7 @@ from common.alive.wire.channel import (
 )
 from common.alive.wire.messages import HELLO, PROOF
 from common.errors import UserError, count, one_line
+from common.world import naming, network
 
 STRANGERS = 64  # connections that may wait without a proof, in addition to one for each node that is missing
 STRANGER_SECONDS = 2.0
